@@ -165,17 +165,14 @@ class Decode:
 
 
 def experts_met(step: Decode) -> float:
-    """Routed experts that a layer's tokens choose in an eager step, the mean of the layers; of ranks that share experts
-    out, as many as if all ranks were alike."""
+    """Routed experts that a layer's tokens choose in an eager step, the mean of the layers."""
     met: list[int] = []
-    model: Any = step.engine.model
-    parts = len(model.beside) if model.peers is not None and model.peers.whole_experts else 1
-    own = model.config.experts // parts
+    routed = step.engine.model.config.experts
 
     run = Experts.forward
 
     def watched(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        met.append(int(((ids := chosen.unique()) >= 0).logical_and(ids < own).sum()) * parts)
+        met.append(int((chosen.unique() < routed).sum()))
         return run(experts, x, chosen, weights)
 
     with mock.patch.object(Experts, "forward", watched):
@@ -247,9 +244,6 @@ def main() -> None:
     parser.add_argument("--form", choices=FORMS, default="nvfp4")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--split-mode", choices=("layer", "tensor"), default="layer", help="as `onegraph generate`")
-    parser.add_argument(
-        "--experts", choices=("slices", "whole"), default="slices", help="of --split-mode tensor: its --expert-split"
-    )
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hash-layers", type=int, default=3)
     parser.add_argument("--context", type=int, default=8192)
@@ -261,8 +255,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.soak and args.split_mode == "tensor":
         parser.error("--soak looks into one device's state; it takes --split-mode layer")
-    if args.experts == "whole" and args.split_mode == "layer":
-        parser.error("--experts whole goes with --split-mode tensor")
     wanted = {"model_type": "deepseek_v4", "rope_scaling": YARN, **(FLASH if args.model == "flash" else PRO)}
     layers = {"num_hidden_layers": args.layers or wanted["num_hidden_layers"], "num_hash_layers": args.hash_layers}
     config = DeepseekV4Config.from_dict({**wanted, **layers})
@@ -273,7 +265,7 @@ def main() -> None:
     if args.split_mode == "layer":
         model = DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, devices, reach)
     else:
-        peers = peers_for(config, devices, torch.bfloat16, args.experts)
+        peers = peers_for(config, devices, torch.bfloat16)
         beside = [
             DeepseekV4.assemble(RandomLoader(config, torch.bfloat16, args.form), config, [device], reach, peers.rank(i))
             for i, device in enumerate(devices)
@@ -283,7 +275,7 @@ def main() -> None:
     bandwidth = copy_bandwidth(devices[0])
     about = {
         "bench": "deepseek", "model": args.model, "form": args.form, "layers": config.layers, "gpus": args.gpus,
-        "split": args.split_mode, "experts": args.experts, "context": args.context, **machine(devices[0]),
+        "split": args.split_mode, "context": args.context, **machine(devices[0]),
     }  # fmt: skip
 
     def note(text: str) -> None:

@@ -29,7 +29,6 @@ from onegraph.engine.record import emit, machine
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks, peers_for
-from onegraph.models.shares import ExpertSplit
 from onegraph.nn.peers import Peers
 from onegraph.ops.ranks import part_of
 
@@ -44,12 +43,10 @@ class SameEverywhere(RandomCheckpoint):
         return super().tensor(name, device, dtype)
 
 
-def ranks_model(
-    shape: dict[str, Any], bits: int, lm_head: int | None, gpus: int, max_context: int, experts: ExpertSplit
-) -> Ranks:
+def ranks_model(shape: dict[str, Any], bits: int, lm_head: int | None, gpus: int, max_context: int) -> Ranks:
     places = [torch.device("cuda", i) for i in range(gpus)]
     config = LlamaConfig.from_dict(RandomCheckpoint(shape, bits, lm_head).config)
-    peers = peers_for(config, places, torch.bfloat16, experts)
+    peers = peers_for(config, places, torch.bfloat16)
     beside = []
     for i, place in enumerate(places):
         checkpoint = SameEverywhere(shape, bits, lm_head, str(place))
@@ -137,13 +134,6 @@ def main() -> int:
     parser.add_argument("--bits", type=int, nargs="*", default=[2])
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; unquantized by default")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="of the step; 1 is the model on one GPU")
-    parser.add_argument(
-        "--experts",
-        choices=("slices", "whole"),
-        nargs="+",
-        default=["slices"],
-        help="as `onegraph generate` splits them",
-    )
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=256)
@@ -156,14 +146,13 @@ def main() -> int:
             emit(row, args.out)
     reach = max(args.context + args.steps + 16, 2048)
     for bits in args.bits:
-        for gpus, experts in [(g, e) for g in args.gpus for e in args.experts if g > 1 or e == args.experts[0]]:
+        for gpus in args.gpus:
             started = time.perf_counter()
             about: dict[str, Any] = {"shape": args.shape, "bits": bits, "lm_head": args.lm_head, "gpus": gpus}
             if gpus == 1:
                 model = random_model(SHAPES[args.shape], bits, args.lm_head, reach)
             else:
-                model = ranks_model(SHAPES[args.shape], bits, args.lm_head, gpus, reach, experts)
-                about["experts"] = experts
+                model = ranks_model(SHAPES[args.shape], bits, args.lm_head, gpus, reach)
                 about["ranks_agree"] = agree(model, reach)
             print(f"loaded in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
             name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"

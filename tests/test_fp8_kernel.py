@@ -91,7 +91,7 @@ def run(build, variant: fp8.Variant, tensors, sizes, kind: str, y, cut: fp8.Plan
 
 
 def check(got: Tensor, wanted: Tensor) -> None:
-    error = (got.float() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    error = (got.float() - wanted).norm() / wanted.norm()
     assert error < TOLERANCE[got.dtype], error
 
 
@@ -184,17 +184,12 @@ def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> 
         ("rows", 16, 2, 3, 320, 208, (2.0, 1.0, 0.0), True, (fp8.Plan(3, 2, 2, 5, 3), fp8.Plan(2, 2, 1, 3, 3))),
     ],
 )
-@pytest.mark.parametrize("here", ["all", "some", "none"])
-def test_experts(
-    build, kind: str, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate, twice, cuts, here: str
-) -> None:
-    """Of unequal popularity; one token's choice may name an expert twice; of 16 tokens some are read twice. Some or all
-    may be another rank's."""
+def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate, twice, cuts):
+    """Of unequal popularity; one token's choice may name an expert twice; of 16 tokens some are read twice."""
     x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
     chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
     if twice:
         chosen[0, 1] = chosen[0, 0]
-    chosen -= {"all": 0, "some": experts // 2, "none": experts}[here]
     gains = torch.rand(tokens, top_k, generator=rng(2))
     gate_up = random_weight((experts, 2 * wide, dim), *BLOCKS[kind], "cpu", rng(3))
     down = random_weight((experts, dim, wide), *BLOCKS[kind], "cpu", rng(4))

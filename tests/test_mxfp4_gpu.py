@@ -33,7 +33,7 @@ def test_kernels_run_here(kernel_family: str) -> None:
     x = torch.zeros(1, 2880, dtype=torch.bfloat16, device="cuda")
     assert nvfp4.takes_experts(x, 2880, 4)
     if kernel_family == "own":
-        assert nvfp4_one.experts_plans(2880, 2880, 4, nvfp4.build.device(0), 32) is not None
+        assert nvfp4_one.experts_plans(1, 2880, 2880, 4, nvfp4.build.device(0), 32) is not None
 
 
 @pytest.mark.parametrize("dtype", HALVES)

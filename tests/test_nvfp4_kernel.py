@@ -35,12 +35,7 @@ def rng(seed: int = 0) -> torch.Generator:
 def build(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("nvfp4")
     sources = nvfp4.KERNEL.path, nvfp4.SHORT.path, nvfp4_one.KERNEL.path
-    for file in (
-        *sources,
-        *map(sources[0].with_name, ("nvfp4_decode.cuh", "routes.cuh")),
-        HERE / "nvfp4_common.cuh",
-        HERE / "run.cpp",
-    ):
+    for file in (*sources, sources[0].with_name("nvfp4_decode.cuh"), HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
         shutil.copy(file, path)
 
     @cache
@@ -123,7 +118,7 @@ def run(
 
 
 def check(got: Tensor, wanted: Tensor) -> None:
-    error = (got.float() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+    error = (got.float() - wanted).norm() / wanted.norm()
     assert error < TOLERANCE[got.dtype], error
 
 
@@ -186,7 +181,6 @@ def test_short(build, group: int, tokens: int, groups: int, n: int, k: int, dtyp
         ),  # experts read twice
     ],
 )
-@pytest.mark.parametrize("here", ["all", "some", "none"])
 @both
 def test_experts(
     build,
@@ -199,14 +193,12 @@ def test_experts(
     gate: tuple[float, ...],
     twice: bool,
     cuts,
-    here: str,
 ) -> None:
-    """Of unequal popularity; one token's choice may name an expert twice. Some or all may be another rank's."""
+    """Of unequal popularity; one token's choice may name an expert twice."""
     x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
     chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
     if twice:
         chosen[0, 1] = chosen[0, 0]
-    chosen -= {"all": 0, "some": experts // 2, "none": experts}[here]
     gains = torch.rand(tokens, top_k, generator=rng(2))
     layers = weight_of(group, (experts, 2 * wide, dim), 3), weight_of(group, (experts, dim, wide), 4)
     biases = [torch.randn(experts, n, generator=rng(5)) if group == 32 else None for n in (2 * wide, dim)]
@@ -344,36 +336,36 @@ def test_what_is_not_finite_is_not_hidden(build, group: int, value: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("top_k", "experts", "dim", "wide", "blocks", "twice"),
+    ("tokens", "top_k", "experts", "dim", "wide", "blocks", "twice"),
     [
-        (6, 16, 256, 256, 5, False),
-        (3, 4, 512, 256, 2, True),
-        (1, 2, 256, 512, 132, False),
-        (4, 6, 320, 192, 3, False),  # of MXFP4 alone: widths that are no multiples of 256
-        (3, 4, 576, 832, 2, True),
+        (1, 6, 16, 256, 256, 5, False),
+        (1, 3, 4, 512, 256, 2, True),
+        (1, 1, 2, 256, 512, 132, False),
+        (4, 2, 8, 256, 256, 3, False),  # blocks with several tokens
+        (5, 3, 6, 256, 512, 9, True),
+        (1, 4, 6, 320, 192, 3, False),  # of MXFP4 alone: widths that are no multiples of 256
+        (1, 3, 4, 576, 832, 2, True),
     ],
 )
-@pytest.mark.parametrize("here", ["all", "some", "none"])
 @both
-def test_experts_of_one_token(
-    build, group: int, top_k: int, experts: int, dim: int, wide: int, blocks: int, twice: bool, here: str
+def test_experts_of_few_tokens(
+    build, group: int, tokens: int, top_k: int, experts: int, dim: int, wide: int, blocks: int, twice: bool
 ) -> None:
     if not nvfp4_one.takes(group, dim, wide):
-        assert nvfp4_one.experts_plans(dim, wide, top_k, H200, group) is None
+        assert nvfp4_one.experts_plans(tokens, dim, wide, top_k, H200, group) is None
         return
-    x = (3 * torch.randn(1, dim, generator=rng())).to(torch.bfloat16)
-    chosen = torch.rand(1, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
+    x = (3 * torch.randn(tokens, dim, generator=rng())).to(torch.bfloat16)
+    chosen = torch.rand(tokens, experts, generator=rng(1)).argsort(1)[:, :top_k].int().contiguous()
     if twice:
         chosen[0, 1] = chosen[0, 0]
-    chosen -= {"all": 0, "some": experts // 2, "none": experts}[here]
-    gains, gate = torch.rand(1, top_k, generator=rng(2)), (2.0, 1.702, 1.0) if twice else (2.0, 1.0, 0.0)
+    gains, gate = torch.rand(tokens, top_k, generator=rng(2)), (2.0, 1.702, 1.0) if twice else (2.0, 1.0, 0.0)
     layers = weight_of(group, (experts, 2 * wide, dim), 3), weight_of(group, (experts, dim, wide), 4)
     biases = [torch.randn(experts, n, generator=rng(5)) if group == 32 else None for n in (2 * wide, dim)]
-    tensors, sizes = [x, *layers[0], biases[0], chosen, gains], (1, 2 * wide, dim, experts, top_k)
+    tensors, sizes = [x, *layers[0], biases[0], chosen, gains], (tokens, 2 * wide, dim, experts, top_k)
     hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, gate=gate, depth=2)
-    tensors, sizes = [hidden, *layers[1], biases[1], chosen, gains], (1, dim, wide, experts, top_k)
+    tensors, sizes = [hidden, *layers[1], biases[1], chosen, gains], (tokens, dim, wide, experts, top_k)
     got = run_one(build, nvfp4_one.DOWN, tensors, sizes, blocks)
-    check(got.view(1, dim), truth_of_experts(x.float(), chosen, gains, layers, biases, gate))
+    check(got.view(tokens, dim), truth_of_experts(x.float(), chosen, gains, layers, biases, gate))
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 256), (129280, 7168), (1536, 1024)])
@@ -386,12 +378,12 @@ def test_a_cut_of_one_token_covers_its_shape(n: int, k: int) -> None:
 
 @pytest.mark.parametrize(("dim", "wide"), [(4096, 2048), (7168, 3072)])
 def test_experts_of_v4_fit(dim: int, wide: int) -> None:
-    assert nvfp4_one.experts_plans(dim, wide, 7, H200) is not None
-    assert nvfp4_one.experts_plans(dim, wide + 16, 7, H200) is None
+    assert nvfp4_one.experts_plans(1, dim, wide, 7, H200) is not None
+    assert nvfp4_one.experts_plans(1, dim, wide + 16, 7, H200) is None
 
 
 def test_experts_of_gpt_oss_fit() -> None:
-    assert nvfp4_one.experts_plans(2880, 2880, 4, H200, 32) is not None
+    assert nvfp4_one.experts_plans(1, 2880, 2880, 4, H200, 32) is not None
     assert nvfp4_one.linear_plan(201088, 2880, 1, H200, 32) is not None
 
 

@@ -20,7 +20,6 @@ from onegraph.models.load import load_decoder
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
 from onegraph.ops.ranks import EXPIRED, LIMIT, MODE
-from test_deepseek_nvfp4 import quantized
 from test_e8p_experts import checkpoint_of
 
 BIG: dict[str, Any] = {  # E8P cuts at whole blocks of 128
@@ -95,34 +94,6 @@ def test_ranks_together_are_the_model_of_transformers(
             assert (mine - want).abs().max() < 1e-4 * max(1.0, float(want.abs().max()))
 
 
-WHOLE: list[tuple[str, int, dict[str, Any]]] = [
-    ("mixtral", 2, {"num_local_experts": 4}),
-    ("qwen2_moe", 2, {}),
-    ("gpt_oss", 2, {}),
-    ("glm4_moe", 2, {}),
-    ("qwen3_moe", 2, {"num_experts": 8}),
-]
-
-
-@pytest.mark.parametrize(("variant", "ranks", "changes"), WHOLE, ids=lambda v: v if isinstance(v, str) else None)
-def test_ranks_with_whole_experts_are_the_model_of_transformers(
-    variant: str, ranks: int, changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """A long prompt, and steps of one token each, of whose experts a rank may have none."""
-    hf = save_hf(variant, tmp_path, **changes)
-    rows = [text(13), text(6, 1)]
-    with Checkpoint.open(tmp_path) as checkpoint:
-        model = Ranks.load(checkpoint, ["cpu"] * ranks, experts="whole")
-    runs = [rank.blocks[-1].mlp for rank in model.beside]
-    every, count = runs[0].gate.shape[0], runs[0].gate.shape[0] // ranks
-    assert [(moe.first, moe.experts.count) for moe in runs] == [(at, count) for at in range(0, every, count)]
-    got = of_ranks(model, rows)
-    with torch.inference_mode():
-        for row, mine in zip(rows, got, strict=True):
-            want = hf(torch.tensor([row]), use_cache=False).logits[0].float()
-            assert (mine - want).abs().max() < 1e-4 * max(1.0, float(want.abs().max()))
-
-
 @pytest.mark.parametrize("head", [None, 4])
 def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path) -> None:
     hf = save_e8p("llama", tmp_path / "m", rates={"bits": 3, "lm_head": head}, **BIG)
@@ -137,17 +108,15 @@ def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path) -> None
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-@pytest.mark.parametrize("split", ["slices", "whole"])
-def test_stacks_of_experts_in_codes_are_cut(split: Any, tmp_path: Path) -> None:
+def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 128}
-    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, **sizes, num_attention_heads=2, num_experts=8)
+    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, **sizes, num_attention_heads=2)
     row = text(9)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
-        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False, experts=split)
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
         (got,) = of_ranks(model, [row])
     experts = model.beside[0].blocks[0].mlp.experts
-    got_sizes = experts.count, experts.gate_up.out_features, experts.down.in_features  # type: ignore[union-attr]
-    assert got_sizes == ((8, 256, 128) if split == "slices" else (4, 512, 256))
+    assert (experts.gate_up.out_features, experts.down.in_features) == (256, 128)  # type: ignore[union-attr]
     with torch.inference_mode():
         want = hf(torch.tensor([row])).logits[0]
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
@@ -169,27 +138,6 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can(
     save_hf(variant, tmp_path, **changes)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
         Ranks.load(checkpoint, ["cpu"] * ranks)
-
-
-def test_experts_that_ranks_cannot_share_out_are_refused(tmp_path: Path) -> None:
-    save_hf("mixtral", tmp_path, num_local_experts=5)
-    words = "gpus is 2: 5 experts cannot be shared evenly; this model runs on 1$"
-    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
-        Ranks.load(checkpoint, ["cpu"] * 2, experts="whole")
-
-
-def test_an_expert_split_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_hf("mixtral", tmp_path / "a")
-    deepseek.save_hf("flash", tmp_path / "b")
-    split: Any = "halves"
-    words = "expert_split: got 'halves'; allowed are 'slices' and 'whole'"
-    with Checkpoint.open(tmp_path / "a") as checkpoint, pytest.raises(ValueError, match=words):
-        load_decoder(checkpoint, "cpu", torch.float32, expert_split=split)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("onegraph.models.load.check_card", lambda device: None)
-    words = "expert_split: got 'whole' where each GPU has some layers"
-    with Checkpoint.open(tmp_path / "b") as checkpoint, pytest.raises(ValueError, match=words):
-        load_decoder(checkpoint, "cpu", torch.float32, gpus=2, expert_split="whole")
 
 
 def test_codes_that_would_be_cut_within_a_block_are_refused(tmp_path: Path) -> None:
@@ -281,36 +229,20 @@ def test_ranks_run_in_the_mode_of_who_calls(both: tuple[Llama, Ranks]) -> None:
         assert len(engine.generate([text(5)], SamplingParams(max_tokens=3))[0]) == 3
 
 
-@pytest.mark.parametrize("split", ["slices", "whole"])
 @pytest.mark.parametrize(("variant", "ranks"), [("flash", 2), ("pro", 3)])
-def test_deepseek_on_ranks_gives_the_tokens_of_one_device(variant: str, ranks: int, split: Any, tmp_path: Path) -> None:
+def test_deepseek_on_ranks_gives_the_tokens_of_one_device(variant: str, ranks: int, tmp_path: Path) -> None:
     """Groups of heads, experts and the head are cut; windows, entries and the indexer are on every rank."""
-    deepseek.save_hf(variant, tmp_path, n_routed_experts=12)
+    deepseek.save_hf(variant, tmp_path)
     with Checkpoint.open(tmp_path) as checkpoint:
         one = DeepseekV4.load(checkpoint)
-        model = Ranks.load(checkpoint, ["cpu"] * ranks, kind=DeepseekV4, experts=split)
+        model = Ranks.load(checkpoint, ["cpu"] * ranks, kind=DeepseekV4)
     groups = one.config.out_groups // ranks
     assert [each.blocks[0].attention.groups for each in model.beside] == [groups] * ranks
-    experts, every = model.beside[0].blocks[0].moe.experts, one.config.experts
-    sizes_of_experts = (every, 24 // ranks) if split == "slices" else (every // ranks, 24)
-    assert (experts.count, experts.down.in_features) == sizes_of_experts
+    assert model.beside[0].blocks[0].moe.experts.down.in_features == 24 // ranks
     sizes: dict[str, Any] = {"max_batch": 2, "max_context": 160, "chunk": 32}
     engine = Engine(model, **sizes)
     prompts, params = deepseek.prompts()[1:3], PARAMS[:2]
     assert engine.generate(prompts, params) == Engine(one, **sizes).generate(prompts, params)
-
-
-def test_a_shared_expert_in_the_storage_of_the_others_is_the_last_ranks(tmp_path: Path) -> None:
-    """Few tokens run it with them, and many beside them."""
-    one = quantized(tmp_path)[1]
-    with Checkpoint.open(tmp_path / "packed") as checkpoint:
-        model = Ranks.load(checkpoint, ["cpu"] * 2, kind=DeepseekV4, max_context=256, experts="whole")
-    first, last = (rank.blocks[1].moe for rank in model.beside)
-    assert (first.first, first.experts.count, first.shared) == (0, 4, None)
-    assert (last.first, last.experts.count, last.together) == (4, 5, True)
-    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 160, "chunk": 32}
-    prompts, params = deepseek.prompts()[1:3], PARAMS[:2]
-    assert Engine(model, **sizes).generate(prompts, params) == Engine(one, **sizes).generate(prompts, params)
 
 
 def test_deepseek_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:

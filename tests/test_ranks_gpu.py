@@ -23,7 +23,6 @@ from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.ranks import part_of
-from test_e8p_experts import checkpoint_of
 from test_exchange import summed
 from test_ranks import PARAMS, text
 from test_ranks_drafts import GREEDY, LONG, MIXED, PROMPTS, WARM, WIDE, drafts_like, same_everywhere
@@ -141,27 +140,6 @@ def test_the_engine_draws_the_tokens_of_one_gpu(folder: Path, count: int, kv: st
         engine = Engine(model, **sizes, capture=capture)
         for _ in range(2):
             assert [s.output for s in engine.complete(prompts, PARAMS)] == want, f"capture={capture}"
-
-
-@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, "same"), (torch.bfloat16, "agree")])
-def test_ranks_with_whole_experts(dtype: torch.dtype, tokens: str, tmp_path: Path) -> None:
-    """Of E8P at four bits, captured and eagerly: in float32 the tokens of one GPU, in bfloat16 those of each other."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256, "head_dim": 64}
-    checkpoint_of("qwen3_moe", tmp_path / "m", 4, **sizes, num_attention_heads=8, num_key_value_heads=4, num_experts=8)
-    prompts = [text(19), text(3, 1), text(8, 2), text(1, 3)]
-    with Checkpoint.open(tmp_path / "m") as checkpoint:
-        one = Llama.load(checkpoint, "cuda:0", dtype, decode=False)
-        model = Ranks.load(checkpoint, devices(2), dtype, decode=False, experts="whole")
-    engine_sizes: dict[str, Any] = {"max_batch": 3, "max_context": 64, "chunk": 8, "page_size": 16}
-    want = [s.output for s in Engine(one, **engine_sizes).complete(prompts, PARAMS)]
-    for capture in (True, False):
-        engine = Engine(model, **engine_sizes, capture=capture)
-        for _ in range(2):
-            got = [s.output for s in engine.complete(prompts, PARAMS)]
-            assert tokens == "agree" or got == want, f"capture={capture}"
-        runner: Any = engine.runner("decode", sampling=True)
-        drawn = [rank.stages[0].inputs["drawn"].cpu() for rank in runner.ranks]
-        assert torch.equal(drawn[0], drawn[1])
 
 
 @pytest.mark.parametrize("kv", [None, "turboquant:4"])

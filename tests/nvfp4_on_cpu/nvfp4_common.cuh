@@ -190,14 +190,6 @@ static u32 warp_max(u32 own) {
   });
 }
 static bool any(bool own) { return warp_max(own); }
-static u32 lanes_where(bool own) {
-  return of_lanes<u32>(own, [](int warp) {
-    u32 found = 0;
-    for (int i = 0; i < 32; ++i) found |= of_lane<u32>(warp + i) << i;
-    return found;
-  });
-}
-static int ones(u32 v) { return __builtin_popcount(v); }
 static float shuffle_xor(float own, int mask) {
   return of_lanes<float>(own, [=](int) { return of_lane<float>(current ^ mask); });
 }

@@ -55,7 +55,7 @@ int main(int, char** names) {
   }
   a.top_k = top_k, a.hold = h[6];
 #ifdef ONE
-  a.round = h[5], a.span = h[17];
+  a.tokens = tokens, a.round = h[5], a.span = h[17];
 #else
   a.across = h[5];
 #endif

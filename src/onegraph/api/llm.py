@@ -28,7 +28,6 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import Split, load_decoder, packable, parse_config
-from onegraph.models.shares import ExpertSplit
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -44,8 +43,7 @@ class LLM:
         path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
             Face hub ("org/name", "org/name@revision"); quantized or not.
         gpus: use so many. split: "tensor" gives each its share of every layer, "layer" some of the layers, which
-            DeepSeek-V4 alone does and does by default (docs/gpus.md). expert_split: where layers are shared, "slices"
-            gives each GPU a slice of every routed expert, "whole" some of the experts.
+            DeepSeek-V4 alone does and does by default (docs/gpus.md).
         kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
             "fp8" for DeepSeek-V4.
         max_batch: prompts that are computed at once; more of them wait their turn.
@@ -89,7 +87,6 @@ class LLM:
         *,
         gpus: int = 1,
         split: Split | None = None,
-        expert_split: ExpertSplit = "slices",
         kv: str = "exact",
         max_batch: int = 8,
         max_context: int | None = None,
@@ -131,7 +128,6 @@ class LLM:
                 max_context=max_context,
                 gpus=gpus if gpus > 1 else None,
                 split=split,
-                expert_split=expert_split,
                 fp8_kv=kv == "fp8",
                 drafts=draft == MTP,
                 held=held,

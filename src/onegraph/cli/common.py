@@ -110,7 +110,6 @@ STEPS = number(int, 1, 1 << 30)
 CONTEXT = number(int, 1, 1 << 20)
 BATCH = number(int, 1, 1 << 12)
 SPLITS = "tensor", "layer"
-EXPERT_SPLITS = "slices", "whole"
 TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
@@ -129,13 +128,6 @@ def add_gpus(parser: argparse.ArgumentParser, *, split: bool = True) -> None:
             choices=SPLITS,
             help="tensor: each GPU has its share of every layer; layer: some of the layers (DeepSeek-V4, where it is "
             "the default)",
-        )
-        parser.add_argument(
-            "--expert-split",
-            choices=EXPERT_SPLITS,
-            default="slices",
-            help="what a GPU with its share of every layer has of routed experts: slices: a part of every one "
-            "(default); whole: some of them",
         )
 
 

@@ -170,7 +170,6 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     return chosen | {
         "gpus": args.gpus or 1,
         "split": args.split_mode,
-        "expert_split": args.expert_split,
         "capture": CAPTURE[args.capture],
         "w4a4": args.w4a4,
         **drafted(args),
@@ -182,7 +181,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "split", "expert_split:", "kv", "draft:", "w4a4:", "batch_invariant:"), bar as loading:
+    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)
     return llm

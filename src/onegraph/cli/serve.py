@@ -126,12 +126,11 @@ def run(args: argparse.Namespace) -> int:
     socket = bind(args.host, args.port)
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
-    with options("gpus", "split", "expert_split:", "kv", "draft:", "w4a4:", "batch_invariant:"):
+    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
         llm = LLM(
             args.model,
             gpus=args.gpus or 1,
             split=args.split_mode,
-            expert_split=args.expert_split,
             kv=args.kv,
             max_batch=args.max_batch,
             max_context=args.max_context,

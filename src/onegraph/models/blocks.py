@@ -130,17 +130,15 @@ def build_experts(
 ) -> MoE:
     """The feed-forward half of the block of `prefix`, of routed experts; `joined` and `peer` as for `build_block`."""
     router, share = prefix + routed.router, share_of(peer)
-    run, part = share.experts(routed.count)
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.fused}
-        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, experts=run, share=part)
+        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each
-        names = [(prefix + gate, prefix + up) for gate, up in pairs[slice(*run)]]
-        down_names = [prefix + name for name in downs[slice(*run)]]
-        experts = read_experts(loader, names, down_names, routed.gate, device, part)
+        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
     bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
@@ -148,7 +146,6 @@ def build_experts(
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
         bias=None if bias is None else loader.float32(bias, device),
         experts=experts,
-        first=run[0],
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,

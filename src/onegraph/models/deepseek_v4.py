@@ -154,7 +154,7 @@ class DeepseekV4(nn.Module):
         loader = Loader(checkpoint, config, dtype, ahead=peer is None)
         loader.check()
         if peer is not None:
-            check_ranks(loader, config, peer, range(config.layers))
+            check_ranks(loader, config, peer.count, range(config.layers))
         devices = [torch.device(d) for d in ([device] if isinstance(device, str | torch.device) else device)]
         with loader.reading(progress):
             return cls.assemble(loader, config, devices, positions, peer, drafts)

@@ -72,7 +72,7 @@ def draft_loader(checkpoint: Checkpoint, config: DeepseekV4Config, model: Deepse
     loader = Loader(checkpoint, DraftFamily(config), model.dtype, ahead=model.peer is None)
     loader.check()
     if model.peer is not None:
-        check_ranks(loader, config, model.peer, range(config.layers, config.layers + config.drafts))
+        check_ranks(loader, config, model.peer.count, range(config.layers, config.layers + config.drafts))
     return loader
 
 

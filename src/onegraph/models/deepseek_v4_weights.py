@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from onegraph.formats.weight import WeightFormat
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.experts import read_experts
 from onegraph.models.loader import Loader
@@ -67,26 +68,22 @@ def build_moe(
     loader: Loader, c: DeepseekV4Config, layer: Layer, device: torch.device, peer: Peer | None = None
 ) -> DeepseekMoE:
     """In codes of one kind, the shared expert is one more of the routed ones, in the same storage: few tokens run all
-    together. peer: make this rank's part: of every expert's hidden units, or some experts whole, of which the last
-    rank's then go on with the shared one where that is in the same storage."""
+    together. peer: make this rank's part of every expert's hidden units."""
     prefix, gate, share = f"{layer.prefix}ffn.", SwiGLU(c.limit), share_of(peer)
-    (first, last), unit = share.experts(c.experts)
-    names, shared = [f"{prefix}experts.{e}" for e in range(first, last)], f"{prefix}shared_experts"
-    one = _one_storage(loader, prefix)
-    together = one and last == c.experts
-    names += [shared] if together else []
+    routed, shared = [f"{prefix}experts.{e}" for e in range(c.experts)], f"{prefix}shared_experts"
+    format = loader.format_of(f"{routed[0]}.w1")
+    together = format.coded and all(loader.format_of(f"{shared}.{w}") is format for w in ("w1", "w2", "w3"))
+    names = [*routed, shared] if together else routed
     pairs = [(f"{e}.w1", f"{e}.w3") for e in names]
-    experts = read_experts(loader, pairs, [f"{e}.w2" for e in names], gate, device, unit)
+    experts = read_experts(loader, pairs, [f"{e}.w2" for e in names], gate, device, share)
     part = rows(share, c.expert_size)
     return DeepseekMoE(
         gate=loader.tensor(f"{prefix}gate.weight", device),
         bias=None if layer.hashed else loader.float32(f"{prefix}gate.bias", device),
         table=loader.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if layer.hashed else None,
         experts=experts,
-        shared=_last(experts)
+        shared=_last(experts, format)
         if together
-        else None
-        if one
         else SharedExpert(
             loader.siblings([f"{shared}.w1", f"{shared}.w3"], device, parts=[part, part]),
             loader.linear(f"{shared}.w2", device, columns(share, c.expert_size)),
@@ -94,38 +91,25 @@ def build_moe(
         ),
         top_k=c.top_k,
         scale=c.route_scale,
-        first=first,
         peer=peer,
     )
 
 
-def _one_storage(loader: Loader, prefix: str) -> bool:
-    """Whether the shared expert is in codes of the routed ones' kind."""
-    format = loader.format_of(f"{prefix}experts.0.w1")
-    return format.coded and all(loader.format_of(f"{prefix}shared_experts.{w}") is format for w in ("w1", "w2", "w3"))
-
-
-def check_ranks(loader: Loader, c: DeepseekV4Config, peer: Peer, layers: Iterable[int]) -> None:
+def check_ranks(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[int]) -> None:
     """Raises ValueError where so many ranks cannot share these layers, with the counts that can."""
-    check_shares(lambda count: _obstacle(loader, c, Share(1, count, peer.whole_experts), layers), peer.count)
+    check_shares(lambda count: _obstacle(loader, c, count, layers), ranks)
 
 
-def _obstacle(loader: Loader, c: DeepseekV4Config, share: Share, layers: Iterable[int]) -> str:
-    ranks = share.ranks
+def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[int]) -> str:
     if c.out_groups % ranks:
         return f"{c.out_groups} groups of heads cannot be shared evenly"
-    if share.whole_experts and c.experts % ranks:
-        return f"{c.experts} experts cannot be shared evenly"
-    sizes = loader.layers()
+    if c.expert_size % ranks:
+        return f"{c.expert_size} hidden units of an expert cannot be shared evenly"
+    share, sizes = Share(1, ranks), loader.layers()
     for i in layers:
         prefix = c.layer(i).prefix
-        cut = ["shared_experts", "experts.0"]  # by hidden units
-        if share.whole_experts:
-            cut = [] if _one_storage(loader, f"{prefix}ffn.") else cut[:1]
-        if cut and c.expert_size % ranks:
-            return f"{c.expert_size} hidden units of an expert cannot be shared evenly"
         up, down = rows(share, c.expert_size), columns(share, c.expert_size)
-        parts = {f"{prefix}ffn.{e}.{w}": part for e in cut for w, part in
+        parts = {f"{prefix}ffn.{e}.{w}": part for e in ("shared_experts", "experts.0") for w, part in
                  (("w1", up), ("w3", up), ("w2", down))}  # fmt: skip
         parts |= {
             f"{prefix}attn.wq_b": rows(share, c.heads, c.head_dim),
@@ -138,6 +122,5 @@ def _obstacle(loader: Loader, c: DeepseekV4Config, share: Share, layers: Iterabl
     return ""
 
 
-def _last(experts: Experts) -> SharedExpert:
-    format = experts.down.format
+def _last(experts: Experts, format: WeightFormat) -> SharedExpert:
     return SharedExpert(Linear(format, experts.gate_up.at(-1)), Linear(format, experts.down.at(-1)), experts.gate)

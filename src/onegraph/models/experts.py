@@ -1,7 +1,6 @@
 """Routed experts from the tensors of a checkpoint: one by one, or all of a layer in one tensor each."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from onegraph.formats.fused import stack_names
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.loader import Loader
-from onegraph.models.shares import ALL, Share, Span
+from onegraph.models.shares import ALL, Share
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
 from onegraph.ops.activation import SwiGLU
@@ -59,16 +58,14 @@ def read_stacks(
     *,
     interleaved: bool = False,
     transposed: bool = False,
-    experts: Span | None = None,
     share: Share = ALL,
 ) -> Experts:
     """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
     gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
     gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
-    first. transposed: dense ones lie [E, k, n]. experts: the run of them to read, all by default. share: of each
-    expert's hidden units, those of a rank. Raises CheckpointError that names what is missing, or stored in another way
-    than its partner.
+    first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank. Raises
+    CheckpointError that names what is missing, or stored in another way than its partner.
     """
     kinds = {name: stack_names(loader, name)[0] for name in (gate_up, down)}
     biased = [f"{name}_bias" in loader for name in kinds]
@@ -77,8 +74,7 @@ def read_stacks(
         raise CheckpointError(f"{gate_up} is {kind[0]} and {down} {kind[1]}; experts must be of one kind")
     biases = None
     if all(biased):
-        run = slice(*experts) if experts else slice(None)
-        first, second = (loader.float32(f"{name}_bias", device)[run] for name in kinds)
+        first, second = (loader.float32(f"{name}_bias", device) for name in kinds)
         biases = _gate_first(first, 1) if interleaved else first, second
     rows, columns = list[Part](), list[Part]()
     if not share.whole:
@@ -90,27 +86,25 @@ def read_stacks(
         first = torch.cat([first[:, slice(*part.rows)] for part in rows if part.rows is not None], dim=1)
         biases = first, second if share.rank == 0 else torch.zeros_like(second)  # which is added once
     both = (
-        _fused(loader, gate_up, device, interleaved, transposed, experts, rows),
-        _fused(loader, down, device, False, transposed, experts, columns),
+        _fused(loader, gate_up, device, interleaved, transposed, rows),
+        _fused(loader, down, device, False, transposed, columns),
     )
     return Experts(*both, gate, biases)
 
 
 def _fused(
-    loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, experts: Span | None,
-    parts: Sequence[Part],
-) -> Weight:  # fmt: skip
+    loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part]
+) -> Weight:
     """One weight [E, n, k]; of each matrix these parts, one behind the other, or all of it."""
     format, names = stack_names(loader, name)
-    first, last = experts or (0, min(loader.info(stored).shape[0] for stored in names.values()))
-    matrices: Iterator[Tensors] = islice(loader.matrices(name, device, transposed), first, last)
+    matrices = loader.matrices(name, device, transposed)
     made = _held(loader, format)
     if interleaved and not format.mixes_rows:
         matrices = ({key: _gate_first(tensor, 0) for key, tensor in one.items()} for one in matrices)
     if parts:
         matrices = (_joined(format, name, [format.part(one, part) for part in parts]) for one in matrices)
     matrices = (_as(made, loader, format, one) for one in matrices)
-    return _stack(made, last - first, matrices)
+    return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
 
 
 def _held(loader: Loader, format: WeightFormat) -> WeightFormat:

@@ -123,7 +123,7 @@ class Llama(nn.Module):
         if w4a4:
             check_w4a4(loader, device)
         if peer is not None:
-            check_ranks(loader, config, peer)
+            check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count
         if decode is None:
             decode_unread(loader, device, ranks)

@@ -17,7 +17,6 @@ from onegraph.models.deepseek_v4_mtp import draft_bytes
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
-from onegraph.models.shares import ExpertSplit
 from onegraph.ops import family
 
 Split = Literal["tensor", "layer"]
@@ -69,7 +68,6 @@ def load_decoder(
     max_context: int | None = None,
     gpus: int | None = None,
     split: Split | None = None,
-    expert_split: ExpertSplit = "slices",
     fp8_kv: bool = False,
     drafts: bool = False,
     held: Held | None = None,
@@ -83,8 +81,6 @@ def load_decoder(
         gpus: use so many GPUs, from cuda:0 on; more than there are are a ValueError.
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
-        expert_split: of routed experts each GPU has a slice of every one ("slices") or some of them ("whole"), where
-            layers are shared.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
         held, fused, w4a4: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
@@ -96,8 +92,6 @@ def load_decoder(
         check_card(each)
     if split not in (None, "tensor", "layer"):
         raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
-    if expert_split not in ("slices", "whole"):
-        raise ValueError(f"expert_split: got {expert_split!r}; allowed are 'slices' and 'whole'")
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
             raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
@@ -106,15 +100,10 @@ def load_decoder(
         own: dict[str, Any] = {"max_context": max_context, "progress": progress}
         own["drafts"] = draft_bytes(checkpoint, dtype) if drafts else 0
         if split == "tensor" and len(devices) > 1:
-            ranks = Ranks.load(checkpoint, devices, dtype, kind=DeepseekV4, experts=expert_split, **own)
+            ranks = Ranks.load(checkpoint, devices, dtype, kind=DeepseekV4, **own)
             for rank in ranks.beside:
                 rank.fp8_kv = fp8_kv
             return ranks
-        if expert_split == "whole" and len(devices) > 1:
-            raise ValueError(
-                "expert_split: got 'whole' where each GPU has some layers, with all of their experts; it goes with "
-                "split='tensor'"
-            )
         model = DeepseekV4.load(checkpoint, devices, dtype, **own)
         model.fp8_kv = fp8_kv
         return model
@@ -126,5 +115,5 @@ def load_decoder(
     options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused, "w4a4": w4a4}
     options["progress"] = progress
     if len(devices) > 1:
-        return Ranks.load(checkpoint, devices, dtype, experts=expert_split, **options)
+        return Ranks.load(checkpoint, devices, dtype, **options)
     return chained(Llama.load(checkpoint, devices[0], dtype, **options))

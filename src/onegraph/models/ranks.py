@@ -1,9 +1,9 @@
 """A model on several devices beside one another: each runs every layer on its share of the weights.
 
-Heads, hidden units and the vocabulary are cut, or experts shared out whole (`models/shares.py`); the residual stream,
-norms, routers and the embedding are on every rank, and so is what a rank draws, from the same bits. Of DeepSeek-V4, so
-are the latent keys, what compresses them, and the indexer. Two sums a layer and one gathering of logits cross devices,
-inside of the ranks' steps (`nn/peers.py`).
+Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
+embedding are on every rank, and so is what a rank draws, from the same bits. Of DeepSeek-V4, so are the latent keys,
+what compresses them, and the indexer. Two sums a layer and one gathering of logits cross devices, inside of the ranks'
+steps (`nn/peers.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.llama import Llama
-from onegraph.models.shares import UNITS, ExpertSplit
+from onegraph.models.shares import UNITS
 from onegraph.nn.peers import Peers
 
 CONFIGS: dict[Any, Any] = {Llama: LlamaConfig, DeepseekV4: DeepseekV4Config}
@@ -49,19 +49,16 @@ class Ranks:
         dtype: torch.dtype = torch.float32,
         *,
         kind: type[Llama] | type[DeepseekV4] = Llama,
-        experts: ExpertSplit = "slices",
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> "Ranks":
         """Reads a checkpoint of this kind onto `devices`, one rank each; `options` as its `load` takes them.
 
-        experts: of routed experts each rank has a slice of every one's hidden units, or a run of whole ones.
-
         Raises ValueError where so many ranks cannot share it, with the counts that can.
         """
         places = [torch.device(device) for device in devices]
         config = CONFIGS[kind].from_dict(checkpoint.config)
-        peers = peers_for(config, places, dtype, experts)
+        peers = peers_for(config, places, dtype)
         beside = [
             kind.load(
                 checkpoint, place, dtype, peer=peers.rank(i), progress=one_progress(progress, i, len(places)), **options
@@ -82,15 +79,10 @@ class Ranks:
                 yield f"rank {i}: {name}", tensor
 
 
-def peers_for(
-    config: LlamaConfig | DeepseekV4Config,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
-    experts: ExpertSplit = "slices",
-) -> Peers:
-    """What ranks of such a model exchange through, and how they share experts."""
+def peers_for(config: LlamaConfig | DeepseekV4Config, devices: Sequence[torch.device], dtype: torch.dtype) -> Peers:
+    """What ranks of such a model exchange through."""
     stream, logits = TOKENS * config.hidden_size * dtype.itemsize // 4, ROWS * -(-config.vocab_size // len(devices))
-    return Peers(devices, max(stream, logits + ROWS * UNITS[0]), whole_experts=experts == "whole")
+    return Peers(devices, max(stream, logits + ROWS * UNITS[0]))
 
 
 def one_progress(

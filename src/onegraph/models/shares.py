@@ -1,14 +1,12 @@
 """Which part of each layer a rank has, where several devices run every layer together.
 
 Heads and hidden units are cut, so that a rank computes its queries, keys, values and hidden units alone, and two sums
-over all ranks a layer bring the results together (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Routed
-experts are cut likewise, or shared out whole, which changes nothing else: what a token chose elsewhere a rank leaves
-out of its sum. What a format cannot cut there is refused with the counts that it can.
+over all ranks a layer bring the results together (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). What a
+format cannot cut there is refused with the counts that it can.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -17,17 +15,15 @@ from onegraph.nn.peers import Peer
 from onegraph.ops.ranks import MAX_RANKS, part_of
 
 Span = tuple[int, int]
-ExpertSplit = Literal["slices", "whole"]
 UNITS = (128, 64, 32, 16, 8, 1)  # rows of the head that stay together: what a format rotates, and whole cache lines
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of `ranks` equal parts; whole_experts: of routed experts, some of them rather than a part of each."""
+    """One of `ranks` equal parts."""
 
     rank: int = 0
     ranks: int = 1
-    whole_experts: bool = False
 
     @property
     def whole(self) -> bool:
@@ -48,10 +44,6 @@ class Share:
             found.append((start + first * unit, start + last * unit))
             start += size * unit
         return found
-
-    def experts(self, count: int) -> tuple[Span, "Share"]:
-        """Which of `count` routed experts, and what of each one's hidden units."""
-        return (self.span(count), ALL) if self.whole_experts else ((0, count), self)
 
 
 ALL = Share()
@@ -78,7 +70,7 @@ def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: in
 
 def share_of(peer: Peer | None) -> Share:
     """What of every layer a rank has; all of it where there is one."""
-    return ALL if peer is None else Share(peer.index, peer.count, peer.whole_experts)
+    return ALL if peer is None else Share(peer.index, peer.count)
 
 
 def rows(share: Share, size: int, unit: int = 1) -> Part:
@@ -123,13 +115,12 @@ def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
         raise ValueError(f"gpus is {ranks}: {why}; this model runs on {' or '.join(['1', *able])}")
 
 
-def check_ranks(loader: Loader, config: LlamaConfig, peer: Peer) -> None:
+def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
     """`check_shares` of a model of the Llama kind."""
-    check_shares(lambda count: _obstacle(config, loader, Share(1, count, peer.whole_experts)), peer.count)
+    check_shares(lambda count: _obstacle(config, loader, count), ranks)
 
 
-def _obstacle(config: LlamaConfig, loader: Loader, share: Share) -> str:
-    ranks = share.ranks
+def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     if config.traits.whole_norm:
         return f"{config.model_type} norms all queries of a token together, which ranks would share"
     if config.heads % ranks:
@@ -138,15 +129,14 @@ def _obstacle(config: LlamaConfig, loader: Loader, share: Share) -> str:
         return f"{config.kv_heads} heads of keys cannot be shared evenly, nor each by as many ranks"
     routed = config.routed
     widths = {"hidden units": config.intermediate_size} if routed is None or not all(routed.layers) else {}
-    if routed is not None:
-        widths |= {"experts": routed.count} if share.whole_experts else {"hidden units of an expert": routed.size}
+    widths |= {} if routed is None else {"hidden units of an expert": routed.size}
     widths |= (
         {} if routed is None or routed.shared is None else {"hidden units of the shared expert": routed.shared.size}
     )
     for what, size in widths.items():
         if size % ranks:
             return f"{size} {what} cannot be shared evenly"
-    for name, format, n, k, part in _cuts(config, loader, share):
+    for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
         if why := refusal(format, n, k, part):
             return f"{name} in {format}: {why}"
     return ""
@@ -166,7 +156,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[s
             parts += [*((name, rows) for name in pair), (down, Part(columns=rows.rows))]
         for name, part in parts:
             yield prefix + name, loader.format_of(prefix + name), *sizes[prefix + name][:2], part
-        if routed is not None and not share.whole_experts:
+        if routed is not None:
             yield from _expert_cuts(config, loader, share, prefix)
 
 

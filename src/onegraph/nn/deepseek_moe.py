@@ -14,12 +14,12 @@ class DeepseekMoE(nn.Module):
     """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D].
 
     Args:
-        experts: the routed ones from number `first` on; where they go beyond the gate's rows, the last is the shared
-            one, and few tokens run all of them together. shared: None where another rank has it.
+        experts: the routed ones; where they are one more than gate has rows, the last is the shared one, and few
+            tokens run all of them together.
         gate: [E, D]. bias: float32 [E], added to scores for the choice only; table: int32 [V, k], the experts of each
             token in a hash layer. At most one of the two.
         top_k, scale: experts a token uses, and the sum of their weights.
-        peer: where the experts are a rank's part, whose results add up.
+        peer: where all experts are one rank's part of their hidden units, whose results add up.
     """
 
     gate: Tensor
@@ -33,14 +33,13 @@ class DeepseekMoE(nn.Module):
         bias: Tensor | None,
         table: Tensor | None,
         experts: Experts,
-        shared: nn.Module | None,
+        shared: nn.Module,
         top_k: int,
         scale: float,
-        first: int = 0,
         peer: Peer | None = None,
     ) -> None:
         super().__init__()
-        self.peer, self.first = peer, first
+        self.peer = peer
         if bias is not None and table is not None:
             raise ValueError("bias and table are both given; a layer routes by scores or by the token, not by both")
         if table is not None and table.numel():
@@ -50,7 +49,7 @@ class DeepseekMoE(nn.Module):
                     f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
                 )
         self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
-        self._one = (experts, shared) if first + experts.count > gate.shape[0] else None
+        self._one = (experts, shared) if experts.count > gate.shape[0] else None
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
@@ -65,8 +64,8 @@ class DeepseekMoE(nn.Module):
         logits = linear(flat, self.gate, True)
         together = self.together and flat.shape[0] <= FEW
         experts, weights = deepseek_route(
-            logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together, self.first
+            logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together
         )
         out = self.experts(flat, experts, weights).view_as(x)
-        out = out if together or self.shared is None else out + self.shared(x)
+        out = out if together else out + self.shared(x)
         return out if self.peer is None else self.peer.all_reduce(out)

@@ -38,7 +38,7 @@ class MoE(nn.Module):
         groups: (of how many, how many are chosen, sum of weights) where scores are by sigmoid and `bias` is for the
             choice alone: see `ops.route.sigmoid_route`. None: by softmax.
         shared: an expert that every token uses besides.
-        peer: where the experts are a rank's part, whose results add up: of each of them, or those from `first` on.
+        peer: where all experts are one rank's part of their hidden units, whose results add up.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -57,7 +57,6 @@ class MoE(nn.Module):
         gate: Tensor,
         bias: Tensor | None,
         experts: Experts,
-        first: int = 0,
         top_k: int,
         normalise: bool,
         groups: tuple[int, int, float] | None = None,
@@ -68,15 +67,12 @@ class MoE(nn.Module):
         if groups is not None:
             if bias is None:
                 raise ValueError("groups are given and no bias; scores by sigmoid need one for the choice: give zeros")
-            check_groups("groups", gate.shape[0], top_k, *groups[:2])
-        last = first + experts.count
-        some = peer is not None and first >= 0 and last <= gate.shape[0]
-        if gate.dim() != 2 or not (some or (first, last) == (0, gate.shape[0])) or not 1 <= top_k <= gate.shape[0]:
+            check_groups("groups", experts.count, top_k, *groups[:2])
+        if gate.dim() != 2 or gate.shape[0] != experts.count or not 1 <= top_k <= experts.count:
             raise ValueError(
                 f"the router is {tuple(gate.shape)} and chooses {top_k} of {experts.count} experts; it must be [E, D] "
                 "with a row for each, and choose at least one and no more than there are"
             )
-        self.first = first
         self.eps, self.experts, self.top_k, self.normalise = eps, experts, top_k, normalise
         self.groups, self.shared, self.peer = groups, shared, peer
         self.register_buffer("norm", norm)
@@ -92,10 +88,9 @@ class MoE(nn.Module):
         return Stream(total, out) if self.peer is None else Stream(self.peer.all_reduce(out, total))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [T, E] -> which experts each token uses, int32 [T, k] from `first` on, and their weights [T, k]."""
+        """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""
         if self.groups is None:
-            return softmax_route(logits, self.bias, self.top_k, self.normalise, self.first)
+            return softmax_route(logits, self.bias, self.top_k, self.normalise)
         assert self.bias is not None
         groups, top_groups, scale = self.groups
-        chosen = self.top_k, groups, top_groups, self.normalise, scale, self.first
-        return sigmoid_route(logits, self.bias, *chosen)
+        return sigmoid_route(logits, self.bias, self.top_k, groups, top_groups, self.normalise, scale)

@@ -23,19 +23,16 @@ class Peers:
     Args:
         devices: of each rank; several may share the CPU. words: of 4 bytes, that a rank may send at once.
         patience: seconds that a rank waits for another.
-        whole_experts: ranks share out experts, rather than the hidden units of each.
 
     Ranks begin unarmed: each then runs alone, on its own part of every sum, so that its step can be warmed up and
     captured; `arm` them before they run beside one another. Raises ValueError where two devices cannot reach each
     other's memory.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], words: int, patience: float = PATIENCE, *, whole_experts: bool = False
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], words: int, patience: float = PATIENCE) -> None:
         if not 1 <= len(devices) <= MAX_RANKS:
             raise ValueError(f"gpus: got {len(devices)}; allowed are 1 to {MAX_RANKS}")
-        self.devices, self.whole_experts, self._mode = list(devices), whole_experts, UNARMED
+        self.devices, self._mode = list(devices), UNARMED
         words = -(-words // 4) * 4  # kernels write four at a time
         shape = (2, len(devices), words)
         self.inboxes = [torch.zeros(shape, dtype=torch.int64, device=device) for device in devices]
@@ -107,13 +104,11 @@ class Peer:
     """One of the ranks, as its layers see it. What does not fit into an inbox at once goes in parts.
 
     Attributes:
-        index: the rank; count: how many there are. whole_experts: see `Peers`. group: what ops that exchange are given
-            last.
+        index: the rank; count: how many there are. group: what ops that exchange are given last.
     """
 
     def __init__(self, peers: Peers, index: int) -> None:
         self.peers, self.index, self.count = peers, index, len(peers.devices)
-        self.whole_experts = peers.whole_experts
         self.group = peers.inboxes, peers.states[index], peers.alarm, index
         self._room = peers.inboxes[index].shape[2]
 

@@ -10,13 +10,11 @@ from onegraph.ops.activation import check_gate, swiglu
 from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.route import nearest, random_choices, weighed
 
 
 def _deepseek_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
+) -> tuple[Tensor, Tensor]:
     scores = torch.nn.functional.softplus(logits).sqrt()
     if table is not None:
         experts = table.index_select(0, tokens).long()
@@ -27,7 +25,7 @@ def _deepseek_route(
     if shared:
         experts = torch.nn.functional.pad(experts, (0, 1), value=logits.shape[1])
         weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)
-    return (experts - first).to(INT32), weights
+    return experts.to(INT32), weights
 
 
 def _routed_experts(
@@ -50,7 +48,7 @@ def _routed_experts(
         return y if bias is None else (y.float() + of(bias)).to(y.dtype)
 
     if tokens * top_k <= gate_up.shape[0]:  # few tokens: the weights that they use
-        chosen = nearest(experts, gate_up.shape[0])
+        chosen = experts.flatten()
         hidden = torch.einsum("tkfd,td->tkf", gate_up.index_select(0, chosen).unflatten(0, (tokens, top_k)), x)
 
         def own(bias: Tensor) -> Tensor:
@@ -58,7 +56,7 @@ def _routed_experts(
 
         hidden = swiglu.reference(biased(hidden, 0, own), *gate)
         each = torch.einsum("tkdf,tkf->tkd", down.index_select(0, chosen).unflatten(0, (tokens, top_k)), hidden)
-        return weighed(biased(each, 1, own), experts, weights, gate_up.shape[0]).to(x.dtype)
+        return (biased(each, 1, own).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):  # many: every expert on all tokens, weighted by zero where not chosen
         gain = torch.where(experts == expert, weights, 0.0).sum(1, keepdim=True)
@@ -69,9 +67,8 @@ def _routed_experts(
 
 
 def _check_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool,
-    first: int = 0,
-) -> None:  # fmt: skip
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
+) -> None:
     op = "deepseek_route"
     if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"{op}: top_k is {top_k}; logits {tuple(logits.shape)} must be [T, E], of E no less than that")
@@ -110,9 +107,7 @@ def _check_experts(
     check_gate(op, limit, alpha, shift)
 
 
-def _route_case(
-    name: str, tokens: int, experts: int, top_k: int, kind: str, shared: bool = False, first: int = 0
-) -> Case:
+def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, shared: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         logits = torch.randn(tokens, experts, generator=generator)
         bias = torch.randn(experts, generator=generator) if kind == "bias" else None
@@ -120,20 +115,19 @@ def _route_case(
         table = order.to(INT32).contiguous() if kind == "hash" else None
         ids = torch.randint(0, 50, (tokens,), generator=generator)
         return tuple(
-            a.to(device) if isinstance(a, Tensor) else a for a in (logits, bias, table, ids, top_k, 1.5, shared, first)
+            a.to(device) if isinstance(a, Tensor) else a for a in (logits, bias, table, ids, top_k, 1.5, shared)
         )
 
     return Case(name=name, make=make)
 
 
 def _experts_case(
-    name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int, *, biases: bool = False,
-    shared_out: bool = False,
-) -> Case:  # fmt: skip
+    name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int, *, biases: bool = False
+) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         args = [
             torch.randn(tokens, dim, generator=generator).to(dtype),
-            random_choices(experts, tokens, top_k, generator, shared_out=shared_out),
+            torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].to(INT32).contiguous(),
             torch.rand(tokens, top_k, generator=generator),
             (torch.randn(experts, 2 * wide, dim, generator=generator) * 3 * dim**-0.5).to(dtype),
             None,
@@ -153,11 +147,11 @@ deepseek_route = register(
     Op(
         name="deepseek_route",
         schema=(
-            "(Tensor logits, Tensor? bias, Tensor? table, Tensor tokens, int top_k, float scale, bool shared, "
-            "int first=0) -> (Tensor, Tensor)"
+            "(Tensor logits, Tensor? bias, Tensor? table, Tensor tokens, int top_k, float scale, bool shared)"
+            " -> (Tensor, Tensor)"
         ),
         reference=_deepseek_route,
-        fake=lambda logits, bias, table, tokens, top_k, scale, shared, first=0: (
+        fake=lambda logits, bias, table, tokens, top_k, scale, shared: (
             logits.new_empty((logits.shape[0], top_k + shared), dtype=INT32),
             logits.new_empty((logits.shape[0], top_k + shared)),
         ),
@@ -169,20 +163,17 @@ deepseek_route = register(
             _route_case("hash", 4, 32, 6, "hash"),
             _route_case("shared", 2, 256, 6, "bias", True),
             _route_case("hash_shared", 3, 32, 4, "hash", True),
-            _route_case("from_the_128th", 2, 256, 6, "bias", True, 128),
-            _route_case("hash_from_the_16th", 4, 32, 6, "hash", first=16),
         ),
         tolerance={torch.float32: 2e-6},
-        bytes_moved=lambda logits, bias, table, tokens, top_k, *rest: (
+        bytes_moved=lambda logits, bias, table, tokens, top_k, scale, shared: (
             nbytes(logits, bias, tokens) + 12 * logits.shape[0] * top_k
         ),
         flops=lambda logits, *rest: 8 * logits.numel(),
     )
 )
 """logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]), with `shared` one more: expert E of weight 1
-for every token; all are counted from `first` on. s = sqrt(softplus(logits)); the experts are row tokens[t] of `table`
-int32 [V, k] (hash layers), else the k largest of s + bias, descending; weights are their s over the sum, times scale:
-the bias never enters one."""
+for every token. s = sqrt(softplus(logits)); the experts are row tokens[t] of `table` int32 [V, k] (hash layers),
+else the k largest of s + bias, descending; weights are their s over the sum, times scale: the bias never enters one."""
 
 routed_experts = register(
     Op(
@@ -198,8 +189,6 @@ routed_experts = register(
             _experts_case("decode", 1, 16, 6, 96, 64), _experts_case("many", 19, 8, 2, 40, 24),
             _experts_case("biases", 1, 16, 4, 96, 64, biases=True),
             _experts_case("many biases", 19, 8, 2, 40, 24, biases=True),
-            _experts_case("shared out", 1, 8, 4, 96, 64, biases=True, shared_out=True),
-            _experts_case("many shared out", 19, 8, 4, 40, 24, biases=True, shared_out=True),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3},
         bytes_moved=lambda x, experts, weights, gate_up, gate_up_bias, down, *rest: (
@@ -213,4 +202,4 @@ routed_experts = register(
 )  # fmt: skip
 """x [T, D], experts int32 [T, k], weights float32 [T, k], gate_up [E, 2F, D], down [E, D, F], biases float32 [E, 2F]
 and [E, D] or None -> [T, D]: Σ_k weights_k (down_e swiglu(gate_up_e x + bias_e) + bias_e), the products rounded to x's
-dtype, summed in float32, a number that is none of E adding nothing; limit, alpha and shift as `SwiGLU` has them."""
+dtype, summed in float32; limit, alpha and shift as `SwiGLU` has them."""

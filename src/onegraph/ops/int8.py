@@ -47,8 +47,7 @@ def _experts(
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32)
-    used = set(experts.unique().tolist()) & set(range(len(gate_up["weight"])))
-    for expert in sorted(used):  # only those that a token goes to: a CPU's values are at hand
+    for expert in experts.unique().tolist():  # only those that a token goes to: a CPU's values are at hand
         token, choice = (experts == expert).nonzero(as_tuple=True)
         y = x[token]
         for each, bias, act in zip((gate_up, down), biases or (None, None), (gate, None), strict=True):

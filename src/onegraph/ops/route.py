@@ -7,37 +7,14 @@ from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
-def random_choices(
-    experts: int, tokens: int, top_k: int, generator: torch.Generator, *, shared_out: bool = False
-) -> Tensor:
-    """For cases: int32 [T, k]; with `shared_out` among three times as many, of which the middle third are 0 and on."""
-    every = 3 * experts if shared_out else experts
-    chosen = torch.rand(tokens, every, generator=generator).argsort(1)[:, :top_k].int() - (every - experts) // 2
-    return chosen.contiguous()
-
-
-def nearest(experts: Tensor, count: int) -> Tensor:
-    """Those of each token int [T, k], as numbers that a reference may look up; `weighed` leaves out what is none."""
-    return experts.clamp(0, count - 1).flatten()
-
-
-def weighed(each: Tensor, experts: Tensor, weights: Tensor, count: int) -> Tensor:
-    """Results [T, k, D] of each token's experts, weighted and added up in float32, [T, D]. A number outside of 0 to
-    count - 1 is no expert here and adds nothing: of ranks that share experts out, another one has it."""
-    here = ((experts >= 0) & (experts < count)).unsqueeze(2)
-    return torch.where(here, each.float() * weights.unsqueeze(2), 0.0).sum(1)
-
-
-def _softmax_route(
-    logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, first: int = 0
-) -> tuple[Tensor, Tensor]:
+def _softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     logits = logits if bias is None else logits + bias
     chosen, experts = logits.topk(top_k, dim=1)
     weights = chosen.softmax(1) if normalise else logits.softmax(1).gather(1, experts)
-    return (experts - first).to(torch.int32), weights
+    return experts.to(torch.int32), weights
 
 
-def _check(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, first: int = 0) -> None:
+def _check(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> None:
     op = "softmax_route"
     if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"{op}: top_k is {top_k}; logits {tuple(logits.shape)} must be [T, E], of E no less than that")
@@ -47,13 +24,11 @@ def _check(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, fir
     )
 
 
-def _case(
-    name: str, tokens: int, experts: int, top_k: int, normalise: bool, bias: bool = False, first: int = 0
-) -> Case:
+def _case(name: str, tokens: int, experts: int, top_k: int, normalise: bool, bias: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         logits = 3 * torch.randn(tokens, experts, generator=generator)
         extra = torch.randn(experts, generator=generator).to(device) if bias else None
-        return logits.to(device), extra, top_k, normalise, first
+        return logits.to(device), extra, top_k, normalise
 
     return Case(name=name, make=make)
 
@@ -61,9 +36,9 @@ def _case(
 softmax_route = register(
     Op(
         name="softmax_route",
-        schema="(Tensor logits, Tensor? bias, int top_k, bool normalise, int first=0) -> (Tensor, Tensor)",
+        schema="(Tensor logits, Tensor? bias, int top_k, bool normalise) -> (Tensor, Tensor)",
         reference=_softmax_route,
-        fake=lambda logits, bias, top_k, *rest: (
+        fake=lambda logits, bias, top_k, normalise: (
             logits.new_empty((logits.shape[0], top_k), dtype=torch.int32),
             logits.new_empty((logits.shape[0], top_k)),
         ),
@@ -76,24 +51,21 @@ softmax_route = register(
             _case("gpt_oss", 2, 32, 4, True, bias=True),
             _case("all_of_three", 4, 3, 3, False, bias=True),
             _case("one_of_many", 1, 600, 1, False),
-            _case("from_the_64th", 3, 128, 8, True, first=64),
         ),
         tolerance={torch.float32: 2e-6},
-        bytes_moved=lambda logits, bias, top_k, *rest: nbytes(logits, bias) + 8 * logits.shape[0] * top_k,
+        bytes_moved=lambda logits, bias, top_k, normalise: nbytes(logits, bias) + 8 * logits.shape[0] * top_k,
         flops=lambda logits, *rest: 4 * logits.numel(),
     )
 )
-"""logits float32 [T, E] -> (experts int32 [T, k], counted from `first` on, weights float32 [T, k]): the k largest of s
-= logits + bias [E], descending, and their softmax, over the k with `normalise` (Mixtral, gpt-oss, and Qwen3-MoE where
-norm_topk_prob is set: softmax over all, then divided by the sum of the chosen, is the same number), else over all E.
-Which of equal ones is chosen is torch.topk's affair on a CPU, and the first on a GPU. Where an s is NaN, so are all
-weights of its token."""
+"""logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]): the k largest of s = logits + bias [E],
+descending, and their softmax, over the k with `normalise` (Mixtral, gpt-oss, and Qwen3-MoE where norm_topk_prob is set:
+softmax over all, then divided by the sum of the chosen, is the same number), else over all E. Which of equal ones is
+chosen is torch.topk's affair on a CPU, and the first on a GPU. Where an s is NaN, so are all weights of its token."""
 
 
 def _sigmoid_route(
-    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = logits.sigmoid()
     choice = (scores + bias).unflatten(1, (groups, -1))
     if top_groups < groups:
@@ -104,13 +76,12 @@ def _sigmoid_route(
     weights = scores.gather(1, experts)
     if normalise:
         weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-    return (experts - first).to(torch.int32), weights * scale
+    return experts.to(torch.int32), weights * scale
 
 
 def _check_sigmoid(
-    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float,
-    first: int = 0,
-) -> None:  # fmt: skip
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float
+) -> None:
     op = "sigmoid_route"
     if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"{op}: top_k is {top_k}; logits {tuple(logits.shape)} must be [T, E], of E no less than that")
@@ -134,13 +105,12 @@ def check_groups(op: str, experts: int, top_k: int, groups: int, top_groups: int
 
 
 def _sigmoid_case(
-    name: str, tokens: int, count: int, top_k: int, *, groups: int = 1, top_groups: int = 1, normalise: bool = True,
-    first: int = 0,
-) -> Case:  # fmt: skip
+    name: str, tokens: int, count: int, top_k: int, *, groups: int = 1, top_groups: int = 1, normalise: bool = True
+) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         logits = 3 * torch.randn(tokens, count, generator=generator)
         bias = 0.3 * torch.randn(count, generator=generator)
-        return logits.to(device), bias.to(device), top_k, groups, top_groups, normalise, 2.5, first
+        return logits.to(device), bias.to(device), top_k, groups, top_groups, normalise, 2.5
 
     return Case(name=name, make=make)
 
@@ -149,8 +119,7 @@ sigmoid_route = register(
     Op(
         name="sigmoid_route",
         schema=(
-            "(Tensor logits, Tensor bias, int top_k, int groups, int top_groups, bool normalise, float scale, "
-            "int first=0)"
+            "(Tensor logits, Tensor bias, int top_k, int groups, int top_groups, bool normalise, float scale)"
             " -> (Tensor, Tensor)"
         ),
         reference=_sigmoid_route,
@@ -166,15 +135,13 @@ sigmoid_route = register(
             _sigmoid_case("deepseek_v3", 4, 256, 8, groups=8, top_groups=4),
             _sigmoid_case("groups_of_three", 6, 15, 4, groups=5, top_groups=2, normalise=False),
             _sigmoid_case("not_normalised", 2, 9, 3, normalise=False),
-            _sigmoid_case("from_the_80th", 5, 160, 8, first=80),
         ),
         tolerance={torch.float32: 2e-6},
         bytes_moved=lambda logits, bias, top_k, *rest: nbytes(logits, bias) + 8 * logits.shape[0] * top_k,
         flops=lambda logits, *rest: 6 * logits.numel(),
     )
 )
-"""logits float32 [T, E] -> (experts int32 [T, k], counted from `first` on, weights float32 [T, k]), as DeepSeek-V3 and
-GLM-4.5 choose (arXiv 2412.19437, section 2.1.2). s = sigmoid(logits); the experts are the k largest of s + bias [E],
-descending, within the `top_groups` of `groups` equal parts of E whose two largest s + bias have the largest sum;
-weights are their s, over the sum of them with `normalise`, times scale: the bias never enters one. Of equal ones see
-`softmax_route`."""
+"""logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]), as DeepSeek-V3 and GLM-4.5 choose (arXiv
+2412.19437, section 2.1.2). s = sigmoid(logits); the experts are the k largest of s + bias [E], descending, within the
+`top_groups` of `groups` equal parts of E whose two largest s + bias have the largest sum; weights are their s, over
+the sum of them with `normalise`, times scale: the bias never enters one. Of equal ones see `softmax_route`."""

@@ -185,8 +185,9 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         """x [T, D], topk_weights, topk_ids [T, K] -> [T, D], the sum over this rank's part of the experts; shared ones
         are run by vLLM's runner."""
         ids, weights = topk_ids.int(), topk_weights.float()
-        if (placed := layer.expert_map) is not None:
-            ids = placed[ids.long()]  # -1: another rank's, which the op leaves out
+        if (placed := layer.expert_map) is not None:  # another rank's: its expert runs nowhere here but by zero
+            ids = placed[ids.long()]
+            weights = torch.where(ids < 0, 0.0, weights)
         gate_up, down = (stack.given(layer) for stack in self.stacks)
         run = self.format, x.contiguous(), ids.contiguous(), weights.contiguous()
         out: Tensor = self._run(*run, gate_up, down, SwiGLU(), None)

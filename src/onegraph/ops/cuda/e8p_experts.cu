@@ -4,8 +4,7 @@
 // A pair is a token and one of its experts. Pairs of an expert make chunks of CHUNK, and a chunk meets a tile of rows as
 // the tokens of e8p_decode.cu do: a warp has a slice of 256 columns of each pair in registers and walks down the rows of
 // the tile. An item is a chunk and a tile. Chunks of an expert are neighbours, so what one reads the others find in the
-// L2: from memory an expert comes once. Which experts there are every block finds for itself. A number that is none of the
-// matrices is nobody's: its pair is in no chunk, and adds nothing.
+// L2: from memory an expert comes once. Which experts there are every block finds for itself.
 //
 //   e8p_experts          MODE 0 (plain): y = out_scale * H_n(sum) + bias, a pair a row, float32
 //                        MODE 1 (gated): a tile is 128 gate rows and their 128 up rows, which end in SwiGLU and the
@@ -66,10 +65,8 @@ struct Arguments {
   float limit, alpha, shift;
 };
 
-constexpr int ELSEWHERE = -1;
 __device__ __forceinline__ int expert_of(const Arguments& a, int pair) {
-  const int expert = a.experts[pair];
-  return (u32)expert < (u32)a.matrices ? expert : ELSEWHERE;
+  return min(max(a.experts[pair], 0), a.matrices - 1);
 }
 __device__ __forceinline__ float swiglu(float gate, float up, const Arguments& a) {
   gate = fminf(gate, a.limit), up = fminf(fmaxf(up, -a.limit), a.limit);
@@ -79,7 +76,7 @@ __device__ __forceinline__ float swiglu(float gate, float up, const Arguments& a
 // ------------------------------------------------------------------------------------------------------------- chunks
 
 struct Chunks {
-  int count, whole;        // chunks; pairs in them
+  int count;
   int pairs[MAX_EXPERTS];  // of an expert; then the place of its first one
   u16 order[MAX_PAIRS];    // pairs by expert
   u16 expert[MAX_PAIRS], first[MAX_PAIRS];  // of a chunk; its first place in the order
@@ -101,7 +98,7 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
     expert[i] = expert_of(a, pair);
-    if (expert[i] != ELSEWHERE) place[i] = atomicAdd(&chunks.pairs[expert[i]], 1);
+    place[i] = atomicAdd(&chunks.pairs[expert[i]], 1);
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // a lane takes a run of experts
@@ -114,7 +111,7 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
       const int before = __shfl_up_sync(~0u, both, o);
       if (threadIdx.x >= o) both += before;
     }
-    if (threadIdx.x == 31) chunks.count = both & 0xFFFF, chunks.whole = both >> 16;
+    if (threadIdx.x == 31) chunks.count = both & 0xFFFF;
     int first = (both >> 16) - own, chunk = (both & 0xFFFF) - own_chunks;
     for (int e = begin; e < end; e++) {
       const int size = chunks.pairs[e];
@@ -129,15 +126,14 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   for (int i = 0; i < EACH; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
-    if (expert[i] != ELSEWHERE) chunks.order[chunks.pairs[expert[i]] + place[i]] = pair;  // as they arrived
+    chunks.order[chunks.pairs[expert[i]] + place[i]] = pair;  // as they arrived
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
-    if (expert[i] == ELSEWHERE) continue;
-    const int e = expert[i], begin = chunks.pairs[e], end = e + 1 < a.matrices ? chunks.pairs[e + 1] : chunks.whole;
+    const int e = expert[i], begin = chunks.pairs[e], end = e + 1 < a.matrices ? chunks.pairs[e + 1] : pairs;
     place[i] = begin;
     for (int at = begin; at < end; at++) place[i] += chunks.order[at] < pair;
   }
@@ -146,20 +142,19 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   for (int i = 0; i < EACH; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
-    if (expert[i] != ELSEWHERE) chunks.order[place[i]] = pair;
+    chunks.order[place[i]] = pair;
   }
   __syncthreads();
 }
 
 struct Item {
-  int tile, expert, first, size;  // size: pairs; ONE: none where its expert is elsewhere
+  int tile, expert, first, size;  // size: pairs
   __device__ __forceinline__ int pair(int i) const { return ONE ? first : chunks.order[first + i]; }
 };
 __device__ __forceinline__ Item item_at(const Arguments& a, int item, int slot) {
   if (ONE) {
     const int pair = MODE == SUMMED ? slot : item / TILES;
-    const int expert = expert_of(a, pair);
-    return {MODE == SUMMED ? item : item % TILES, expert, pair, expert != ELSEWHERE};
+    return {MODE == SUMMED ? item : item % TILES, expert_of(a, pair), pair, 1};
   }
   const int chunk = item / TILES;
   return {item % TILES, chunks.expert[chunk], chunks.first[chunk], chunks.size[chunk]};
@@ -248,10 +243,9 @@ extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments
   const int pair = at / SLICES, slice = at % SLICES, column = slice * SLICE + lane * 8;
   wait_for_previous();
   let_next_start();
-  const int expert = pair < a.tokens * a.top_k ? expert_of(a, pair) : ELSEWHERE;
-  if (expert == ELSEWHERE) return;
+  if (pair >= a.tokens * a.top_k) return;
   float in_scale[8], v[8];
-  load8(in_scale, a.in_scale + (size_t)expert * K + column, column < K);
+  load8(in_scale, a.in_scale + (size_t)expert_of(a, pair) * K + column, column < K);
   const Asked asked = ask(a.x, SILU ? pair : pair / a.top_k, column, SILU, SILU);
   if (SILU) {
     float up[8];
@@ -276,7 +270,6 @@ extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int slot = 0; slot < a.top_k; slot++) {
     const int pair = token * a.top_k + slot;
-    if (expert_of(a, pair) == ELSEWHERE) continue;
     const float4 v = *(const float4*)((const float*)a.x + (size_t)pair * N + column);
     const float weight = a.weights[pair];
     sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
@@ -384,7 +377,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
   auto enter = [&]() {
     if (ahead >= items) return;
     const Item item = item_at(a, ahead, slot);
-    if (ONE && !item.size) return void(ahead = items);
     ahead_tile = item.tile;
     codes = a.codes + ((size_t)item.expert * N + g) * ROW_BYTES + t * 16;
     rest = a.residual + ((size_t)item.expert * N + g) * REST_BYTES + t * (BITS == 4 ? 16 : 8);
@@ -441,10 +433,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
 #pragma unroll 1
   for (int at = first_item; at < items; at += step) {
     const Item item = item_at(a, at, slot);
-    const bool nobody = ONE && !item.size;
-    if (MODE != SUMMED && nobody) return;
 #pragma unroll 1
-    for (int turn = 0; turn < (nobody ? 0 : TURNS); turn++) {
+    for (int turn = 0; turn < TURNS; turn++) {
       const int slice = begin + column_warp + turn * ACROSS;
       Product product[GROUPS];
       if (SOURCE == PREPARED) load(product, a, item, slice, slice < end, g, t);
@@ -489,8 +479,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
     if (CLUSTER > 1) {  // one token: the parts go to the first block, summed ones as outputs
       all_begun();
       if (warp < SENT) {
-        float4 v = nobody ? make_float4(0.f, 0.f, 0.f, 0.f) : total(0, warp);
-        if (MODE == SUMMED && !nobody) v = outputs(v, a, item.expert, item.tile * ROWS + lane * 4, a.weights[slot], part == 0, lane);
+        float4 v = total(0, warp);
+        if (MODE == SUMMED) v = outputs(v, a, item.expert, item.tile * ROWS + lane * 4, a.weights[slot], part == 0, lane);
         send(at_rank(received + (rank * SENT + warp) * ROWS + lane * 4, 0), v, at_rank(sent, 0));
       }
       if (rank || warp) return;
@@ -509,14 +499,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
       return;
     }
 #endif
-    for (int job = warp; job < (MODE == SUMMED ? 1 : item.size) * (MODE == GATED ? 1 : BLOCKS); job += WARPS) {
+    for (int job = warp; job < item.size * (MODE == GATED ? 1 : BLOCKS); job += WARPS) {
       if (MODE == GATED) {
         store_gated(total(job, 0), total(job, 1), a, item, item.pair(job), lane);
         continue;
       }
       const int i = job / BLOCKS, row = item.tile * (BLOCKS * ROWS) + job % BLOCKS * ROWS + lane * 4;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (!nobody) v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
+      const float4 v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
       if (row >= N) continue;
       if (MODE == SUMMED) *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
       else *(float4*)((float*)a.y + (size_t)item.pair(i) * N + row) = v;

@@ -225,7 +225,7 @@ def _linear(
         and (one := nvfp4_one.linear_plan(n, k, groups, build.device(x.device.index), _group(global_scale)))
     ):
         x, codes, scale, *rest = inputs
-        nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (n, k, groups, 1), one)
+        nvfp4_one.run(LINEAR, codes, scale, (x, *rest, None, None), y, (1, n, k, groups, 1), one)
         return
     blocks = max(1, sms // groups)
     chosen = plan(-(-n // ROWS), -(-k // SLICE), sums(LINEAR, tiles), blocks, LINEAR_DEPTHS, *_most(x.device.index))
@@ -309,11 +309,11 @@ def experts(
     if (
         tokens == 1
         and nvfp4_one.available(x.device.index)
-        and (plans := nvfp4_one.experts_plans(dim, wide, top_k, build.device(x.device.index), group))
+        and (plans := nvfp4_one.experts_plans(tokens, dim, wide, top_k, build.device(x.device.index), group))
     ):
         first = x, gate_up_global, biases[0], experts, weights
         second = hidden, down_global, biases[1], experts, weights
-        sizes = (2 * wide, dim, matrices, top_k), (dim, wide, matrices, top_k)
+        sizes = (tokens, 2 * wide, dim, matrices, top_k), (tokens, dim, wide, matrices, top_k)
         nvfp4_one.run(GATE_UP, gate_up, gate_up_scale, first, hidden, sizes[0], plans[0], gate)
         nvfp4_one.run(DOWN, down, down_scale, second, y, sizes[1], plans[1])
         return y

@@ -13,8 +13,6 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
   else mma_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 __device__ __forceinline__ bool any(bool v) { return __any_sync(~0u, v); }
-__device__ __forceinline__ u32 lanes_where(bool v) { return __ballot_sync(~0u, v); }
-__device__ __forceinline__ int ones(u32 v) { return __popc(v); }
 __device__ __forceinline__ u16 narrow(float v) { return HALF ? float_to_half(v) : float_to_bf16(v); }
 template <bool WIDE> __device__ __forceinline__ void write(u16* y, long long at, float v) {  // WIDE: y is float32
   if (WIDE) ((float*)y)[at] = v;

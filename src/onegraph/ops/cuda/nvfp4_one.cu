@@ -6,8 +6,7 @@
 // its next unit itself.) Registers allow one block an SM: where two fit, those of the
 // next launch gather in pairs on SMs that this one left free, and the slowest SM sets the time.
 //
-// Experts. A token's choice of an expert is a slot: a matrix more of row tiles (gate-up) or of k (down). A number that is
-// none of the matrices gets none, and costs nothing.
+// Experts. A token's choice of an expert is a matrix more of row tiles (gate-up) or of k (down), whoever else chose it.
 //
 // Arithmetic. Twice an E2M1 number is a small integer, and a byte permute looks four of them up by their codes. It takes
 // a selector's fourth bit, here the sign, as "replicate the byte's sign", so there are two tables, one for either sign,
@@ -37,14 +36,14 @@ struct Arguments {
   TensorMap codes;            // uint8 [k/256, matrices * n, 128] in boxes of `box` by 16 rows (gate-up: 8);
                               // EDGE: [1, matrices * n, k/2] in boxes of 1 by 16 rows by 128
   TensorMap scale;            // NVFP4: uint8 [k/256, matrices * n, 16] in boxes of as many
-  const u16* x;               // linear: [matrices, k]; gate-up: [k]; down: [top_k, k]
+  const u16* x;               // linear: [matrices, k]; gate-up: [tokens, k]; down: [tokens, top_k, k]
   const u8* scales;           // MXFP4: [matrices, n, k/32]
   const float* global_scale;  // NVFP4: [matrices, n]
   const float* bias;          // linear: [n] or null; experts in MXFP4: [matrices, n] or null
-  const int* experts;         // [top_k], 32 at most
-  const float* weights;       // [top_k]
-  u16* y;                     // linear: [matrices, n]; gate-up: [top_k, n/2]; down: [n]
-  int n, k, matrices, top_k;
+  const int* experts;         // [tokens, top_k]
+  const float* weights;       // [tokens, top_k]
+  u16* y;                     // linear: [matrices, n]; gate-up: [tokens, top_k, n/2]; down: [tokens, n]
+  int tokens, n, k, matrices, top_k;
   int hold;   // row tiles of a block at most
   int round;  // row tiles whose sums it holds: more take several rounds
   int span;   // rows of x of a block at most
@@ -60,22 +59,23 @@ struct Unit {         // of a warp
 
 extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constant__ Arguments a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int row_tiles = (a.n + ROWS - 1) / ROWS, k_slices = (a.k + SLICE - 1) / SLICE;
-  const int most_slices = MODE == 2 ? k_slices * a.top_k : k_slices;
+  const int slots = MODE == 0 ? 1 : a.top_k, row_tiles = (a.n + ROWS - 1) / ROWS, k_slices = (a.k + SLICE - 1) / SLICE;
+  const int slices = MODE == 2 ? k_slices * slots : k_slices;  // of a row tile, and of a token's x
+  const int all_tiles = row_tiles * (MODE == 0 ? a.matrices : MODE == 1 ? a.tokens * slots : a.tokens);
+  const int begin = (long long)all_tiles * blockIdx.x / gridDim.x;
+  const int tiles = (int)((long long)all_tiles * (blockIdx.x + 1) / gridDim.x) - begin, units = tiles * slices;
 
   u8* const codes_ring = shared;                                          // [DEPTH][HALVES][STAGE][CODES / HALVES]
   u8* const scale_ring = shared + DEPTH * STAGE * CODES;                  // the same of scales
-  int* const expert = (int*)(shared + DEPTH * STAGE * (CODES + SCALES));  // of a slot: [32]
-  int* const pair = expert + 32;                                          // which of the token's choices that is: [32]
-  u8* const bytes = (u8*)(pair + 32);                                     // of x: [span][slices][4][upper, lower][64]
-  float* const x_scale = (float*)(bytes + a.span * most_slices * 2 * SLICE);  // [span][slices][X_SCALES]
-  float* const zeros = x_scale + (a.span * most_slices * X_SCALES + 3) / 4 * 4;  // [4]
+  u8* const bytes = shared + DEPTH * STAGE * (CODES + SCALES);            // of x: [span][slices][4][upper, lower][64]
+  float* const x_scale = (float*)(bytes + a.span * slices * 2 * SLICE);   // [span][slices][X_SCALES]
+  float* const zeros = x_scale + (a.span * slices * X_SCALES + 3) / 4 * 4;  // [4]
   float* const partial = zeros + 4;                                       // [round][WARPS][ROWS]
   // What a row's sum is multiplied by, NVFP4: [hold][ROWS]; down, either: [hold][top_k][ROWS]. What is added, MXFP4:
   // [hold][ROWS].
   float* const gain = partial + a.round * WARPS * ROWS;
-  float* const added = gain + (MODE == 2 ? a.hold * ROWS * a.top_k : 0);
-  Barrier* const full = (Barrier*)(gain + a.hold * ROWS * (MODE == 2 ? a.top_k + (GROUP == 32) : 1));
+  float* const added = gain + (MODE == 2 ? a.hold * ROWS * slots : 0);
+  Barrier* const full = (Barrier*)(gain + a.hold * ROWS * (MODE == 2 ? slots + (GROUP == 32) : 1));
   Barrier* const empty = full + DEPTH;
 
   if (threadIdx.x == THREADS) {
@@ -85,38 +85,16 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
   if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
   let_next_start();
 
-  int slots = 1;
-#if MODE != 0
-  const int own_expert = lane < a.top_k ? a.experts[lane] : -1;
-  const bool here = (u32)own_expert < (u32)a.matrices;
-  const u32 chosen = lanes_where(here);
-  slots = ones(chosen);
-  if (here) {  // every warp for itself, and all the same
-    const int slot = ones(chosen & ((1u << lane) - 1));
-    expert[slot] = own_expert, pair[slot] = lane;
-  }
-  __syncwarp();
-#endif
-  const int slices = MODE == 2 ? k_slices * slots : k_slices;  // of a row tile, and of a row of x
-  const int all_tiles = row_tiles * (MODE == 0 ? a.matrices : MODE == 1 ? slots : 1);
-  const int begin = (long long)all_tiles * blockIdx.x / gridDim.x;
-  const int tiles = (int)((long long)all_tiles * (blockIdx.x + 1) / gridDim.x) - begin, units = tiles * slices;
-#if MODE != 0
-  if (!slots) {
-    if (MODE == 1) return;
-    wait_for_previous();
-    for (int i = threadIdx.x; i < tiles * ROWS; i += THREADS + 32)
-      if (begin * ROWS + i < a.n) a.y[begin * ROWS + i] = 0;
-    return;
-  }
-#endif
-  const int first_x = MODE == 0 ? begin / row_tiles : 0;  // experts have one row of x
-  const int rows_of_x = !tiles ? 0 : MODE == 0 ? (begin + tiles - 1) / row_tiles - first_x + 1 : 1;
+  auto expert = [&](int pair) { return min(max(a.experts[pair], 0), a.matrices - 1); };
+  const int row_tiles_of_x = MODE == 1 ? row_tiles * slots : row_tiles;  // row tiles that a row of x meets
+  const int first_x = begin / row_tiles_of_x, rows_of_x = tiles ? (begin + tiles - 1) / row_tiles_of_x - first_x + 1 : 0;
 
   if (warp == WARPS) {
     __syncwarp();
-    // The unit to be fetched: row tile and slice of k of a matrix, which is the linear's number, or the expert of a slot.
+    // The unit to be fetched: row tile and slice of k of a matrix, which is the linear's number, or the expert of a pair
+    // of token and slot.
     int tile = begin % row_tiles, slice = 0, matrix = begin / row_tiles, slot = 0;
+    if (MODE == 2) matrix *= slots;
 #pragma unroll 1
     for (int stage = 0, put = 0, parity = 1, left = units; left > 0 || stage == 0; ++stage) {
       if (stage == DEPTH) __syncthreads();
@@ -124,7 +102,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
       const int count = min(STAGE, left);
       if (lane == 0 && count) expect(full + put, count * (CODES + SCALES));
       for (int i = 0; i < count; i += a.box) {
-        const int row = (MODE == 0 ? matrix : expert[MODE == 1 ? matrix : slot]) * a.n + tile * (ROWS / HALVES);
+        const int row = (MODE == 0 ? matrix : expert(matrix + slot)) * a.n + tile * (ROWS / HALVES);
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
           const int at = (put * HALVES + half) * STAGE + i;
@@ -140,7 +118,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
         slice = 0;
         if (MODE == 2 && ++slot < slots) continue;
         slot = 0;
-        if (++tile == row_tiles) tile = 0, ++matrix;
+        if (++tile == row_tiles) tile = 0, matrix += MODE == 2 ? slots : 1;
       }
       left -= count;
       if (++put == DEPTH) put = 0, parity ^= 1;
@@ -154,7 +132,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
   auto settle = [&](Unit& u) {  // its slice grew
     while (u.slice >= slices) {
       u.slice -= slices, u.slot = 0, ++u.tile;
-      if (++u.inner == row_tiles) u.inner = 0, ++u.outer, u.row_of_x += MODE == 0;
+      if (++u.inner == row_tiles) u.inner = 0, ++u.outer;
+      if ((begin + u.tile) % row_tiles_of_x == 0) ++u.row_of_x;
     }
     if (MODE == 2)
       while (u.slice >= (u.slot + 1) * k_slices) ++u.slot;
@@ -166,7 +145,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
     const int column = (u.slice - (MODE == 2 ? u.slot * k_slices : 0)) * SLICE + t * 64, row = u.inner * (ROWS / HALVES) + g;
     to[0] = to[1] = 0;
     if (u.tile >= tiles || column >= a.k) return;
-    const long long matrix = MODE == 0 ? u.outer : expert[MODE == 1 ? u.outer : u.slot];
+    const long long matrix = MODE == 0 ? u.outer : expert(MODE == 1 ? u.outer : u.outer * slots + u.slot);
     const u8* const from = a.scales + (matrix * a.n + row) * (a.k / 32) + column / 32;
     const int below = MODE == 1 ? a.n / 2 : 8;
     if (MODE == 1 || row < a.n) to[0] = load_pair(from);
@@ -179,22 +158,22 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
   for (int i = threadIdx.x; i < a.round * WARPS * ROWS; i += THREADS) partial[i] = 0.f;
   if (MODE == 2) {
     for (int i = threadIdx.x; i < tiles * slots * ROWS; i += THREADS) {
-      const int tile = i / (ROWS * slots), slot = i / ROWS % slots, row = min((begin + tile) * ROWS + i % ROWS, a.n - 1);
-      const float weight = a.weights[pair[slot]];
-      gain[(tile * a.top_k + slot) * ROWS + i % ROWS] = GROUP == 32 ? weight : a.global_scale[(long long)expert[slot] * a.n + row] * weight;
+      const int tile = begin + i / (ROWS * slots), pair = tile / row_tiles * slots + i / ROWS % slots;
+      const int row = min(tile % row_tiles * ROWS + i % ROWS, a.n - 1);
+      gain[i] = GROUP == 32 ? a.weights[pair] : a.global_scale[(long long)expert(pair) * a.n + row] * a.weights[pair];
     }
   }
   if (GROUP == 32) {
     for (int i = threadIdx.x; i < tiles * ROWS; i += THREADS) {
       const int tile = begin + i / ROWS, outer = tile / row_tiles, inner = tile % row_tiles, r = i % ROWS;
       float sum = 0.f;
-      if (a.bias && MODE == 1) sum = a.bias[(long long)expert[outer] * a.n + inner * 8 + r % 8 + r / 8 * (a.n / 2)];
+      if (a.bias && MODE == 1) sum = a.bias[(long long)expert(outer) * a.n + inner * 8 + r % 8 + r / 8 * (a.n / 2)];
       if (a.bias && MODE != 1 && inner * ROWS + r < a.n) {
         if (MODE == 0) sum = a.bias[inner * ROWS + r];
         else
 #pragma unroll 4
-          for (int slot = 0; slot < slots; ++slot)
-            sum += a.weights[pair[slot]] * a.bias[(long long)expert[slot] * a.n + inner * ROWS + r];
+          for (int pair = outer * slots; pair < (outer + 1) * slots; ++pair)
+            sum += a.weights[pair] * a.bias[(long long)expert(pair) * a.n + inner * ROWS + r];
       }
       added[i] = sum;
     }
@@ -202,17 +181,17 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
     for (int i = threadIdx.x; i < tiles * ROWS; i += THREADS) {
       const int tile = begin + i / ROWS, r = i % ROWS;
       if (MODE == 0) gain[i] = a.global_scale[(long long)(tile / row_tiles) * a.n + min(tile % row_tiles * ROWS + r, a.n - 1)];
-      else gain[i] = a.global_scale[(long long)expert[tile / row_tiles] * a.n + tile % row_tiles * 8 + r % 8 + r / 8 * (a.n / 2)];
+      else gain[i] = a.global_scale[(long long)expert(tile / row_tiles) * a.n + tile % row_tiles * 8 + r % 8 + r / 8 * (a.n / 2)];
     }
   }
   if (MODE != 1) wait_for_previous();
 
-  const u16* const x = a.x + (long long)first_x * a.k;
+  const u16* const x = a.x + (long long)first_x * (EDGE ? (MODE == 2 ? slots : 1) * a.k : slices * SLICE);
   for (int slice = warp; slice < rows_of_x * slices; slice += WARPS) {  // a lane takes eight columns
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (!EDGE && MODE != 2) v = *(const uint4*)(x + slice * SLICE + lane * 8);
-    else if (const int column = slice % k_slices * SLICE + lane * 8; column < a.k)
-      v = *(const uint4*)(x + (long long)(MODE == 2 ? pair[slice / k_slices] : slice / k_slices) * a.k + column);
+    if (!EDGE) v = *(const uint4*)(x + slice * SLICE + lane * 8);
+    else if (slice % k_slices * SLICE + lane * 8 < a.k)
+      v = *(const uint4*)(x + (long long)(slice / k_slices) * a.k + slice % k_slices * SLICE + lane * 8);
     float f[8];
     u32 most = 0;
 #pragma unroll
@@ -327,7 +306,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
       }
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float row_gain = MODE == 2 ? gain[(now.tile * a.top_k + now.slot) * ROWS + row * 8 + g] : 1.f;
+        const float row_gain = MODE == 2 ? gain[(now.tile * slots + now.slot) * ROWS + row * 8 + g] : 1.f;
         sum[row] += GROUP == 32 ? part[row] * row_gain : part[row] * (x_scale[x_at] * row_gain);
       }
       if (now.slice + WARPS >= slices) {  // that was the warp's last of the tile
@@ -360,7 +339,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
         const float of_gate = gain[own_tile * ROWS + r], of_up = gain[own_tile * ROWS + r + 8];
         total = fminf(GROUP == 32 ? total + of_gate : total * of_gate, a.limit);
         up = fminf(fmaxf(GROUP == 32 ? up + of_up : up * of_up, -a.limit), a.limit);
-        a.y[(long long)pair[tile / row_tiles] * (a.n / 2) + tile % row_tiles * 8 + r] = narrow(total / (1.f + __expf(-a.alpha * total)) * (up + a.shift));
+        a.y[(long long)(tile / row_tiles) * (a.n / 2) + tile % row_tiles * 8 + r] = narrow(total / (1.f + __expf(-a.alpha * total)) * (up + a.shift));
       } else {
         const int row = tile % row_tiles * ROWS + r;
         if (GROUP == 32) total += added[own_tile * ROWS + r];

@@ -23,8 +23,7 @@ ROUND = 16  # row tiles whose sums a block holds
 LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
 GATE, NO_GATE = ("limit", "alpha", "shift"), (0.0, 0.0, 0.0)
 
-SIZES = "n", "k", "matrices", "top_k"
-SLOTS = 256  # bytes of shared memory: the experts of 32 slots, and which of the token's choices each is
+SIZES = "tokens", "n", "k", "matrices", "top_k"
 ARGUMENTS = build.Arguments(
     maps=("codes", "scale"),
     pointers=("x", "scales", "global_scale", "bias", "experts", "weights", "y"),
@@ -71,7 +70,7 @@ def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int,
     edges = [tiles * i // blocks for i in range(blocks + 1)]
     span = max((end - 1) // each - begin // each + 1 for begin, end in pairwise(edges) if begin < end)
     scales = span * slices * (1 if group == 16 else SLICE // group)  # of x
-    beside = SLOTS + span * slices * 2 * SLICE + (-(-scales // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
+    beside = span * slices * 2 * SLICE + (-(-scales // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
     for depth in DEPTHS:
         if (shared := depth * stage + beside) <= room:
             return Plan(blocks, hold, round, span, depth, shared)
@@ -91,14 +90,17 @@ def linear_plan(n: int, k: int, groups: int, device: build.Device, group: int = 
     return plan(groups * tiles, -(-k // SLICE), 1, tiles, device.sms, device.shared, group)
 
 
-def experts_plans(dim: int, wide: int, top_k: int, device: build.Device, group: int = 16) -> tuple[Plan, Plan] | None:
-    """The plans of gate-up and down of one token's experts, None where another kernel is to take them."""
+def experts_plans(
+    tokens: int, dim: int, wide: int, top_k: int, device: build.Device, group: int = 16
+) -> tuple[Plan, Plan] | None:
+    """The plans of gate-up and down of experts, None where another kernel is to take them. Every token reads the
+    experts that it chose for itself."""
     if not takes(group, dim, wide):
         return None
     tiles, wide_tiles = -(-dim // ROWS), top_k * (wide // 8)
-    gate_up = plan(wide_tiles, -(-dim // SLICE), 1, wide_tiles, device.sms, device.shared, group)
+    gate_up = plan(tokens * wide_tiles, -(-dim // SLICE), 1, wide_tiles, device.sms, device.shared, group)
     gains = top_k + (group != 16)
-    down = plan(tiles, top_k * -(-wide // SLICE), gains, tiles, device.sms, device.shared, group)
+    down = plan(tokens * tiles, top_k * -(-wide // SLICE), gains, tiles, device.sms, device.shared, group)
     return None if gate_up is None or down is None else (gate_up, down)
 
 
@@ -119,13 +121,13 @@ def run(
     scale: Tensor,
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
     plan: Plan,
     gate: tuple[float, ...] = NO_GATE,
 ) -> None:
     """Launches one mode, of MXFP4 where there is no global_scale. `tensors`: x, global_scale, bias, experts, weights;
-    `sizes`: n, k, matrices, top_k. Pointers are multiples of 16."""
-    n, k, matrices, _ = sizes
+    `sizes`: tokens, n, k, matrices, top_k. Pointers are multiples of 16."""
+    _, n, k, matrices, _ = sizes
     x, global_scale, *_ = tensors
     assert x is not None
     group, edge = 32 if global_scale is None else 16, k % SLICE != 0

@@ -3,14 +3,13 @@
 //
 // Slots are the distinct experts in order of appearance. Of up to eight tokens each has a column of its own. TOGETHER, of
 // up to 16: those that chose an expert are moved into eight columns, and one that more chose gets a second slot. So does
-// one that a token chose twice. A number that is none of the matrices is nobody's: it gets no slot, and costs nothing.
+// one that a token chose twice.
 //
 // Set before: COLUMNS (of a product), TOGETHER, WEIGHED (whether weights are read).
 #pragma once
 
 constexpr int PAIRS = 255;  // of a token and an expert, in a pass
 constexpr u8 NOBODY = 255;
-constexpr int ELSEWHERE = -1;  // key of a pair whose expert is none of the matrices
 struct Routes {
   int slots, key[PAIRS];
   int expert[PAIRS];         // of a slot
@@ -23,38 +22,35 @@ __shared__ Routes routes;
 
 __device__ __forceinline__ void find_routes(const int* experts, const float* weights, int count, int top_k, int matrices) {
   const int pairs = count * top_k;
-  for (int i = threadIdx.x; i < pairs * COLUMNS; i += blockDim.x) routes.chosen[i / COLUMNS][i % COLUMNS] = NOBODY;
+  for (int i = threadIdx.x; i < pairs * COLUMNS; i += blockDim.x) {
+    const int p = i / COLUMNS, column = i % COLUMNS;
+    routes.chosen[p][column] = count == 1 && column == 0 ? p : NOBODY;
+  }
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-    const bool here = (u32)experts[p] < (u32)matrices;
-    routes.expert[p] = here ? experts[p] : ELSEWHERE;
-    routes.key[p] = here ? experts[p] * PAIRS : ELSEWHERE;
+    routes.expert[p] = min(max(experts[p], 0), matrices - 1);
     routes.weight[p] = WEIGHED ? weights[p] : 0.f;
     routes.token[p] = p / top_k;
-    routes.leader[p] = here ? p : PAIRS;
-    routes.column[p] = 0;
+  }
+  if (threadIdx.x == 0) routes.slots = pairs;
+  __syncthreads();
+  if (count == 1) return;  // a token shares with nobody
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    int before = 0;
+    for (int q = p - p % top_k; q < p; ++q) before += routes.expert[q] == routes.expert[p];
+    routes.key[p] = routes.expert[p] * PAIRS + before;
   }
   __syncthreads();
-  if (count > 1) {  // one token shares with nobody
-    for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-      int before = 0;
-      for (int q = p - p % top_k; q < p; ++q) before += routes.expert[q] == routes.expert[p];
-      if (routes.key[p] != ELSEWHERE) routes.key[p] += before;
-    }
-    __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-      if (routes.key[p] == ELSEWHERE) continue;
-      constexpr int SPAN = TOGETHER ? COLUMNS : PAIRS;
-      int leader = p, rank = 0;
-#pragma unroll 8
-      for (int q = 0; q < p; ++q)
-        if (routes.key[q] == routes.key[p] && rank++ % SPAN == 0) leader = q;
-      routes.leader[p] = rank % SPAN ? leader : p;
-      routes.column[p] = TOGETHER ? rank % SPAN : routes.token[p];
-    }
-    __syncthreads();
-  }
   for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
-    if (routes.key[p] == ELSEWHERE) continue;
+    constexpr int SPAN = TOGETHER ? COLUMNS : PAIRS;
+    int leader = p, rank = 0;
+#pragma unroll 8
+    for (int q = 0; q < p; ++q)
+      if (routes.key[q] == routes.key[p] && rank++ % SPAN == 0) leader = q;
+    routes.leader[p] = rank % SPAN ? leader : p;
+    routes.column[p] = TOGETHER ? rank % SPAN : routes.token[p];
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
     const int leader = routes.leader[p];
     int slot = 0;
 #pragma unroll 8

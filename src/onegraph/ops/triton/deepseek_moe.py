@@ -20,7 +20,7 @@ def _affinity(x):
 
 @triton.jit
 def _route(
-    logits, bias, table, tokens, experts, weights, scale, count, last, first,
+    logits, bias, table, tokens, experts, weights, scale, count, last,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, HASH: tl.constexpr,
     SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -46,14 +46,13 @@ def _route(
     if SHARED:
         chosen, weight = tl.where(there, chosen, count), tl.where(there, weight, 1.0)
     stored = k < TOP_K + SHARED
-    tl.store(experts + row * (TOP_K + SHARED) + k, chosen - first, mask=stored)
+    tl.store(experts + row * (TOP_K + SHARED) + k, chosen, mask=stored)
     tl.store(weights + row * (TOP_K + SHARED) + k, weight, mask=stored)
 
 
 def deepseek_route(
-    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, bias: Tensor | None, table: Tensor | None, tokens: Tensor, top_k: int, scale: float, shared: bool
+) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.deepseek_moe.deepseek_route`."""
     rows, count = logits.shape
     experts = logits.new_empty((rows, top_k + shared), dtype=torch.int32)
@@ -63,7 +62,7 @@ def deepseek_route(
     with on_device(logits):
         _route[(rows,)](
             logits, logits if bias is None else bias, experts if table is None else table, tokens, experts, weights,
-            scale, count, 0 if table is None else table.shape[0] - 1, first,
+            scale, count, 0 if table is None else table.shape[0] - 1,
             TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k + shared),
             BIAS=bias is not None, HASH=table is not None, SHARED=int(shared),
             num_warps=1 if count <= 512 else 4, **options(logits),

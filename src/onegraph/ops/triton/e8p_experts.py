@@ -2,8 +2,7 @@
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, so that the grid depends on the
 shapes alone: a program is a tile of rows of one expert, whichever it is, and ends at once where nobody chose it. It
-decodes its codes once for up to `MAX_COLUMNS` pairs. A number that is no expert here sorts behind all of them, where no
-program looks.
+decodes its codes once for up to `MAX_COLUMNS` pairs.
 """
 
 import torch
@@ -87,8 +86,8 @@ def _product(
 
 
 @triton.jit
-def _combine(y, experts, weights, out, count, d, TOP_K: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    """out [T, d]: the weighted sum of each token's pairs whose expert is here, in their order."""
+def _combine(y, weights, out, d, TOP_K: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    """out [T, d]: the weighted sum of each token's pairs, in their order."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(1).to(tl.int64)
@@ -96,9 +95,7 @@ def _combine(y, experts, weights, out, count, d, TOP_K: tl.constexpr, TILE: tl.c
     total = tl.zeros((TILE,), dtype=tl.float32)
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
-        expert = tl.load(experts + pair)
-        here = (i < d) & (expert >= 0) & (expert < count)
-        total += tl.load(weights + pair) * tl.load(y + pair * d + i, mask=here, other=0.0)
+        total += tl.load(weights + pair) * tl.load(y + pair * d + i, mask=i < d, other=0.0)
     tl.store(out + token * d + i, total.to(out.dtype.element_ty), mask=i < d)
 
 
@@ -107,8 +104,7 @@ class _Routes:
 
     def __init__(self, experts: Tensor, count: int) -> None:
         self.experts = experts.view(-1)
-        here = (self.experts >= 0) & (self.experts < count)
-        found, self.order = self.experts.where(here, count).sort(stable=True)
+        found, self.order = self.experts.clamp(0, count - 1).sort(stable=True)
         every = torch.arange(count + 1, dtype=found.dtype, device=found.device)
         self.bounds = torch.searchsorted(found, every, out_int32=True)
 
@@ -161,7 +157,6 @@ def experts(call: E8PExperts) -> Tensor:
             routes,
         )  # fmt: skip
         _combine[(triton.cdiv(dim, 1024), tokens)](
-            y, routes.experts, call.weights, out, call.gate_up.shape[0], dim, TOP_K=top_k, TILE=1024, num_warps=4,
-            **options(x),
-        )  # fmt: skip
+            y, call.weights, out, dim, TOP_K=top_k, TILE=1024, num_warps=4, **options(x)
+        )
     return out

@@ -24,7 +24,7 @@ def largest(score, inside, column, k, TOP_K: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, bias, experts, weights, count, first,
+    logits, bias, experts, weights, count,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -47,13 +47,11 @@ def _route(
     high = tl.max(picked, axis=0)
     weight = tl.exp(picked - high)
     total = tl.sum(weight, axis=0) if NORMALISE else tl.sum(tl.exp(score - high), axis=0)
-    tl.store(experts + row * TOP_K + k, chosen - first, mask=there)
+    tl.store(experts + row * TOP_K + k, chosen, mask=there)
     tl.store(weights + row * TOP_K + k, weight / total, mask=there)
 
 
-def softmax_route(
-    logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, first: int = 0
-) -> tuple[Tensor, Tensor]:
+def softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.route.softmax_route`."""
     rows, count = logits.shape
     experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
@@ -62,7 +60,7 @@ def softmax_route(
         return experts, weights
     with on_device(logits):
         _route[(rows,)](
-            logits, logits if bias is None else bias, experts, weights, count, first,
+            logits, logits if bias is None else bias, experts, weights, count,
             TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
             NORMALISE=normalise, num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
@@ -71,7 +69,7 @@ def softmax_route(
 
 @triton.jit
 def _sigmoid(
-    logits, bias, experts, weights, count, scale, first,
+    logits, bias, experts, weights, count, scale,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     GP: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -104,14 +102,13 @@ def _sigmoid(
     weight = tl.where(there, 1.0 / (1.0 + tl.exp(-picked)), 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)
-    tl.store(experts + row * TOP_K + k, chosen - first, mask=there)
+    tl.store(experts + row * TOP_K + k, chosen, mask=there)
     tl.store(weights + row * TOP_K + k, weight * scale, mask=there)
 
 
 def sigmoid_route(
-    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float,
-    first: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.route.sigmoid_route`."""
     rows, count = logits.shape
     experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
@@ -120,7 +117,7 @@ def sigmoid_route(
         return experts, weights
     with on_device(logits):
         _sigmoid[(rows,)](
-            logits, bias, experts, weights, count, scale, first,
+            logits, bias, experts, weights, count, scale,
             TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), GROUPS=groups,
             TOP_GROUPS=top_groups, GP=triton.next_power_of_2(groups), NORMALISE=normalise,
             num_warps=1 if count <= 512 else 4, **options(logits),
