@@ -6,17 +6,22 @@ storages, and no Python. What a captured step computes, splits, pads and breaks 
 
 import itertools
 import re
+import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onegraph.nn.peers import PeerError
 from onegraph.ops.norm import rms_norm
+from onegraph.runtime import pipeline
 from onegraph.runtime.graph import CaptureError, GraphPool, Runner, split_point
-from onegraph.runtime.transfer import Download, Upload
+from onegraph.runtime.transfer import LONG, Download, Upload, until
 
 
 def storage(tensor):
@@ -374,6 +379,30 @@ def test_wrong_values_say_what_is_allowed(pool, values, message):
 def test_wrong_buckets_say_what_is_allowed(inputs, buckets, message):
     with pytest.raises(ValueError, match=message):
         Runner(affine, inputs, buckets)
+
+
+def test_what_is_long_in_coming_is_looked_after():
+    """At once where it is there, not before LONG, and again and again; what looking raises ends the wait."""
+    looked = []
+    until(lambda: True, lambda: looked.append(1))
+    assert not looked
+    begun = time.monotonic()
+    until(lambda: len(looked) == 3, lambda: looked.append(time.monotonic() - begun))
+    assert looked[0] > LONG
+
+    def give_up() -> None:
+        raise ValueError("the other GPU stopped")
+
+    with pytest.raises(ValueError, match="the other GPU stopped"):
+        until(lambda: False, give_up)
+
+
+def test_a_missing_rank_is_not_waited_for(monkeypatch):
+    """Its error goes by the question which GPU still answers: the missing one may never."""
+    monkeypatch.setattr(pipeline, "_answers", lambda pool: pytest.fail("it asked"))
+    pool = SimpleNamespace(running=nullcontext, device=torch.device("cuda:1"))
+    with pytest.raises(PeerError), pipeline.running([pool]):
+        raise PeerError("rank 0 waited for rank 1")
 
 
 def test_transfers_on_a_cpu_are_copies():

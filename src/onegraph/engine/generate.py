@@ -423,7 +423,9 @@ class Engine:
         if (kind, said) not in self._downloads:
             like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
             self._downloads[kind, said] = Download(like, depth=self.ahead + 1)
-        fetched = self._downloads[kind, said].start(report.flatten())
+        # A GPU that never ends its part would hold the host for ever, which the others have long told.
+        look = self.check if len(self.model.beside) > 1 else None
+        fetched = self._downloads[kind, said].start(report.flatten(), look)
 
         def read() -> Tensor:
             found = fetched()

@@ -1,8 +1,8 @@
 """Stages of one step: a Runner for each device, with its own graphs; one stage is a pipeline that hands nothing on.
 
-One graph cannot span devices (torch 2.11: a capture that touches a second GPU fails), so a step is one graph a device.
-A hand-over is a `copy_` between the two devices' streams: torch orders it behind what the source has queued, and behind
-and before what the target has queued, by events on those streams. The host waits for nothing and may run ahead.
+A step is one graph a device (docs/gpus.md says what one graph over all of them would save). A hand-over is a `copy_`
+between the two devices' streams: torch orders it behind what the source has queued, and behind and before what the
+target has queued, by events on those streams. The host waits for nothing and may run ahead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.nn.peers import PeerError
 from onegraph.runtime.graph import GraphPool, Runner
 
 
@@ -31,6 +32,8 @@ def running(pools: Sequence[GraphPool]) -> Iterator[None]:
             for pool in pools:
                 stack.enter_context(pool.running())
             yield
+    except PeerError:  # the rank that is missing may never answer
+        raise
     except RuntimeError as error:
         if broken := [pool.device for pool in pools if not _answers(pool)]:
             names = ", ".join(map(str, broken))

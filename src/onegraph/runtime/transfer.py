@@ -1,9 +1,12 @@
 """Host values in, results out, through pinned memory made beforehand; on a CPU the same calls are plain copies."""
 
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+LONG = 0.05  # seconds, more than a step takes
 
 
 class Upload:
@@ -51,8 +54,10 @@ class Download:
         self._stream = torch.cuda.Stream(like.device) if self._slots else None
         self._turn = 0
 
-    def start(self, value: Tensor) -> Callable[[], Tensor]:
-        """Copy `value`, of the shape of `like` or fewer leading rows, as the current stream left it."""
+    def start(self, value: Tensor, look: Callable[[], object] | None = None) -> Callable[[], Tensor]:
+        """Copy `value`, of the shape of `like` or fewer leading rows, as the current stream left it.
+
+        look: called while the result is long in coming; what it raises ends the wait."""
         if self._stream is None:
             kept = value.clone()
             return lambda: kept
@@ -67,10 +72,22 @@ class Download:
             copied.record(self._stream)
 
         def wait() -> Tensor:
+            if look is not None:
+                until(copied.query, look)
             copied.synchronize()
             return staged
 
         return wait
+
+
+def until(done: Callable[[], bool], look: Callable[[], object]) -> None:
+    """Returns when `done`; what takes longer than LONG seconds is looked after every millisecond."""
+    begun = time.monotonic()
+    while not done():
+        long = time.monotonic() - begun > LONG
+        if long:
+            look()
+        time.sleep(1e-3 if long else 0)  # others of this process may run
 
 
 def _pinned(like: Tensor, depth: int) -> list[tuple[Tensor, torch.cuda.Event]]:

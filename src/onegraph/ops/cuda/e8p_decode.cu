@@ -15,8 +15,7 @@
 // work on the other; alone it would do one after the other, and all warps of an SM march in step. Slices meet in shared
 // memory (and across a cluster) as float32 and are added in a fixed order: the same bits whatever the timing.
 //
-// With ranks (exchange.cuh) the end of a launch sums over them. Slices may then be shared by SPLITS blocks that are no
-// cluster: they hand each other their sums through the same inbox, in the time that the ranks' take anyway.
+// With ranks (exchange.cuh) the end of a launch sums over them.
 //
 // Set when compiled: BITS (2, 3, 4), TOKENS (1 or 4), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles of codes
 // that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the copy engine fetches codes,
@@ -45,8 +44,7 @@ struct Shape {
                        silu = SILU,                               // x is [tokens, 2 k], gate beside up
                        biased = BIASED, added = ADDED,            // there is a bias, something to add
                        wide = WIDE,                               // y and add are float
-                       ranks = WORLD,                             // whose results are summed
-                       splits = SPLITS;                           // blocks of a rank that share k, in no cluster
+                       ranks = WORLD;                             // whose results are summed
   static constexpr u32 cluster = CLUSTER,                                    // blocks that share k
                        per_cluster = (65536 + CLUSTER - 1) / CLUSTER,        // what small numbers are divided with
                        per_blocks = (65536 + BLOCKS - 1) / BLOCKS;
@@ -155,39 +153,26 @@ __device__ __forceinline__ float inverse_rms(float squares, const Arguments& p) 
   return rsqrtf(fmaf(squares, p.inverse_k, p.eps));
 }
 
-// With ranks, a warp's sums of 128 rows become those of all ranks and splits: float32 crosses, and a chunk of the inboxes
-// is 128 rows of a token of a split. The block that ends a job begins the next round of the job's chunks.
+// With ranks, a warp's sums of 128 rows become those of all ranks: float32 crosses, and a chunk of the inboxes is 128 rows
+// of a token, so whoever ends a job begins the chunk's next round.
 struct Sum {
   Exchange<Arguments, Shape::ranks> peers;
-  int split, words, job;  // words of a split: tokens * n
-  u64 number;             // round of this split's chunk of the job
-  __device__ __forceinline__ Sum(const Arguments& p, int split, int tokens, int job, int at)
-      : peers(p), split(split), words(tokens * Shape::n), job(job), number(0) {
-    if (at < words) number = of_chunk(split, at);
+  int job;
+  u64 number;  // of the job's round
+  __device__ __forceinline__ Sum(const Arguments& p, int job, int at) : peers(p), job(job), number(0) {
+    if (at < p.tokens * p.n) number = peers.number(at / CHUNK);
   }
-  __device__ __forceinline__ u64 of_chunk(int split, int at) const { return peers.number((split * words + at) / CHUNK); }
-  // Whether the sum is whole, in v: this block ends the job.
-  __device__ __forceinline__ bool operator()(float4& v, int of_job, int at, int lane) {
-    if (of_job != job) job = of_job, number = of_chunk(split, at);
-    if (peers.armed) peers.send4(number, split * words + at, v);
-    if (Shape::splits > 1 && job % Shape::splits != split) {
-      peers.keep4(number, split * words + at, v);
-      return false;
-    }
-    u64 numbers[Shape::splits];
-#pragma unroll
-    for (int of = 0; of < Shape::splits; ++of) numbers[of] = Shape::splits > 1 ? of_chunk(of, at) : number;
-    v = peers.sum4(numbers, at, words, split, v);
+  __device__ __forceinline__ void operator()(float4& v, int of_job, int at, int lane) {
+    if (of_job != job) job = of_job, number = peers.number(at / CHUNK);
+    if (peers.armed) peers.send4(number, at, v);
+    v = peers.sum4(peers.own(), number, at, v);
     __syncwarp();
-#pragma unroll
-    for (int of = 0; of < Shape::splits; ++of)
-      if (lane == of) peers.next((of * words + at - lane * 4) / CHUNK, numbers[of]);
-    return true;
+    if (lane == 0) peers.next(at / CHUNK, number);
   }
 };
 struct NoSum {
-  __device__ __forceinline__ NoSum(const Arguments&, int, int, int, int) {}
-  __device__ __forceinline__ bool operator()(float4&, int, int, int) { return true; }
+  __device__ __forceinline__ NoSum(const Arguments&, int, int) {}
+  __device__ __forceinline__ void operator()(float4&, int, int, int) {}
 };
 template <bool, class A, class> struct Either { typedef A type; };
 template <class A, class B> struct Either<false, A, B> { typedef B type; };
@@ -199,13 +184,12 @@ typedef Either<(Shape::ranks > 1), Sum, NoSum>::type OverRanks;
 extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid_constant__ Arguments p) {
   const u32 cluster = p.cluster;
   const u32 rank = cluster > 1 ? cluster_rank() : 0;
-  const u32 split = p.splits > 1 ? blockIdx.x % p.splits : 0;
-  const u32 tile = blockIdx.x / (p.splits > 1 ? p.splits : cluster);
+  const u32 tile = blockIdx.x / cluster;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warps = p.across * DOWN;
   const int row_warp = DOWN == 1 ? 0 : warp * p.inverse >> 8, column_warp = warp - row_warp * p.across;
   const int tokens = TOKENS == 1 ? 1 : min(TOKENS, p.tokens);
-  const int begin = (p.splits > 1 ? split : rank) * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
+  const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), start = begin + column_warp;
   const int rows = p.blocks * ROWS, pitch = rows + PAD, tile_row = tile * rows;
 
   // Codes come through a ring of DEPTH row tiles a warp; outside the matrix come zeros.
@@ -241,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   const bool first_own = first_job < jobs && first_row < p.n;
   float4 first_scale = zeros, first_sum = zeros;  // what the first job's sums are multiplied with, and what is added
   if (first_own) first_scale = *(const float4*)(p.out_scale + first_row);
-  if (first_own && p.biased && split == 0) first_sum = *(const float4*)(p.bias + first_row);
+  if (first_own && p.biased) first_sum = *(const float4*)(p.bias + first_row);
 
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
   float* received = partial + p.across * tokens * pitch;
@@ -266,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   wait_for_previous();
   let_next_start();
-  OverRanks over_ranks(p, split, tokens, first_job, first_token * p.n + first_row);
+  OverRanks over_ranks(p, first_job, first_token * p.n + first_row);
   Raw asked;
   asked = ask_x(p, p.silu, 0, column, inside);
   uint4 first_add = make_uint4(0, 0, 0, 0);
@@ -339,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     float4& added = p.ranks > 1 ? beside : c;  // `add` is the same on all ranks: it comes last
     if (!once && job != first_job) {
       s = out_scale_of(p, row), c = zeros;
-      if (own && p.biased && split == 0) c = *(const float4*)(p.bias + row);
+      if (own && p.biased) c = *(const float4*)(p.bias + row);
       if (own && p.added) take_add(added, p, ask_add(p, at));
     } else if (p.added) {
       take_add(added, p, first_add);
@@ -353,10 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     if (!own) return;
     v.x = fmaf(v.x * norm, s.x, c.x), v.y = fmaf(v.y * norm, s.y, c.y);
     v.z = fmaf(v.z * norm, s.z, c.z), v.w = fmaf(v.w * norm, s.w, c.w);
-    if (p.ranks > 1) {
-      if (!over_ranks(v, job, (int)at, lane)) return;
-      add_to(v, beside);
-    }
+    if (p.ranks > 1) over_ranks(v, job, (int)at, lane), add_to(v, beside);
     store4(p, at, v);
   };
   auto total = [&](int job) {

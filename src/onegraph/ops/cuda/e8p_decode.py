@@ -1,6 +1,6 @@
 """E8P linear for 1 to 4 tokens: how `e8p_decode.cu` is cut over the GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -16,11 +16,7 @@ PARTS = ROWS // 16  # row tiles of 16 in ROWS
 SHARED_STRUCT = 1408  # bytes of `Shared` in e8p_decode.cu
 WARPS = 20  # of a block at most
 # What `Shape` of e8p_decode.cu is made of.
-SHAPE = (
-    "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE", "WORLD",
-    "SPLITS",
-)  # fmt: skip
-MAX_BLOCKS = 8  # that share the slices of a tile
+SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE", "WORLD"
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
 # them (benchmarks/results/e8p-layer-h200.jsonl).
@@ -39,8 +35,7 @@ ARGUMENTS = build.Arguments(
 class Plan:
     """How one shape is cut: each of `tiles` clusters of `cluster` blocks owns `blocks` times 128 rows. A block owns
     `per_block` slices of k, one for each of `across` warps at a time; `down` such rows of warps share the rows. Each
-    warp keeps `ahead` row tiles of codes under way. `apart`: the blocks are no cluster, but hand each other their sums
-    as ranks do, along with what ranks do."""
+    warp keeps `ahead` row tiles of codes under way."""
 
     ahead: int
     tiles: int
@@ -50,7 +45,6 @@ class Plan:
     per_block: int
     across: int
     down: int
-    apart: bool = False
 
     @property
     def warps(self) -> int:
@@ -69,7 +63,7 @@ class Plan:
     def shared(self, bits: int, tokens: int) -> int:
         """Bytes of shared memory of a block."""
         partial = self.across * tokens * (self.blocks * ROWS + 8) * 4
-        received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 and not self.apart else 0
+        received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
         alone = self.down == 1 and self.per_block <= self.across
         exchange = 0 if alone else 512 * self.across
         return TABLES[bits] + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
@@ -80,8 +74,7 @@ class Plan:
 
     def cost(self, bits: int, tokens: int, device: build.Device) -> float:
         """Estimated microseconds on an H200, up to what all plans have in common."""
-        at_once = device.sms // self.cluster if self.cluster == 1 or self.apart else device.at_once(self.cluster)
-        waves = -(-self.tiles // at_once)
+        waves = -(-self.tiles // (device.sms if self.cluster == 1 else device.at_once(self.cluster)))
         turns = -(-self.per_block // self.across)  # slices that a warp takes
         mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
         stages = 1 if bits == 2 else 1.8
@@ -89,15 +82,15 @@ class Plan:
         latency = mine * 0.16 * stages
         memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
         gather = turns * 0.3 * tokens
-        together = 0.0 if self.cluster == 1 else 0.2 if self.apart else 0.4 + 0.25 * self.cluster
+        together = 0.4 + 0.25 * self.cluster if self.cluster > 1 else 0.0
         return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
 
 
-def plans(n: int, k: int, bits: int, tokens: int, device: build.Device, ranks: int = 1) -> list[Plan]:
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
     """Every plan that fits into shared memory."""
     slices, whole = -(-k // SLICE), -(-n // ROWS)
     found = []
-    for cluster in range(1, MAX_BLOCKS + 1):
+    for cluster in range(1, 9):
         per_block = -(-slices // cluster)
         if (cluster - 1) * per_block >= slices:
             continue  # a block would have nothing to do
@@ -112,15 +105,13 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device, ranks: i
                     if plan.shared(bits, tokens) <= device.shared:
                         found.append(plan)
                         break
-    # Blocks that wait for others must all run: no second wave. A lane has what all of them sent in registers.
-    fits = (p for p in found if p.cluster > 1 and p.tiles * p.cluster <= device.sms and p.cluster * ranks <= MAX_BLOCKS)
-    return found + [replace(plan, apart=True) for plan in fits] if ranks > 1 else found
+    return found
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, tokens: int, device: build.Device, ranks: int = 1) -> Plan:
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
     """The plan that costs least."""
-    return min(plans(n, k, bits, tokens, device, ranks), key=lambda plan: (plan.cost(bits, tokens, device), plan))
+    return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(bits, tokens, device), plan))
 
 
 def copies(k: int, bits: int) -> int:
@@ -133,8 +124,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, arou
     group, copy = plan.group(bits), copies(k, bits)
     made = {"BITS": bits, "TOKENS": 1 if tokens == 1 else MAX_TOKENS, "HALF": int(half), "COPY": copy}
     made |= {"DEPTH": plan.ahead, "GROUP": group, "THREADS": plan.most_threads, "DOWN": plan.down}
-    cluster, splits = (1, plan.cluster) if plan.apart else (plan.cluster, 1)
-    shape = (n, k, cluster, plan.across, plan.per_block, plan.blocks, *map(int, around), splits)
+    shape = (n, k, plan.cluster, plan.across, plan.per_block, plan.blocks, *map(int, around))
     return made | dict(zip(SHAPE, shape, strict=True))
 
 
@@ -159,7 +149,7 @@ def _kernel(
     n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...], device: int
 ) -> tuple[build.Kernel, Plan, int]:
     """The kernel of a shape, its plan, and bytes of shared memory."""
-    chosen = plan(n, k, bits, tokens, build.device(device), ranks=around[-1])
+    chosen = plan(n, k, bits, tokens, build.device(device))
     shared = chosen.shared(bits, tokens)
     (kernel,) = KERNEL.load(defines(chosen, n, k, bits, tokens, half, around), device, shared)
     return kernel, chosen, shared
@@ -194,8 +184,7 @@ def launch(call: Linear) -> None:
         **call.exchange,
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
-    cluster = 1 if plan.apart else plan.cluster
-    kernel.launch((plan.tiles * plan.cluster, 1, 1), 32 * plan.warps, shared, cluster, stream, arguments)
+    kernel.launch((plan.tiles * plan.cluster, 1, 1), 32 * plan.warps, shared, plan.cluster, stream, arguments)
 
 
 @lru_cache(maxsize=1 << 16)

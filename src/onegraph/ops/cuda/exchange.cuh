@@ -33,7 +33,7 @@ template <class A, int COUNT> struct Exchange {
   __device__ __forceinline__ explicit Exchange(const A& a) : a(a) { armed = load_system(a.state + MODE) == ARMED; }
 
   __device__ __forceinline__ u64 number(int chunk) const { return load_system(a.state + ROUNDS + chunk); }
-  // When all words of the chunk are there, by one thread; also of a rank that runs alone, whose blocks count on it.
+  // When all words of the chunk are there, by one thread. Who runs alone counts too: `Peers.arm` has all begin anew.
   __device__ __forceinline__ void next(int chunk, u64 number) const {
     store_system(a.state + ROUNDS + chunk, number == LAST_ROUND ? 1 : number + 1);
   }
@@ -58,13 +58,6 @@ template <class A, int COUNT> struct Exchange {
       u64* const to = inbox(peer) + place(number, a.rank, at);
       store_system(to, x, y), store_system(to + 2, z, w);
     }
-  }
-  // The same to this rank's own inbox, for another block of the launch.
-  __device__ __forceinline__ void keep4(u64 number, int at, const float4& v) const {
-    const u64 top = number << 32;
-    u64* const to = (u64*)own() + place(number, a.rank, at);
-    store_system(to, top | __float_as_uint(v.x), top | __float_as_uint(v.y));
-    store_system(to + 2, top | __float_as_uint(v.z), top | __float_as_uint(v.w));
   }
   // The words of all ranks, this one's given; 0 of a peer that did not come. Their packets are asked for at once.
   __device__ __forceinline__ void receive(const u64* own, u64 number, int at, u32 (&words)[COUNT]) {
@@ -96,45 +89,36 @@ template <class A, int COUNT> struct Exchange {
       if (given_up(polls, begun, peer, number)) return 0;
     }
   }
-  // Four words of `words` that each of PER blocks of each rank has sent, added up in this order, with those of this
-  // block, `split`, given. A block of its own rank is waited for however this one stands with its peers: it is certain to
-  // run. Numbers: of the splits' chunks.
-  template <int PER>
-  __device__ __forceinline__ float4 sum4(const u64 (&numbers)[PER], int at, int words, int split, const float4& v) {
-    const u64* const from = own();
+  // Four words of each rank, this one's given, added up.
+  __device__ __forceinline__ float4 sum4(const u64* own, u64 number, int at, const float4& v) {
     u64 begun = 0;
     for (int polls = 0;; ++polls) {
-      u64 packets[COUNT * PER][4];
+      u64 packets[COUNT][4];
       int missing = -1;
 #pragma unroll
-      for (int i = 0; i < COUNT * PER; ++i) {
-        const int peer = i / PER, of = i % PER;
-        if (mine(peer, of, split) || !(armed || peer == a.rank)) continue;
-        const u64* const there = from + place(numbers[of], peer, of * words + at);
-        load_system(there, packets[i][0], packets[i][1]), load_system(there + 2, packets[i][2], packets[i][3]);
+      for (int peer = 0; peer < COUNT; ++peer) {
+        if (!armed || peer == a.rank) continue;
+        const u64* const from = own + place(number, peer, at);
+        load_system(from, packets[peer][0], packets[peer][1]), load_system(from + 2, packets[peer][2], packets[peer][3]);
       }
 #pragma unroll
-      for (int i = COUNT * PER - 1; i >= 0; --i) {
-        const int peer = i / PER, of = i % PER;
-        if (mine(peer, of, split) || !(armed || peer == a.rank)) continue;
-        if (!whole(packets[i], numbers[of])) missing = peer;
-      }
-      if (missing >= 0 && (missing == a.rank || !given_up(polls, begun, missing, numbers[0]))) continue;
+      for (int peer = COUNT - 1; peer >= 0; --peer)
+        if (armed && peer != a.rank && !whole(packets[peer], number)) missing = peer;
+      if (missing >= 0 && !given_up(polls, begun, missing, number)) continue;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int i = 0; i < COUNT * PER; ++i) {
-        const int peer = i / PER, of = i % PER;
-        if (mine(peer, of, split)) {
+      for (int peer = 0; peer < COUNT; ++peer) {
+        const u64(&p)[4] = packets[peer];
+        if (peer == a.rank) {
           sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        } else if ((armed || peer == a.rank) && whole(packets[i], numbers[of])) {
-          sum.x += __uint_as_float((u32)packets[i][0]), sum.y += __uint_as_float((u32)packets[i][1]);
-          sum.z += __uint_as_float((u32)packets[i][2]), sum.w += __uint_as_float((u32)packets[i][3]);
+        } else if (armed && whole(p, number)) {
+          sum.x += __uint_as_float((u32)p[0]), sum.y += __uint_as_float((u32)p[1]);
+          sum.z += __uint_as_float((u32)p[2]), sum.w += __uint_as_float((u32)p[3]);
         }
       }
       return sum;
     }
   }
-  __device__ __forceinline__ bool mine(int peer, int of, int split) const { return peer == a.rank && of == split; }
   __device__ __forceinline__ static bool whole(const u64 (&packets)[4], u64 number) {
     return packets[0] >> 32 == number && packets[1] >> 32 == number && packets[2] >> 32 == number &&
            packets[3] >> 32 == number;
