@@ -105,7 +105,7 @@ def compiled(plan: e8p_portable.Plan, n: int, k: int, bits: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["4096x14336", "14336x4096", "4096x4096"], help="k x n")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], help="1 to 4, portable 1 to 16")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4], help="1 to 8, portable 1 to 16")
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--kernels", choices=["hopper", "portable"], default="hopper")
     parser.add_argument(

@@ -106,11 +106,12 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("k", "across", "down"), [(4864, 19, 1), (1280, 5, 4)])
 def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of 640 threads, whose registers are fewer; clusters that have none are cut so only where n is large."""
-    plan = e8p_decode.Plan(e8p_decode.DEPTHS[bits][-2], 3, 1, 1, k // 256, k // 256, across, down)
-    assert plan.most_threads == 640
-    monkeypatch.setattr(e8p_decode, "plan", lambda *_: plan)
     monkeypatch.setattr(e8p_decode, "_kernel", e8p_decode._kernel.__wrapped__)  # which remembers the shape's own plan
-    for tokens in (1, 4):
+    for tokens in (1, 2, 4, 8):
+        ahead = 1 if tokens > e8p_decode.FEW else e8p_decode.DEPTHS[bits][-2]
+        plan = e8p_decode.Plan(ahead, 3, 1, 1, k // 256, k // 256, across, down)
+        assert plan.most_threads == 640
+        monkeypatch.setattr(e8p_decode, "plan", lambda *_, plan=plan: plan)
         args, add = _arguments(tokens, 320, k, bits), torch.randn(tokens, 320, device="cuda").bfloat16()
         _poison((tokens, 320), torch.bfloat16)
         y = cuda_e8p.linear(*args, add, 1e-5)
@@ -129,7 +130,7 @@ def test_every_token_count() -> None:
 
 
 @gpu
-@pytest.mark.parametrize("tokens", [1, 4, 16, 20, 50, 200])
+@pytest.mark.parametrize("tokens", [1, 4, 7, 16, 20, 50, 200])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(192, 1536), (1536, 576), (4096, 4096)])
 def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int, kernel_family: str) -> None:
@@ -203,7 +204,7 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
 
 @gpu
 @both
-@pytest.mark.parametrize("tokens", [1, 16, 40, 150, 800])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 40, 150, 800])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     args = _arguments(tokens, 4096, 4096, bits)
@@ -233,7 +234,7 @@ def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
 @both
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (28672, 4096)])
-@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16])
 def test_same_bits_under_load(tokens: int, n: int, k: int, bits: int) -> None:
     """All SMs busy, layers whose codes are in the L2 alternate: codes that overwrite those that a warp still reads show
     here, and a block that reads sums before all are there."""
@@ -253,19 +254,21 @@ def test_same_bits_under_load(tokens: int, n: int, k: int, bits: int) -> None:
 
 @gpu
 def test_a_row_does_not_depend_on_its_neighbours(kernel_family: str) -> None:
-    """Within one kernel, that is for 1 to 4 (portable: 2 to 4), 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
+    """Within one kernel, that is for 3 and 4 (portable: 2 to 4), 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
     x, *rest = _arguments(16, 1536, 576, 3)
     whole = cuda_e8p.linear(x, *rest)
     assert torch.equal(cuda_e8p.linear(x[:9], *rest), whole[:9])
     four = cuda_e8p.linear(x[:4], *rest)
-    some = slice(1, 3) if kernel_family == "portable" else slice(2, 3)
+    some = slice(1, 3) if kernel_family == "portable" else slice(1, 4)
     assert torch.equal(cuda_e8p.linear(x[some], *rest), four[some])
+    eight = cuda_e8p.linear(x[:8], *rest)
+    assert torch.equal(cuda_e8p.linear(x[3:8], *rest), eight[3:])
 
 
 @gpu
 @both
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("tokens", [2, 9])
+@pytest.mark.parametrize("tokens", [2, 8, 9])
 def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
     args = _arguments(tokens, 128, 512, 2)
     args[0][1, 300] = bad

@@ -185,8 +185,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("exchange")
     for source in (launcher.KERNEL.path, launcher.KERNEL.path.with_suffix(".cuh")):
         shutil.copy(source, path)
-    (path / "system.cuh").write_text("")  # what it gives stands in run.cpp
-    shutil.copy(HERE / "exchange_on_cpu" / "run.cpp", path)
+    for file in ("system.cuh", "run.cpp"):
+        shutil.copy(HERE / "exchange_on_cpu" / file, path)
 
     @cache
     def made(world: int, item: int) -> Any:

@@ -28,7 +28,6 @@ template <class T> static T __ldcg(const T* p) { return *p; }
 template <class T> static void __stcg(T* p, const T& v) { *p = v; }
 static void __threadfence() {}
 static float rsqrtf(float v) { return 1.f / sqrtf(v); }
-static float exp2_fast(float v) { return exp2f(v); }
 static u32 atomicAdd(u32* to, u32 v) { return (*to += v) - v; }
 static void mma_f16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma(c, a0, a1, a2, a3, b0, b1); }
 static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) { mma(c, a0, a1, a2, a3, b0, b1); }

@@ -24,6 +24,7 @@ static float __uint_as_float(u32 v) { return as_float(v); }
 static int __popc(u32 v) { return __builtin_popcount(v); }
 static void __trap() { fail("a trap"); }
 static int atomicAdd(int* to, int v) { return (*to += v) - v; }
+static float exp2_fast(float x) { return exp2f(x); }
 static u32 hidden_or(u32 a, u32 b) { return a | b; }
 
 template <class T> static T __shfl_xor_sync(u32, T v, int mask) {

@@ -1,9 +1,7 @@
 // exchange.cu on a CPU: every thread of every block of every rank is a thread of this machine, and memory that GPUs share
 // is memory that threads share. `run` does one round of all ranks.
 
-#include <atomic>
 #include <barrier>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <cmath>
@@ -26,10 +24,6 @@ struct Index { int x; };
 static thread_local Index threadIdx, blockIdx, gridDim, blockDim;
 static thread_local std::barrier<>* block;
 static void __syncthreads() { block->arrive_and_wait(); }
-static void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-static void __threadfence_system() { __threadfence(); }
-static u64 atomicAdd(u64* to, u64 v) { return std::atomic_ref(*to).fetch_add(v); }
-static u64 atomicCAS(u64* to, u64 old, u64 v) { std::atomic_ref(*to).compare_exchange_strong(old, v); return old; }
 static int min(int a, int b) { return a < b ? a : b; }
 static float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static u32 __float_as_uint(float v) { u32 f; memcpy(&f, &v, 4); return f; }
@@ -48,17 +42,6 @@ static u32 floats_to_halves(float a, float b) {
   memcpy(&v, h, 4);
   return v;
 }
-static void store_system(u64* to, u64 v) { std::atomic_ref(*to).store(v, std::memory_order_relaxed); }
-static u64 load_system(const u64* from) {
-  return std::atomic_ref(*(u64*)from).load(std::memory_order_relaxed);
-}
-static void store_system(u64* to, u64 first, u64 second) { store_system(to, first), store_system(to + 1, second); }
-static void load_system(const u64* from, u64& first, u64& second) { first = load_system(from), second = load_system(from + 1); }
-static u64 nanoseconds() {
-  std::this_thread::yield();  // there are more threads than cores, and who waits keeps others from sending
-  return std::chrono::steady_clock::now().time_since_epoch().count();
-}
-
 #include "exchange.cu"
 
 // function: 0 all_reduce, 1 all_gather. present: of each rank whether it takes part.

@@ -25,7 +25,6 @@ static float __int_as_float(u32 v) { return as_float(v); }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float rsqrtf(float v) { return 1.f / sqrtf(v); }
-static float exp2_fast(float v) { return exp2f(v); }
 static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 static int __ffs(u32 v) { return __builtin_ffs(v); }
 template <class T> static T __ldg(const T* p) { return *p; }

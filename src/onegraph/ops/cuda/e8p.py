@@ -4,7 +4,8 @@ That follows from its shape and dtype and from what can be built for its GPU (`o
 front stands what measured best, behind it what takes its place where it cannot be built:
 
     1 to 4 tokens       e8p_decode, e8p_portable
-    5 to 64             e8p_batch, e8p_portable, e8p_prefill, e8p_dequantize
+    5 to 8              e8p_decode, where an SM has few rows; e8p_batch, and as below
+    9 to 64             e8p_batch, e8p_portable, e8p_prefill, e8p_dequantize
     65 to 1279          e8p_prefill, e8p_dequantize
     1280 and more       e8p_dequantize
 
@@ -34,13 +35,13 @@ def takes(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 def launcher(tokens: int, n: int, k: int, bits: int, device: int) -> Callable[[Linear], None] | None:
     """What computes a shape that `takes` allows: the first kernel of its row that can be built, None where none can."""
-    if tokens <= e8p_decode.MAX_TOKENS and e8p_decode.available(device):
+    if e8p_decode.takes(tokens, n) and e8p_decode.available(device):
         return e8p_decode.launch
-    if tokens > e8p_decode.MAX_TOKENS and e8p_batch.takes(tokens, k, bits) and e8p_batch.available(device):
+    if tokens > e8p_decode.FEW and e8p_batch.takes(tokens, k, bits) and e8p_batch.available(device):
         return e8p_batch.launch
     if e8p_portable.takes(tokens, n) and e8p_portable.available(device):
         return e8p_portable.launch
-    if tokens <= e8p_decode.MAX_TOKENS:
+    if tokens <= e8p_decode.FEW:
         return None
     if tokens < e8p_dequantize.LEAST_TOKENS and k <= MAX_K and e8p_prefill.available(device):
         return e8p_prefill.launch

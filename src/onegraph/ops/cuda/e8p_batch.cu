@@ -1,4 +1,4 @@
-// E8P linear for 5 to 64 tokens in one pass over the codes, which are decoded into the registers that wgmma reads its
+// E8P linear for 5 to 64 tokens (few rows of 5 to 8: e8p_decode.cu) in one pass over the codes, which are decoded into the registers that wgmma reads its
 // first operand from. Decoding and its tables are told in e8p_decode.cu, and so is the trick by which bytes of two nibbles are
 // multiplied as they are: u8 weights by s8 activations, of which each token has two columns, high and low byte.
 //

@@ -60,7 +60,7 @@ __device__ __forceinline__ void take_x(float (&v)[8], const Raw& raw, bool silu)
   float up[8];
   unpack8(up, raw.up);
 #pragma unroll
-  for (int e = 0; e < 8; e++) v[e] = __fdividef(v[e], 1.f + __expf(-v[e])) * up[e];
+  for (int e = 0; e < 8; e++) v[e] = __fdividef(v[e], 1.f + exp2_fast(v[e] * -1.4426950408889634f)) * up[e];
 }
 template <class A>
 __device__ __forceinline__ void load_x(float (&v)[8], const A& p, int token, int column, bool inside) {

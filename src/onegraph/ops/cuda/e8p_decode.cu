@@ -1,4 +1,4 @@
-// E8P linear for up to 4 tokens in one pass over the codes. The codes' layout is told in formats/e8p.py.
+// E8P linear for up to 8 tokens in one pass over the codes. The codes' layout is told in formats/e8p.py.
 //
 // Decoding. An E8P integer a is odd and |a| <= 11, so u = (a + 15) / 2 is a nibble, and both the sign and the shift of
 // a code are XORs on it: eight nibbles in one word are  T1[index byte] ^ T2[sign byte],  two lookups in shared memory,
@@ -17,7 +17,7 @@
 //
 // With ranks (exchange.cuh) the end of a launch sums over them.
 //
-// Set when compiled: BITS (2, 3, 4), TOKENS (1 or 4), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles of codes
+// Set when compiled: BITS (2, 3, 4), TOKENS (1, 2, 4 or 8), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles of codes
 // that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the copy engine fetches codes,
 // those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that
 // share the rows of a slice), and, since each line of the start and of the end is run once, what `Shape` is made of.
@@ -79,9 +79,8 @@ struct Arguments : Shape {
 constexpr int UNROLLED = Shape::turns % DEPTH == 0 ? DEPTH / GROUP : 1;
 
 struct __align__(128) Shared {  // after the tables
-  float squares[20][4];     // by warp across and token, of the warp's columns of x
-  float received[8][4];     // ... of each block of the cluster
-  float spare[40];          // sums of no token
+  float squares[20][8];     // by warp across and token, of the warp's columns of x
+  float received[8][8];     // ... of each block of the cluster
   u64 full[20][4];          // by warp and place of its ring: the codes are there
   u64 sent[1];              // all that the cluster sends to this block is there
   u64 tables[1];            // the tables are there
@@ -95,6 +94,7 @@ __device__ __forceinline__ bool one_slice(const Arguments& p) {  // a warp: it w
 
 #include "e8p_decode_ring.cuh"
 #include "e8p_decode_product.cuh"
+#include "e8p_decode_turn.cuh"
 
 // The warps of a slice wait for each other; a barrier each.
 __device__ __forceinline__ void meet(int column_warp) {
@@ -102,49 +102,114 @@ __device__ __forceinline__ void meet(int column_warp) {
   else some_meet(column_warp + 1, DOWN * 32);
 }
 
-// A warp's operands for one slice: rotated here by one of the slice's warps, and handed to the others through 512 bytes
-// of shared memory.
-__device__ __forceinline__ void gather(Product& to, const Arguments& p, int slice, int start, int tokens, int row_warp,
-                                       int column_warp, const Raw& asked, float (&in_scale)[8],
-                                       uint4* exchange, float2* handed, int lane) {
-  const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
-  const bool mine = DOWN == 1 || row_warp == 0, inside = mine && column < p.k;
-  const bool first = one_slice(p) || slice == start;
-  if (!first) load8(in_scale, p.in_scale + column, inside);
-  else to.square = 0.f;
+// A warp's operands for one slice of one token or two: rotated here by one of the slice's warps, one after the other, and
+// handed to the others through 512 bytes of shared memory. Two take less time so than as half of `Several`.
+struct InTurn {
+  float in_scale[8];
+  Raw asked;
+  float square;  // of the lane's token, over the warp's columns of x
+  __device__ __forceinline__ void load_constants(const Arguments& p, int slice, bool mine, int lane) {
+    const int column = slice * SLICE + lane * 8;
+    load8(in_scale, p.in_scale + column, mine && column < p.k);
+  }
+  __device__ __forceinline__ void prepare(const Arguments&, u8*, u8*, int, int, int) {}
+  __device__ __forceinline__ void ask(const Arguments& p, int slice, bool mine, int, int, int lane) {
+    const int column = slice * SLICE + lane * 8;
+    asked = ask_x(p, p.silu, 0, column, mine && column < p.k);
+  }
+  __device__ __forceinline__ void gather(Product (&to)[FOURS], const Arguments& p, int slice, bool first, int, int row_warp,
+                                         int column_warp, u8* exchange, Shared& shared, int lane) {
+    if (first) square = 0.f;
+    const int column = slice * SLICE + lane * 8, g = lane / 4, t = lane % 4;
+    const bool mine = DOWN == 1 || row_warp == 0, inside = mine && column < p.k;
+    uint4* const bytes = (uint4*)exchange;
+    float2* const handed = (float2*)&shared.scale[column_warp];
 #pragma unroll
-  for (int i = 0; i < 8; i++) to.b[i] = make_uint2(0, 0);
-  Raw raw = first ? asked : ask_x(p, p.silu, 0, column, inside);
+    for (int i = 0; i < 8; i++) to[0].b[i] = make_uint2(0, 0);
+    set_scale(to[0], make_float2(0.f, 0.f));
 #pragma unroll 1
-  for (int token = 0; token < tokens; token++) {
-    float2 scale;
-    if (mine) {
-      float v[8];
-      take_x(v, raw, p.silu);
-      if (token + 1 < tokens) raw = ask_x(p, p.silu, token + 1, column, inside);
-      if (p.normed) {  // one token's lanes meet after the loop
-        float square = squares_of(v);
-        if (tokens > 1) square = over_lanes(square);
-        if (t == token || tokens == 1) to.square += square;
+    for (int token = 0; token < TOKENS; token++) {
+      float2 scale;
+      if (mine) {
+        float v[8];
+        take_x(v, asked, p.silu);
+        if (token + 1 < TOKENS) asked = ask_x(p, p.silu, token + 1, column, inside);
+        if (p.normed) {  // one token's lanes meet after the loop
+          float own = squares_of(v);
+          if (TOKENS > 1) own = over_lanes(own);
+          if (t == token || TOKENS == 1) square += own;
+        }
+        rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
+        bytes[lane] = to_bytes(v, scale);
+        if (DOWN > 1 && lane == 0) *handed = scale;
       }
-      rotate(v, in_scale, p.k % 128 ? 64 : 128, lane);
-      exchange[lane] = to_bytes(v, scale);
-      if (DOWN > 1 && lane == 0) *handed = scale;
+      meet(column_warp);
+      if (DOWN > 1) scale = *handed;
+      if (g / 2 == token) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[0].b[i] = *(const uint2*)((const u8*)(bytes + t * 8 + i) + g % 2 * 8);
+      }
+      if (t == token) set_scale(to[0], scale);
+      if (DOWN == 1 || token + 1 < TOKENS || !one_slice(p)) meet(column_warp);  // before it is overwritten
+    }
+  }
+  __device__ __forceinline__ void leave_squares(Shared& shared, int column_warp, int row_warp, int lane) const {
+    const float sum = TOKENS == 1 ? over_lanes(square) : square;
+    if (row_warp == 0 && lane < TOKENS) shared.squares[column_warp][lane] = sum;
+  }
+};
+// The same of more tokens, four a warp at a time, shared by the slice's warps.
+struct Several {
+  static constexpr int OWN = DOWN == 1 ? FOURS : 1;  // fours of a warp that has any
+  float in_scale[8];
+  u8* weights;
+  Raw asked[4];
+  float squares[OWN];  // as `turn` adds them
+  static __device__ __forceinline__ int four(int i, int row_warp) { return DOWN == 1 ? i : row_warp; }
+  __device__ __forceinline__ void load_constants(const Arguments& p, int slice, bool mine, int lane) {
+    const int column = slice * SLICE + lane * 8;
+    load8(in_scale, p.in_scale + column, mine && column < p.k);
+  }
+  // While x is not there. Alone, a warp has read its weights when it writes the last four tokens; sums of more rows than
+  // 128 leave room behind the tokens.
+  __device__ __forceinline__ void prepare(const Arguments& p, u8* exchange, u8* beside, int row_warp, int column_warp,
+                                          int lane) {
+    weights = DOWN == 1                       ? exchange + (FOURS - 1) * 4 * TURNED
+              : one_slice(p) && p.blocks > 1 ? exchange + FOURS * 4 * TURNED
+                                              : beside + column_warp * WEIGHTS;
+    if (row_warp == 0) keep_weights(weights, in_scale, lane);
+  }
+  __device__ __forceinline__ void ask(const Arguments& p, int slice, bool mine, int tokens, int row_warp, int lane) {
+    ask_groups(asked, p, four(0, row_warp) * 4 + lane / 8, tokens, turned_column(slice, lane), mine);
+  }
+  __device__ __forceinline__ void gather(Product (&to)[FOURS], const Arguments& p, int slice, bool first, int tokens,
+                                         int row_warp, int column_warp, u8* exchange, Shared&, int lane) {
+    if (DOWN == 1 || row_warp < FOURS) {
+#pragma unroll
+      for (int i = 0; i < OWN; i++) {
+        const int token = four(i, row_warp) * 4;
+        if (first) squares[i] = 0.f;
+        turn(p, asked, weights, squares[i], exchange + token * TURNED, token + lane % 4 < tokens, lane, [&]() {
+          if (i + 1 < OWN) ask_groups(asked, p, token + 4 + lane / 8, tokens, turned_column(slice, lane), true);
+          else __syncwarp();
+        });
+      }
     }
     meet(column_warp);
-    if (DOWN > 1) scale = *handed;
-    if (g / 2 == token) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) to.b[i] = *(const uint2*)((const u8*)(exchange + t * 8 + i) + g % 2 * 8);
-    }
-    if (t == token) set_scale(to, scale);
-    if (DOWN == 1 || token + 1 < tokens || !one_slice(p)) meet(column_warp);  // before it is overwritten
+    for (int j = 0; j < FOURS; j++) take_turned(to[j], exchange, j * 4, tokens, lane);
+    meet(column_warp);  // before it is overwritten
   }
-}
-__device__ __forceinline__ void leave_squares(const Product& from, Shared& shared, int column_warp, int tokens, int lane) {
-  const float square = tokens > 1 ? from.square : over_lanes(from.square);
-  if (lane < 4) shared.squares[column_warp][lane] = square;
-}
+  __device__ __forceinline__ void leave_squares(Shared& shared, int column_warp, int row_warp, int lane) const {
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+      if ((DOWN == 1 || row_warp < FOURS) && lane / 4 == lane % 4 * 2)
+        shared.squares[column_warp][four(i, row_warp) * 4 + lane % 4] = squares[i];
+  }
+};
+template <bool> struct Choose { typedef InTurn type; };
+template <> struct Choose<true> { typedef Several type; };
+typedef Choose<(TOKENS > 2)>::type Gather;
 
 __device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
   return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -178,9 +243,9 @@ template <bool, class A, class> struct Either { typedef A type; };
 template <class A, class B> struct Either<false, A, B> { typedef B type; };
 typedef Either<(Shape::ranks > 1), Sum, NoSum>::type OverRanks;
 
-// Grid: clusters that own p.blocks * 128 rows. Shared memory: tables, Shared, partial sums
-// [across][tokens][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
-// and 512 bytes a slice for the rotation.
+// Grid: clusters that own p.blocks * 128 rows. Shared memory: tables, Shared, codes, partial sums
+// [across][TOKENS][rows + PAD], what the cluster sends [jobs / cluster][cluster][128], where a job is a token's 128 rows,
+// and for the rotation of a slice 512 bytes, or TURNED a token and its weights, where they are not in another's place.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid_constant__ Arguments p) {
   const u32 cluster = p.cluster;
   const u32 rank = cluster > 1 ? cluster_rank() : 0;
@@ -198,10 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   const u32 tables = address(shared.tables);
 
   // Constants first: they would queue behind tables and codes.
-  float in_scale[8];
-  const int column = start * SLICE + lane * 8;
-  const bool inside = (DOWN == 1 || row_warp == 0) && start < end && column < p.k;
-  load8(in_scale, p.in_scale + column, inside);
+  Gather gather;
+  const bool rotates = (DOWN == 1 || row_warp < FOURS) && start < end;
+  gather.load_constants(p, start, rotates, lane);
   if (threadIdx.x == (warps - 1) * 32) {  // what is no warp's own
     make_barrier(tables, 1);
     for (int d = 0; d < PLACES && COPY == 2; d++) make_barrier(address(shared.filled + d), 1);
@@ -228,12 +292,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   if (first_own && p.biased) first_sum = *(const float4*)(p.bias + first_row);
 
   float* partial = (float*)((u8*)(&shared + 1) + warps * DEPTH * SLOT);
-  float* received = partial + p.across * tokens * pitch;
-  const int spare = (int)((float*)shared.spare - partial) + lane;
-  // A warp that has one slice and its rows to itself rotates where its sums will be.
-  const bool alone = DOWN == 1 && one_slice(p);
-  uint4* exchange = alone ? (uint4*)(partial + column_warp * tokens * pitch)
-                          : (uint4*)(received + (cluster > 1 ? (jobs + cluster) * ROWS : 0)) + column_warp * 32;
+  float* received = partial + p.across * TOKENS * pitch;
+  // Where no sum stands before the last of the slice's warps has its operands, they are rotated in the place of sums.
+  const bool in_place = (DOWN == 1 || TOKENS > 2) && one_slice(p);
+  u8* const behind = (u8*)(received + (cluster > 1 ? (tokens * p.blocks + cluster) * ROWS : 0));
+  constexpr int EXCHANGE = TOKENS <= 2 ? 512 : TOKENS * TURNED;
+  u8* const exchange = in_place ? (u8*)(partial + column_warp * TOKENS * pitch) : behind + column_warp * EXCHANGE;
+  u8* const beside = behind + (in_place ? 0 : p.across * EXCHANGE);
   if (cluster > 1) {
     if (threadIdx.x == 0) {
       const int own = rank < jobs ? (int)((jobs - 1 - rank) * p.per_cluster >> 16) + 1 : 0;  // jobs that end here
@@ -247,12 +312,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     cluster_begun();
   }
   if (!one_slice(p))
-    for (int i = threadIdx.x * 4; i < p.across * tokens * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
+    for (int i = threadIdx.x * 4; i < p.across * TOKENS * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
+  if (start < end) gather.prepare(p, exchange, beside, row_warp, column_warp, lane);
   wait_for_previous();
   let_next_start();
   OverRanks over_ranks(p, first_job, first_token * p.n + first_row);
-  Raw asked;
-  asked = ask_x(p, p.silu, 0, column, inside);
+  gather.ask(p, start, rotates, tokens, row_warp, lane);
   uint4 first_add = make_uint4(0, 0, 0, 0);
   if (first_own && p.added) first_add = ask_add(p, (size_t)first_token * p.n + first_row);
   __syncthreads();
@@ -260,18 +325,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   const u32 base = address(smem);
   check_start(base);
   const u32 bank = bank_of(base, lane);  // no lookup stands before the wait for the tables: all need codes taken behind it
-  Product product;
+  Product product[FOURS];
   int place = 0;  // of the ring
   for (int slice = start; slice < end; slice += one_slice(p) ? p.slices : p.across) {
-    gather(product, p, slice, start, tokens, row_warp, column_warp, asked, in_scale, exchange,
-           (float2*)&shared.scale[column_warp], lane);
-    if (p.normed && row_warp == 0 && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sum is whole
-      leave_squares(product, shared, column_warp, tokens, lane);
+    if (!one_slice(p) && slice != start) {
+      gather.load_constants(p, slice, rotates, lane);
+      gather.ask(p, slice, rotates, tokens, row_warp, lane);
+      gather.prepare(p, exchange, beside, row_warp, column_warp, lane);
+      meet(column_warp);
+    }
+    gather.gather(product, p, slice, slice == start, tokens, row_warp, column_warp, exchange, shared, lane);
+    if (p.normed && (one_slice(p) || slice + p.across >= end))  // the warp's last: its sums are whole
+      gather.leave_squares(shared, column_warp, row_warp, lane);
     wait_barrier(tables, 0);
-    // Where the sums of a lane's token are; those of no token go to `spare`, of one token's other lanes nothing is kept.
-    const bool real = TOKENS == 1 || t < tokens;
-    int at = real ? (column_warp * tokens + (TOKENS == 1 ? 0 : t)) * pitch + row_warp * (16 * GROUP) + g : spare;
-    const int to_next = real ? 16 : 0;
+    // Where a lane's sums are; lanes of no token keep none, or what nobody reads.
+    float* at = partial + (column_warp * TOKENS + (TOKENS == 1 ? 0 : t)) * pitch + row_warp * (16 * GROUP) + g;
 #pragma unroll 1
     for (int turn = 0; turn < p.turns; turn += GROUP * UNROLLED) {
 #pragma unroll
@@ -279,32 +347,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
         if (UNROLLED > 1) place = d;
         const u8* const from = codes_ring.take(place);
         Codes codes[GROUP];
-        Product::Sums acc[GROUP];
+        Product::Sums acc[GROUP][FOURS];
 #pragma unroll
-        for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, codes_ring.residual, u, lane), Product::clear(acc[u]);
+        for (int u = 0; u < GROUP; u++) codes[u] = codes_at(from, codes_ring.residual, u, lane);
         if (COPY) codes_ring.refill(place);
 #pragma unroll
-        for (int u = 0; u < GROUP; u++) {
-          product.multiply<0>(acc[u], codes[u], bank);
-          product.multiply<1>(acc[u], codes[u], bank);
-          product.multiply<2>(acc[u], codes[u], bank);
-          product.multiply<3>(acc[u], codes[u], bank);
-          product.multiply<4>(acc[u], codes[u], bank);
-          product.multiply<5>(acc[u], codes[u], bank);
-          product.multiply<6>(acc[u], codes[u], bank);
-          product.multiply<7>(acc[u], codes[u], bank);
-        }
+        for (int u = 0; u < GROUP; u++) multiply_all(acc[u], product, codes[u], bank);
         if (!COPY) codes_ring.refill(place);  // no earlier: nothing but their use orders a lane's reads before its copies
 #pragma unroll
-        for (int u = 0; u < GROUP; u++) {
-          float* sum = partial + at + u * to_next;
-          const float top = product.result(acc[u], 0), low = product.result(acc[u], 1);
-          if (TOKENS > 1 || t == 0) {
-            sum[0] = one_slice(p) ? top : sum[0] + top;
-            sum[8] = one_slice(p) ? low : sum[8] + low;
+        for (int u = 0; u < GROUP; u++)
+#pragma unroll
+          for (int j = 0; j < FOURS; j++) {
+            float* sum = at + j * 4 * pitch + u * 16;
+            const float top = product[j].result(acc[u][j], 0), low = product[j].result(acc[u][j], 1);
+            if (TOKENS > 2 || t < TOKENS) {
+              sum[0] = one_slice(p) ? top : sum[0] + top;
+              sum[8] = one_slice(p) ? low : sum[8] + low;
+            }
           }
-          if (u == GROUP - 1) at += to_next * (GROUP * DOWN);
-        }
+        at += 16 * GROUP * DOWN;
         if (place == PLACES - 1) codes_ring.passed();
         place = place == PLACES - 1 ? 0 : place + 1;
       }
@@ -345,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     const float* from = partial + b * pitch + (job - b * p.blocks) * ROWS + lane * 4;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-    for (int w = 0; w < used; w++) add_to(v, *(const float4*)(from + w * tokens * pitch));
+    for (int w = 0; w < used; w++) add_to(v, *(const float4*)(from + w * TOKENS * pitch));
     return v;
   };
   if (cluster == 1) {
@@ -366,13 +427,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
     if (once) break;
   }
   if (p.normed && warp == warps - 1) {
-    float mine = 0.f;
-    for (int b = 0; b < tokens; b++) {
-      const float sum = squares_here(b);
-      if (t == b) mine = sum;
+#pragma unroll
+    for (int j = 0; j < FOURS; j++) {
+      float mine = 0.f;
+      for (int b = j * 4; b < min(tokens, j * 4 + 4); b++) {
+        const float sum = squares_here(b);
+        if (j * 4 + t == b) mine = sum;
+      }
+      if (lane < min((int)cluster, jobs) * 4 && j * 4 + t < tokens)
+        send(at_rank(&shared.received[rank][j * 4 + t], g), mine, at_rank(&shared.sent, g));
     }
-    if (lane < min((int)cluster, jobs) * 4 && t < tokens)
-      send(at_rank(&shared.received[rank][t], g), mine, at_rank(&shared.sent, g));
   }
   if (rank + warp * cluster >= jobs) return;
   receive(address(shared.sent));

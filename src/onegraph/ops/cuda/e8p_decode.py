@@ -1,4 +1,4 @@
-"""E8P linear for 1 to 4 tokens: how `e8p_decode.cu` is cut over the GPU."""
+"""E8P linear for 1 to 8 tokens: how `e8p_decode.cu` is cut over the GPU."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -11,17 +11,27 @@ from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
 from onegraph.ops.cuda.exchange import INTS, POINTERS
 from onegraph.ops.cuda.tensor_map import sliced_tensor_map, tensor_map
 
-MAX_TOKENS = 4
+MAX_TOKENS, FEW = 8, 4
+MOST_ROWS = 16384  # of more than FEW tokens: of more rows e8p_batch.cu is quicker
+CLASSES = 1, 2, FEW, MAX_TOKENS  # tokens that a kernel is compiled for
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
-SHARED_STRUCT = 1408  # bytes of `Shared` in e8p_decode.cu
+SHARED_STRUCT = 1664  # bytes of `Shared` in e8p_decode.cu
 WARPS = 20  # of a block at most
 # What `Shape` of e8p_decode.cu is made of.
 SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE", "WORLD"
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
+TURNED, WEIGHTS = 544, 1024  # bytes of a token's slice and of in_scale's, in e8p_decode_turn.cuh
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
-# them (benchmarks/results/e8p-layer-h200.jsonl).
+# them (benchmarks/results/e8p-layer-h200.jsonl). Of more than 4 tokens two at most.
 DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
-GROUP = {2: 2, 3: 1, 4: 1}  # row tiles that a warp takes at a time, where its number of them allows it
+# Row tiles that a warp takes at a time, where its number of them allows it, by bits; one of more than 4 tokens.
+GROUP = {2: 2, 3: 1, 4: 1}
+
+
+def compiled_for(tokens: int) -> int:
+    """Of `CLASSES` the one that runs so many."""
+    return min(each for each in CLASSES if each >= tokens)
+
 
 ARGUMENTS = build.Arguments(
     maps=("codes_map", "residual_map", "first_codes_map", "first_residual_map"),
@@ -55,17 +65,22 @@ class Plan:
         """What the kernel is compiled for: 512 threads have 128 registers each, 640 have 96."""
         return 512 if self.warps <= 16 else 640
 
-    def group(self, bits: int) -> int:
+    def group(self, bits: int, tokens: int) -> int:
         """Row tiles that a warp takes at a time."""
         mine = self.blocks * PARTS // self.down
+        if tokens > FEW:
+            return 1
         return GROUP[bits] if self.ahead % GROUP[bits] == 0 and mine % GROUP[bits] == 0 else 1
 
     def shared(self, bits: int, tokens: int) -> int:
         """Bytes of shared memory of a block."""
-        partial = self.across * tokens * (self.blocks * ROWS + 8) * 4
+        kept = compiled_for(tokens)
+        partial = self.across * kept * (self.blocks * ROWS + 8) * 4
         received = (tokens * self.blocks + self.cluster) * ROWS * 4 if self.cluster > 1 else 0
-        alone = self.down == 1 and self.per_block <= self.across
-        exchange = 0 if alone else 512 * self.across
+        in_place = self.per_block <= self.across and (self.down == 1 or kept > 2)
+        exchange = 0 if in_place else self.across * (512 if kept <= 2 else TURNED * kept)
+        if kept > 2 and self.down > 1 and not (in_place and self.blocks > 1):
+            exchange += self.across * WEIGHTS
         return TABLES[bits] + SHARED_STRUCT + partial + received + exchange + self.ring(bits)
 
     def ring(self, bits: int) -> int:
@@ -77,10 +92,17 @@ class Plan:
         waves = -(-self.tiles // (device.sms if self.cluster == 1 else device.at_once(self.cluster)))
         turns = -(-self.per_block // self.across)  # slices that a warp takes
         mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
+        work = self.per_block * self.blocks * PARTS  # ... of a block
         stages = 1 if bits == 2 else 1.8
-        issue = self.per_block * self.blocks * PARTS * 0.016 * stages
+        if tokens > 2:  # fitted to 770 timed cuts of four and eight tokens (docs/log.md)
+            fours = compiled_for(tokens) // FEW
+            rotation = turns * (1.5 * fours if self.down == 1 else 1.5) + self.per_block * 0.13 * fours
+            memory = work * SLOT[bits] * (0.11 / self.ring(bits) + 2.4e-5)
+            together = 0.5 + 0.1 * self.cluster if self.cluster > 1 else 0.0
+            return waves * (0.9 + work * 0.0186 * stages + rotation + memory) + together + 0.2 * fours * self.blocks
+        issue = work * 0.016 * stages
         latency = mine * 0.16 * stages
-        memory = self.per_block * self.blocks * PARTS * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
+        memory = work * SLOT[bits] / self.ring(bits) * 0.6  # 0.6 us a ringful
         gather = turns * 0.3 * tokens
         together = 0.4 + 0.25 * self.cluster if self.cluster > 1 else 0.0
         return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
@@ -100,7 +122,7 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
                 tiles = -(-whole // blocks)
                 down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
                 most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
-                for ahead in (d for d in DEPTHS[bits] if d <= most):
+                for ahead in (d for d in DEPTHS[bits] if d <= most and (tokens <= FEW or d <= 2)):
                     plan = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
                     if plan.shared(bits, tokens) <= device.shared:
                         found.append(plan)
@@ -121,8 +143,8 @@ def copies(k: int, bits: int) -> int:
 
 def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...]) -> dict[str, int]:
     """What e8p_decode.cu is compiled with. `around`: normed, silu, biased, added, wide, ranks."""
-    group, copy = plan.group(bits), copies(k, bits)
-    made = {"BITS": bits, "TOKENS": 1 if tokens == 1 else MAX_TOKENS, "HALF": int(half), "COPY": copy}
+    group, copy = plan.group(bits, tokens), copies(k, bits)
+    made = {"BITS": bits, "TOKENS": compiled_for(tokens), "HALF": int(half), "COPY": copy}
     made |= {"DEPTH": plan.ahead, "GROUP": group, "THREADS": plan.most_threads, "DOWN": plan.down}
     shape = (n, k, plan.cluster, plan.across, plan.per_block, plan.blocks, *map(int, around))
     return made | dict(zip(SHAPE, shape, strict=True))
@@ -138,10 +160,15 @@ KERNEL = build.Source(
 )
 
 
+def takes(tokens: int, n: int) -> bool:
+    """Whether this kernel is the quickest, of the shapes that `e8p.takes` allows."""
+    return tokens <= FEW or (tokens <= MAX_TOKENS and n <= MOST_ROWS)
+
+
 @cache
 def available(device: int) -> bool:
     """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "another kernel runs 1 to 4 tokens of an E8P linear")
+    return KERNEL.usable(device, "another kernel runs 1 to 8 tokens of an E8P linear")
 
 
 @lru_cache(maxsize=4096)
@@ -156,13 +183,13 @@ def _kernel(
 
 
 def launch(call: Linear) -> None:
-    """`call`, of up to 4 tokens, on the current device, whose tables are there."""
+    """`call`, of up to 8 tokens, on the current device, whose tables are there."""
     n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
     around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide, call.ranks
     kernel, plan, shared = _kernel(n, k, bits, call.tokens, call.half, around, device)
     codes = call.codes.data_ptr()
     residual = codes if call.residual is None else call.residual.data_ptr()
-    maps = _maps(codes, residual, bits, n, k, plan)
+    maps = _maps(codes, residual, bits, n, k, plan, plan.group(bits, call.tokens))
     arguments = ARGUMENTS.pack(
         codes_map=maps[0],
         residual_map=maps[1],
@@ -188,12 +215,12 @@ def launch(call: Linear) -> None:
 
 
 @lru_cache(maxsize=1 << 16)
-def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan) -> tuple[bytes, ...]:
+def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan, group: int) -> tuple[bytes, ...]:
     """The tensor maps of e8p_decode.cu, codes and residual codes at these addresses."""
     copy = copies(k, bits)
     if not copy:
         return (NO_MAP,) * 4
-    group, width = plan.group(bits), 8 if bits == 3 else 4  # columns that a byte of the residual stands for
+    width = 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     maps = [tensor_map(codes, n, k // 4, 16 * group, SLICE // 4)]
     maps.append(maps[0] if bits == 2 else tensor_map(residual, n, k // width, 16 * group, SLICE // width))
     if copy == 2:

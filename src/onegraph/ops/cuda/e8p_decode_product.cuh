@@ -30,19 +30,10 @@ struct Product {  // int8: acc in units of the slice's scale, a stage each; chai
   uint2 b[8];
   float scale;
   float offset;
-  float square;  // of the lane's token, over the warp's columns
   typedef int Sums[2][4];
   static __device__ __forceinline__ void clear(Sums& acc) {
 #pragma unroll
     for (int s = 0; s < 2; s++) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0;
-  }
-  template <int I> __device__ __forceinline__ void multiply(Sums& acc, const Codes& c, u32 bank) const {
-    u32 top = first<I, 0>(c, bank), low = first<I, 1>(c, bank);
-    mma_u8s8(acc[STAGES == 2 ? 0 : I % 2], top, low, top << 4, low << 4, b[I]);
-    if (STAGES == 2) {
-      top = second<I, 0>(c, bank), low = second<I, 1>(c, bank);
-      mma_u8s8(acc[1], top, low, top << 4, low << 4, b[I]);
-    }
   }
   // a = 2 u - 15, e = u - 8. 2 bits: a, 3 bits: a + e, 4 bits: 4 a + b. Sums stay below 2^31: 256 * 256 * 255 * 127.
   __device__ __forceinline__ float result(const Sums& acc, int h) const {

@@ -45,6 +45,11 @@ template <int AT> PTX u32 load_shared(u32 address) {  // AT, added to it, is an 
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(AT));
   return v;
 }
+PTX float larger(float a, float b) {  // NaN is the largest of all
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
 PTX float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -100,6 +105,16 @@ PTX u32 multiply_f16(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+PTX u32 fma_bf16(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+PTX u32 rest_bf16(u32 a, u32 b, u32 c) {  // a b - c
+  u32 d;
+  asm("{.reg .b32 n; neg.bf16x2 n, %3; fma.rn.bf16x2 %0, %1, %2, n;}" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 #if __CUDA_ARCH__ >= 900
 PTX u32 subtract_bf16(u32 a, u32 b) {
   u32 d;
@@ -112,11 +127,6 @@ PTX u32 multiply_bf16(u32 a, u32 b) {
   return d;
 }
 #else  // the same numbers: rounded once, and -0 added changes none
-PTX u32 fma_bf16(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 PTX u32 subtract_bf16(u32 a, u32 b) { return fma_bf16(b, 0xBF80BF80u, a); }
 PTX u32 multiply_bf16(u32 a, u32 b) { return fma_bf16(a, b, 0x80008000u); }
 #endif
