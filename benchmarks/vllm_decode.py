@@ -6,8 +6,8 @@ Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEW
 step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
-the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, and [+draft=ngram:K] or
-[+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters; a step is then one token's share of a round, and
+the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, [+exchange], which sums over
+--ranks through our own inboxes, and [+draft=ngram:K] or [+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters; a step is then one token's share of a round, and
 `tokens_per_round` says how many a round gave. With --accept A each draft is taken with probability A if those before it
 were, whatever it is (vLLM's synthetic acceptance), since random weights agree with nobody.
 --context is the length of the prompts; long ones are computed once and found in the prefix cache.
@@ -142,6 +142,7 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
             enable_prefix_caching=args.context >= LONG,
             compilation_config={"cudagraph_capture_sizes": sizes},
             tensor_parallel_size=args.ranks,
+            additional_config={"onegraph_exchange": "exchange" in options},
             kv_cache_dtype=kv,
             **({"attention_config": {"backend": "CUSTOM"}} if kv.startswith("turboquant") else {}),
             **({"profiler_config": profiler} if args.profile else {}),

@@ -53,6 +53,11 @@ def tokens_of(llm: Any, prompts: list[list[int]], count: int) -> list[list[int]]
     return [list(request.outputs[0].token_ids) for request in done]
 
 
+def exchanged(model: Any) -> list[int] | None:
+    """The state of a rank that exchanges through our inboxes."""
+    return None if model.onegraph_exchange is None else model.onegraph_exchange.group[1].tolist()
+
+
 def ours(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     model = Llama.load(Checkpoint.open(path), device="cpu", dtype=torch.float32, max_context=128)
     return Engine(model, max_context=128).generate(prompts, SamplingParams(max_tokens=count, temperature=0))

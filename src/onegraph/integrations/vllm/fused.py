@@ -22,6 +22,7 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.linear import OnegraphLinearMethod
+from onegraph.integrations.vllm.ranks import Exchange, exchange_of, linear_sum, sum_over_ranks
 from onegraph.integrations.vllm.rope import take_over
 from onegraph.nn.block import norm_inside, sum_inside
 
@@ -54,6 +55,8 @@ class FusedLayer(nn.Module):
 
 def _behind(linear: Any, x: Tensor, add: Tensor | None, silu: bool = False) -> Tensor:
     """A row-parallel linear, summed over ranks: the first one gives bias and `add`."""
+    if linear.onegraph_sum is not None:
+        return linear_sum(x, add, silu, linear.onegraph_sum)
     first = linear.tp_rank == 0
     y = linear.quant_method.run(linear, x, linear.bias if first else None, add=add if first else None, silu=silu)
     return tensor_model_parallel_all_reduce(y) if linear.tp_size > 1 else y
@@ -65,7 +68,14 @@ def fuse(model: Any, vllm_config: Any) -> int:
         return 0
     layers = list(model.model.layers)[model.model.start_layer : model.model.end_layer]
     suited = [layer for layer in layers if _suits(layer)]
+    config = vllm_config.model_config
+    exchange = exchange_of(vllm_config, config.get_hidden_size(), config.dtype) if suited else None
+    model.onegraph_exchange = exchange
     for layer in suited:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.onegraph_sum = None
+            if exchange is not None:
+                sum_over_ranks(linear, exchange)
         for norm, linear in (
             (layer.input_layernorm, layer.self_attn.qkv_proj),
             (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
@@ -116,6 +126,14 @@ class _Fused:
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         cast(Any, super()).__init__(vllm_config=vllm_config, prefix=prefix)
         fuse(self, vllm_config)
+
+    def compute_logits(self, *args: Any, **named: Any) -> Tensor | None:
+        """As vLLM's, which calls it after every step, outside of graphs. Raises PeerError (`ranks.py`)."""
+        exchange: Exchange | None = getattr(self, "onegraph_exchange", None)
+        if exchange is not None:
+            exchange.check()
+        logits: Tensor | None = cast(Any, super()).compute_logits(*args, **named)
+        return logits
 
 
 class OnegraphLlamaForCausalLM(_Fused, llama.LlamaForCausalLM):
