@@ -7,9 +7,10 @@ step does not depend on them. All load and compile at once, then they are timed 
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
 the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, [+exchange], which sums over
---ranks through our own inboxes, and [+draft=ngram:K] or [+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters; a step is then one token's share of a round, and
-`tokens_per_round` says how many a round gave. With --accept A each draft is taken with probability A if those before it
-were, whatever it is (vLLM's synthetic acceptance), since random weights agree with nobody.
+--ranks through our own inboxes, and [+draft=ngram:K] or [+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters;
+a step is then one token's share of a round, and `tokens_per_round` says how many a round gave. With --accept A each
+draft is taken with probability A if those before it were, whatever it is (vLLM's synthetic acceptance), since random
+weights agree with nobody.
 --context is the length of the prompts; long ones are computed once and found in the prefix cache.
 --profile adds a line that names the launches of a step: how many, and the microseconds of each. A launch that may start
 before the one in front of it has ended (PDL) counts the time that it waits there, so they add up to more than the step.
