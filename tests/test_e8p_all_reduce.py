@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpus import Chains, devices
 from onegraph.formats.e8p import E8P, codebook
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peers
 from onegraph.ops.e8p import random_codes, random_scales
 from onegraph.ops.e8p_all_reduce import e8p_all_reduce
 from test_exchange import parts, peers, together
-from test_ranks_gpu import Chains, devices
 
 
 def layer(n: int, k: int, bits: int, bias: bool = False) -> Linear:
@@ -48,6 +48,15 @@ def test_ranks_together_are_the_whole_layer(ranks: int, bits: int, tokens: int, 
     want = whole(x, silu=silu) + add
     assert all(torch.equal(each, got[0]) for each in got)
     assert torch.allclose(got[0], want, atol=1e-5)
+
+
+def test_what_crosses_is_not_rounded() -> None:
+    whole, group = layer(256, 256, 4), peers(2, 2048)
+    mine = shares(whole, 2)
+    x, add = (parts(1, 2, 256, dtype=torch.bfloat16)[0] for _ in range(2))
+    own = [one(cut(x, i, 2, False), float32=True) for i, one in enumerate(mine)]
+    got = together(group, lambda peer: mine[peer.index].summed(cut(x, peer.index, 2, False), peer, add))
+    assert all(torch.equal(each, (own[0] + own[1] + add.float()).to(torch.bfloat16)) for each in got)
 
 
 def test_more_tokens_cross_in_a_launch_of_their_own() -> None:

@@ -19,6 +19,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError
+from onegraph.ops import e8p_all_reduce
 from onegraph.ops.ranks import EXPIRED, LIMIT, MODE
 from test_e8p_experts import checkpoint_of
 
@@ -95,14 +96,18 @@ def test_ranks_together_are_the_model_of_transformers(
 
 
 @pytest.mark.parametrize("head", [None, 4])
-def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path) -> None:
+def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few tokens out and down exchange by themselves, of more in ops of their own."""
     hf = save_e8p("llama", tmp_path / "m", rates={"bits": 3, "lm_head": head}, **BIG)
-    row = text(9)
+    row, swaps = text(9), list[int]()
+    swap = e8p_all_reduce.swap
+    monkeypatch.setattr(e8p_all_reduce, "swap", lambda *args: swaps.append(args[-1]) or swap(*args))
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
         assert model.beside[0].blocks[0].out.linear.codes.shape == (256, 256 // 8)  # type: ignore[union-attr, operator]
         assert len(model.beside[1].lm_head.tensors) == (1 if head is None else 4)
         (got,) = of_ranks(model, [row])
+    assert swaps.count(0) == swaps.count(1) >= 2 * model.config.layers
     with torch.inference_mode():
         want = hf(torch.tensor([row])).logits[0]
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
@@ -187,12 +192,12 @@ def test_the_engine_draws_the_tokens_of_one_device(
 
 
 def hasty(path: Path) -> Ranks:
-    """Two ranks that wait for each other for a twentieth of a second."""
+    """Two ranks that wait for each other for half a second."""
     save_hf("llama", path)
     with Checkpoint.open(path) as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2)
     for state in model.peers.states:
-        state[LIMIT] = 50_000_000  # nanoseconds
+        state[LIMIT] = 500_000_000  # nanoseconds
     return model
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import onegraph
+from gpus import devices
 from models import save_hf
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -25,7 +26,7 @@ from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.runtime.beside import Beside
 from test_ranks import PARAMS, text
-from test_ranks_gpu import SIZES, devices
+from test_ranks_gpu import SIZES
 
 pytestmark = pytest.mark.gpu
 PATIENCE = 0.5  # seconds, of ranks that are to give up
@@ -126,7 +127,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocked(patch: pytest.MonkeyPatch, engine: Engine, rank: int, at: int) -> None:
     """What runs on this rank's stream outlasts the others' patience."""
-    before_each_step(patch, lambda step: nap(engine.devices[rank], 2 * PATIENCE) if step == at else None)
+    before_each_step(patch, lambda step: nap(engine.devices[rank], 4 * PATIENCE) if step == at else None)
 
 
 def not_launched(patch: pytest.MonkeyPatch, engine: Engine, rank: int, at: int) -> None:

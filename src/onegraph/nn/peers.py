@@ -96,7 +96,7 @@ class Peers:
         raise PeerError(
             f"{'; '.join(waits)}: the other GPU stopped, or the host launched nothing on it meanwhile (a debugger, "
             "CUDA_LAUNCH_BLOCKING); what the sequences had computed is lost: try again, and restart the process if it "
-            "happens again"
+            "happens again, or if the next call waits for ever: then the GPU does not answer"
         )
 
 

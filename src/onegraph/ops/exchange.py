@@ -5,8 +5,8 @@ inbox that its peers write into, and a state that counts the rounds of exchange 
 inboxes of all ranks and their own rank's state, and every rank calls the same ops in the same order. All ranks get the
 same bits: sums are formed in float32 in the order of ranks.
 
-A rank whose peer does not come waits for a bounded time, raises the alarm and goes on with what it has; from then on no
-rank waits (`onegraph.nn.peers.Peers` turns the alarm into an error). Ranks that are not armed do not exchange: each
+A rank whose peer does not come waits for a bounded time, raises the alarm and goes on with what it has; from then on it
+waits no more (`onegraph.nn.peers.Peers` turns the alarm into an error). Ranks that are not armed do not exchange: each
 goes on with its own part, so that one of them alone can warm up and be captured.
 """
 

@@ -15,7 +15,7 @@
 
 constexpr int MAX_WORLD = 8;
 constexpr int CHUNK = 128;     // words with a round number of their own
-constexpr int PATIENCE = 256;  // polls between two looks at the clock
+constexpr int POLLS = 256;     // between two looks at the clock
 
 enum State { MODE, LIMIT, ROUNDS = 4 };  // of u64s; LIMIT in nanoseconds; from ROUNDS on the next round of each chunk
 enum Mode { UNARMED, ARMED, EXPIRED };
@@ -126,7 +126,7 @@ template <class A, int COUNT> struct Exchange {
   // Looks at this GPU's own memory alone until it is late: reads of the host's memory by all that wait would come in
   // each other's way, for longer than what they wait for.
   __device__ __forceinline__ bool given_up(int polls, u64& begun, int peer, u64 number) {
-    if (polls % PATIENCE != PATIENCE - 1) return false;
+    if (polls % POLLS != POLLS - 1) return false;
     const u64 now = nanoseconds();
     if (!begun) begun = now;
     const bool late = now - begun > load_system(a.state + LIMIT);
