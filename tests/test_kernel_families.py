@@ -123,7 +123,15 @@ def test_gpus_hand_each_other_sums_whatever_is_forced(
 
 def test_ops_and_sources_agree_on_what_has_no_other_kernel() -> None:
     of_sources = {op for source in choices.sources() if source.sole for op in source.ops}
-    assert of_sources == {name for name, op in choices.registered().items() if op.sole} == {"all_gather", "all_reduce"}
+    assert (
+        of_sources
+        == {name for name, op in choices.registered().items() if op.sole}
+        == {
+            "all_gather",
+            "all_reduce",
+            "e8p_all_reduce",
+        }
+    )
 
 
 @pytest.mark.usefixtures("gpu")

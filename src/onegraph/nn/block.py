@@ -165,7 +165,7 @@ class Summed(nn.Module):
         x = x if self._gated else self.gate(x)
         if self.peer is not None and self._crosses:
             return Stream(self.linear.summed(x, self.peer, total, silu=self._gated))
-        out = self.linear(x, silu=self._gated)
+        out = self.linear(x, silu=True) if self._gated else self.linear(x)
         if self.peer is not None:
             if self.after is None:
                 return Stream(self.peer.all_reduce(out, total))

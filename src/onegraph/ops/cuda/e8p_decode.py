@@ -156,7 +156,7 @@ KERNEL = build.Source(
     functions=("e8p_decode",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (False, True, True, True, False, 2)),
+    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (False, False, False, True, False, 2)),
 )
 
 

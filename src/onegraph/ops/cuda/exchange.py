@@ -17,7 +17,7 @@ INTS = "room", "rank"
 ARGUMENTS = build.Arguments(pointers=("x", "add", "out", *POINTERS), ints=(*INTS, "words", "rows", "part"))
 KERNEL = build.Source(
     "exchange",
-    ops=("all_reduce", "all_gather"),
+    ops=("all_reduce", "all_gather", "e8p_all_reduce"),  # the last where e8p_decode.cu does not run it
     functions=("all_reduce", "all_gather"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
