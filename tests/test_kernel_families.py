@@ -118,7 +118,7 @@ def test_gpus_hand_each_other_sums_whatever_is_forced(
         choice = _chosen()[op]
         assert (choice.family, choice.sources, choice.refused, choice.only) == (form, ("exchange.cu",), {}, True)
     assert not exchange.KERNEL.refusal(capability)
-    assert f"cuda:0 {form} only: all_gather, all_reduce" in env.kernels(0)
+    assert f"cuda:0 {form} only: all_gather, all_reduce, e8p_all_reduce" in env.kernels(0)
 
 
 def test_ops_and_sources_agree_on_what_has_no_other_kernel() -> None:
@@ -142,7 +142,7 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "device", refuse)
     linear = _chosen()["e8p_linear"]
     assert (linear.family, linear.refused["e8p_portable.cu"]) == ("triton", "no NVRTC here")
-    assert "cuda:0 none: all_gather, all_reduce" in env.kernels(0)
+    assert "cuda:0 none: all_gather, all_reduce, e8p_all_reduce" in env.kernels(0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -161,7 +161,7 @@ def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(family, "FORCED", "reference")
     sole, only, *rest = env.kernels(0)
-    assert sole == "cuda:0 portable only: all_gather, all_reduce"
+    assert sole == "cuda:0 portable only: all_gather, all_reduce, e8p_all_reduce"
     assert only.startswith("cuda:0 reference only: ")
     assert set(only.split(": ")[1].split(", ")) >= {"add_rms_norm", "e8p_linear", "sample"}
     assert not rest
