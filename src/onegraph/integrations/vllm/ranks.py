@@ -60,8 +60,6 @@ class Exchange:
         state[MODE] = ARMED
         self.alarm = torch.zeros(ALARM, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.group = inboxes, state, self.alarm, rank
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
     def _gathered(self, told: Any) -> list[Any]:
         found = [None] * self.ranks.world_size
@@ -144,7 +142,9 @@ def _made(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Any]:
         torch.zeros(1, device=device)  # a context is there
         address = int(build.check(driver.cuMemAlloc(8 * _count(shape))))  # torch's own allocations have no handle
         handle = build.check(driver.cuIpcGetMemHandle(address))
-    return _at(address, shape).zero_(), bytes(handle.reserved)
+        made = _at(address, shape).zero_()
+        torch.cuda.synchronize(device)  # before anybody writes into it
+    return made, bytes(handle.reserved)
 
 
 def _opened(told: Any, shape: Sequence[int], device: torch.device) -> Tensor:
