@@ -55,7 +55,8 @@ def tokens_of(llm: Any, prompts: list[list[int]], count: int) -> list[list[int]]
 
 def exchanged(model: Any) -> list[int] | None:
     """The state of a rank that exchanges through our inboxes."""
-    return None if model.onegraph_exchange is None else model.onegraph_exchange.group[1].tolist()
+    made = getattr(model, "onegraph_exchange", None)
+    return None if made is None else made.group[1].tolist()
 
 
 def ours(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
