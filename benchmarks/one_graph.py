@@ -6,7 +6,6 @@ Each GPU's chain is captured by itself, as the engine captures a rank's step. `e
 the other. The others are one graph with the nodes of all GPUs, launched once, on a stream of the first GPU:
 
 - children: the captured graphs as child-graph nodes, with no edge between them;
-- nodes: their nodes and edges copied into one graph, each node in the context of its GPU;
 - recorded: each GPU's stream captured into the same graph (cuStreamBeginCaptureToGraph);
 - forked: one capture by torch, which forks to the other GPUs' streams by events.
 
@@ -157,48 +156,6 @@ def children(chain: Captured) -> Mode:
     return one(chain, fill, chain.out)
 
 
-def nodes(chain: Captured) -> Mode:
-    def fill(driver: Any, graph: Any, chain: Captured) -> None:
-        for i, captured in enumerate(chain.graphs):
-            with chain.on(i):
-                copy_nodes(driver, graph, driver.CUgraph(captured.raw_cuda_graph()))
-
-    return one(chain, fill, chain.out)
-
-
-def copy_nodes(driver: Any, graph: Any, source: Any) -> None:
-    """All of `source` once more in `graph`, for the current context."""
-    context, kinds = build.check(driver.cuCtxGetCurrent()), driver.CUgraphNodeType
-    found, _ = build.check(driver.cuGraphGetNodes(source, build.check(driver.cuGraphGetNodes(source))[1]))
-    copies = {}
-    for node in found:
-        kind = build.check(driver.cuGraphNodeGetType(node))
-        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-            params = build.check(driver.cuGraphKernelNodeGetParams(node))
-            params.ctx = context  # it counts where the node has a CUkernel, which belongs to no context
-            copy = build.check(driver.cuGraphAddKernelNode(graph, None, 0, params))
-            build.check(driver.cuGraphKernelNodeCopyAttributes(copy, node))
-        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-            params = build.check(driver.cuGraphMemsetNodeGetParams(node))
-            copy = build.check(driver.cuGraphAddMemsetNode(graph, None, 0, params, context))
-        elif kind == kinds.CU_GRAPH_NODE_TYPE_EMPTY:
-            copy = build.check(driver.cuGraphAddEmptyNode(graph, None, 0))
-        else:
-            raise NotImplementedError(f"a node of type {kind!r} is not copied")
-        copies[int(node)] = copy
-    count = build.check(edges(driver, source, 0))[-1]
-    if count:
-        before, behind, how, _ = build.check(edges(driver, source, count))
-        pairs = [copies[int(node)] for node in before], [copies[int(node)] for node in behind]
-        build.check(driver.cuGraphAddDependencies(graph, *pairs, how, count))
-
-
-def edges(driver: Any, graph: Any, count: int) -> tuple[Any, ...]:
-    """With what makes an edge programmatic, which cuda-bindings 12 give under another name."""
-    found: tuple[Any, ...] = getattr(driver, "cuGraphGetEdges_v2", driver.cuGraphGetEdges)(graph, count)
-    return found
-
-
 def recorded(chain: Captured) -> Mode:
     """Memory is from pools of its own: torch does not know of this capture, and would hand it out again."""
     pools: list[Any] = []
@@ -242,7 +199,6 @@ def forked(chain: Captured) -> Mode:
 MODES: dict[str, Callable[[Captured], Mode]] = {
     "each": each,
     "children": children,
-    "nodes": nodes,
     "recorded": recorded,
     "forked": forked,
 }

@@ -4,7 +4,7 @@ That follows from its shape and dtype and from what can be built for its GPU (`o
 front stands what measured best, behind it what takes its place where it cannot be built:
 
     1 to 4 tokens       e8p_decode, e8p_portable
-    5 to 8              e8p_decode, where an SM has few rows; e8p_batch, and as below
+    5 to 8              e8p_decode up to 16384 outputs; e8p_batch, and as below
     9 to 64             e8p_batch, e8p_portable, e8p_prefill, e8p_dequantize
     65 to 1279          e8p_prefill, e8p_dequantize
     1280 and more       e8p_dequantize

@@ -1,6 +1,7 @@
-// E8P linear for 5 to 64 tokens (few rows of 5 to 8: e8p_decode.cu) in one pass over the codes, which are decoded into the registers that wgmma reads its
-// first operand from. Decoding and its tables are told in e8p_decode.cu, and so is the trick by which bytes of two nibbles are
-// multiplied as they are: u8 weights by s8 activations, of which each token has two columns, high and low byte.
+// E8P linear for 5 to 64 tokens (5 to 8 of up to 16384 outputs: e8p_decode.cu) in one pass over the codes, which are
+// decoded into the registers that wgmma reads its first operand from. Decoding and its tables are told in e8p_decode.cu, and
+// so is the trick by which bytes of two nibbles are multiplied as they are: u8 weights by s8 activations, of which each
+// token has two columns, high and low byte.
 //
 //   e8p_rotate   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage
 //               of shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units swizzled, columns of

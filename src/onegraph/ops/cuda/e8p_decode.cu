@@ -17,12 +17,13 @@
 //
 // With ranks (exchange.cuh) the end of a launch sums over them.
 //
-// Set when compiled: BITS (2, 3, 4), TOKENS (1, 2, 4 or 8), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles of codes
-// that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the copy engine fetches codes,
-// those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps that
-// share the rows of a slice), and, since each line of the start and of the end is run once, what `Shape` is made of.
+// Set when compiled: BITS (2, 3, 4), TOKENS (1, 2, 4 or 8), HALF (1: x and y are float16, 0: bfloat16), DEPTH (row tiles
+// of codes that a warp has under way), GROUP (divides DEPTH and the row tiles of a warp), COPY (2: the copy engine fetches
+// codes, those that all warps begin with at once, 1: for each warp, 0: each lane), THREADS (of a block at most), DOWN (warps
+// that share the rows of a slice), and, since each line of the start and of the end is run once, what `Shape` is made of.
 //
-// e8p_decode_ring.cuh brings the codes, e8p_decode_product.cuh multiplies by them.
+// e8p_decode_ring.cuh brings the codes, e8p_decode_turn.cuh rotates several tokens, e8p_decode_product.cuh multiplies. What
+// is here is past 400 lines because the start, both ways to gather and the end share a block's warps and shared memory.
 
 #include "e8p_common.cuh"
 #include "exchange.cuh"
@@ -207,9 +208,9 @@ struct Several {
         shared.squares[column_warp][four(i, row_warp) * 4 + lane % 4] = squares[i];
   }
 };
-template <bool> struct Choose { typedef InTurn type; };
-template <> struct Choose<true> { typedef Several type; };
-typedef Choose<(TOKENS > 2)>::type Gather;
+template <bool, class A, class> struct Either { typedef A type; };
+template <class A, class B> struct Either<false, A, B> { typedef B type; };
+typedef Either<(TOKENS > 2), Several, InTurn>::type Gather;
 
 __device__ __forceinline__ float4 out_scale_of(const Arguments& p, int row) {
   return row < p.n ? *(const float4*)(p.out_scale + row) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -239,8 +240,6 @@ struct NoSum {
   __device__ __forceinline__ NoSum(const Arguments&, int, int) {}
   __device__ __forceinline__ void operator()(float4&, int, int, int) {}
 };
-template <bool, class A, class> struct Either { typedef A type; };
-template <class A, class B> struct Either<false, A, B> { typedef B type; };
 typedef Either<(Shape::ranks > 1), Sum, NoSum>::type OverRanks;
 
 // Grid: clusters that own p.blocks * 128 rows. Shared memory: tables, Shared, codes, partial sums
