@@ -26,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from speculate import timed
+from speculate import settle, timed
 from step import SHAPES, random_model
 from torch import Tensor
 
@@ -153,10 +153,6 @@ def rows(args: argparse.Namespace, model: Any, drafts: int) -> list[dict[str, An
     most = ROUNDS * (drafts + 1) + 8
     params = [SamplingParams(max_tokens=most, seed=i) for i in range(batch)]
     sizes = {"max_batch": batch, "max_context": args.context + most + 16, "draft_tokens": drafts}
-    never = partial(OracleDrafter, [[0]] * batch, 0.0, vocabulary)
-    answers = Engine(model, **sizes, draft=never).generate(prompts, params)
-    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-
     kept: list[Any] = []
 
     def keep(_: GraphPool) -> Any:
@@ -164,12 +160,13 @@ def rows(args: argparse.Namespace, model: Any, drafts: int) -> list[dict[str, An
         return kept[-1]
 
     with mock.patch.object(GraphPool, "graph", keep):
-        engine = Engine(model, **sizes, draft=partial(OracleDrafter, texts, args.chance, vocabulary))
-        engine.generate(prompts, params)
+        engine = Engine(model, **sizes, draft=partial(OracleDrafter, [[0]] * batch, args.chance, vocabulary))
+        answers, _ = settle(engine, prompts, params)
         runner = engine.runner("decode", drafts=drafts)
     stage = runner.stages[0]
     assert stage.pool is not None
     captured = stage._programs[batch][0][0].__self__  # the graph whose replay is this bucket's whole program
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     engine.generate(prompts, params)
     found = []
     with torch.cuda.device(stage.device), runner.running():

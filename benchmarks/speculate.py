@@ -3,9 +3,10 @@
     PYTHONPATH=src python3 benchmarks/speculate.py --shape llama-3-8b --bits 2 --lm-head 4 --context 1024 --batch 1
 
 Weights are random. The oracle knows the text and is right with a set chance for each token, each on its own: figures
-of its lines are synthetic. What it knows is what the model writes in rounds of the same count, of which no draft is
-right; `same_text` says that the timed run gave that very text. The n-gram drafter, which finds little in such a text,
-shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, which shows what such a head costs a round.
+of its lines are synthetic. What it knows is the very text that the model writes with it, found by `settle`: `tries`
+says how often it was asked before, `same_text` that the timed run gave it again. The n-gram drafter, which finds little
+in such a text, shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, which shows what such a head
+costs a round.
 `round_us` is a replay of the round; prints JSON lines, --out appends them.
 
     PYTHONPATH=src python3 benchmarks/speculate.py --model out/smollm2-4bit --head out/smollm2-head
@@ -51,6 +52,22 @@ def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
     return statistics.median(rates), out
 
 
+def settle(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[list[int]], int]:
+    """Answers that the engine writes while its oracle knows them, and after how many tries: what a token's place in a
+    round does to its rounding changes a random model's text, and so which drafts are right. Each try tells the oracle
+    what the last one wrote, and agrees with the next one further."""
+    assert engine._speculation is not None
+    drafter = engine._speculation.ranks[0].drafter
+    assert isinstance(drafter, OracleDrafter)
+    answers = engine.generate(prompts, params)
+    for tries in range(1, max(each.max_tokens for each in params) + 2):
+        drafter.know([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+        known, answers = answers, engine.generate(prompts, params)
+        if answers == known:
+            return answers, tries
+    raise RuntimeError("the engine writes another text each time: a step is not deterministic")
+
+
 def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> Iterator[dict[str, Any]]:
     """alike: batch-invariant."""
     batch, vocabulary = args.batch, model.config.vocab_size
@@ -84,14 +101,11 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> It
     looked = row(engine, "n-gram", 0)
     yield looked["row"] | {"same_text": looked["out"] == plain["out"]}
     for count in args.drafts:
-        never = Engine(model, **sizes, draft=partial(OracleDrafter, [[0]] * batch, 0.0, vocabulary), draft_tokens=count)
-        answers = never.generate(prompts, params)
-        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         for chance in args.chance:
-            oracle = partial(OracleDrafter, texts, chance, vocabulary)
+            oracle = partial(OracleDrafter, [[0]] * batch, chance, vocabulary)
             engine = Engine(model, **sizes, draft=oracle, draft_tokens=count)
-            engine.generate(prompts, short)
-            found = row(engine, f"oracle {chance:g}, synthetic", count)
+            answers, tries = settle(engine, prompts, params)
+            found = row(engine, f"oracle {chance:g}, synthetic", count, tries=tries)
             same = sum(a == b for a, b in zip(found["out"], plain["out"], strict=True))
             yield found["row"] | {"same_text": found["out"] == answers, "equal_to_plain": same}
     if drafting is not None:

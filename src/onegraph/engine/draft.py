@@ -247,12 +247,18 @@ class OracleDrafter:
     pure_pages, ahead, steady, most, layers = True, False, False, MOST, None
 
     def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
-        self._place = place
-        known = torch.zeros(len(texts), place.history.shape[1] + 2 * MOST, dtype=torch.int64)
+        self._place, self._vocabulary = place, vocabulary
+        size = len(texts), place.history.shape[1] + 2 * MOST
+        self._right = torch.rand(size, generator=torch.Generator().manual_seed(0)) < chance
+        self._names = torch.zeros(size, dtype=torch.int64, device=place.device)
+        self.know(texts)
+
+    def know(self, texts: Seq[Seq[int]]) -> None:
+        """As many other texts from now on; graphs read them from where they lie."""
+        known = torch.zeros(self._names.shape, dtype=torch.int64)
         for row, text in zip(known, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
-        right = torch.rand(known.shape, generator=torch.Generator().manual_seed(0)) < chance
-        self._names = torch.where(right, known, (known + 1) % vocabulary).to(place.device)
+        self._names.copy_(torch.where(self._right, known, (known + 1) % self._vocabulary))
 
     def read(self, passed: Pass) -> None:
         """It has read everything."""
