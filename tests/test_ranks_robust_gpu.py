@@ -288,7 +288,7 @@ def test_a_hundred_thousand_steps_end_and_ranks_agree(folder: Path) -> None:
 
     def look(index: int, token: int) -> None:
         at, now = divmod(next(told), 1000)
-        if not now:
+        if now == 999:  # not the first ones, which a prompt has given: rows hold what ranks alone made of padding
             with engine.running():  # who takes tokens works on streams of his own
                 for own, there in zip(kept, drawn, strict=True):
                     own[at].copy_(there)
