@@ -22,7 +22,7 @@ SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", 
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
 TURNED, WEIGHTS = 544, 1024  # bytes of a token's slice and of in_scale's, in e8p_decode_turn.cuh
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
-# them (benchmarks/results/e8p-layer-h200.jsonl). Of more than 4 tokens two at most.
+# them (docs/log.md). Of more than 4 tokens two at most.
 DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
 # Row tiles that a warp takes at a time, where its number of them allows it, by bits; one of more than 4 tokens.
 GROUP = {2: 2, 3: 1, 4: 1}
