@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 benchmarks/exchange_prefill.py --gpus 2 4
 
-- parts: `Peer.all_reduce`, in as many parts as an inbox of the engine's size makes it, a graph on each GPU;
+- parts: `Peer.all_reduce` of 64 tokens at a time, the least that the engine's inboxes take, a graph on each GPU;
+- whole: the same of all tokens at once, which engines have room for where a vocabulary's logits need as much;
 - nccl: torch.cuda.nccl, one process and one thread, without a graph;
 - two-shot: each rank sums its own rows in float32, which it has from its peers by copies between GPUs, then all get
   all rows: plain torch, an experiment. A pair of GPUs has two streams on each, so that no copy waits for another one.
@@ -43,9 +44,13 @@ def on(streams: list[torch.cuda.Stream]) -> AbstractContextManager[Any]:
     return stack
 
 
-def parts(x: list[Tensor], streams: list[torch.cuda.Stream]) -> Sum:
+def whole(x: list[Tensor], streams: list[torch.cuda.Stream]) -> Sum:
+    return parts(x, streams, len(x[0]))
+
+
+def parts(x: list[Tensor], streams: list[torch.cuda.Stream], at_once: int = TOKENS) -> Sum:
     devices = [each.device for each in x]
-    peers = Peers(devices, TOKENS * WIDTH * x[0].element_size() // 4)
+    peers = Peers(devices, at_once * WIDTH * x[0].element_size() // 4)
     graphs, out = [], []
     for i, device in enumerate(devices):
         peer = peers.rank(i)
@@ -114,6 +119,7 @@ def two_shot(x: list[Tensor], streams: list[torch.cuda.Stream]) -> Sum:
 
 WAYS: dict[str, Callable[[list[Tensor], list[torch.cuda.Stream]], Sum]] = {
     "parts": parts,
+    "whole": whole,
     "nccl": nccl,
     "two-shot": two_shot,
 }
