@@ -7,7 +7,7 @@ another cut of registers is another kernel, to be timed on an H200 first. No car
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onegraph.ops.cuda import build, int4, nvfp4, nvfp4_one
+from onegraph.ops.cuda import build, deepseek_hyper, deepseek_hyper_ranks, int4, nvfp4, nvfp4_one
 from onegraph.ops.cuda import turboquant_attention as turboquant
 
 CARDS = build.CLUSTERS
@@ -28,6 +28,8 @@ class Form:
 
 
 REASONS = {
+    "deepseek_hyper": "448 threads, of columns of 7,168, leave 128 registers beside 96 numbers of fn",
+    "deepseek_hyper_ranks": "448 threads, of columns of 7,168, leave 128 registers beside 96 numbers of fn",
     "int4_batch": "one block of 16 warps an SM leaves 128 registers, too few for the sums of 16 tokens beside the "
     "scales of many groups and the codes of two steps",
     "nvfp4": "one block of 16 warps an SM leaves 128 registers, too few for 16 tokens beside the codes of two steps",
@@ -61,7 +63,13 @@ def _turboquant(bits: int, rows: int, dtype: int, stages: int, *spilled: int) ->
     return Form(turboquant.KERNELS, f"{bits} bits, {rows} queries, {stages} tiles under way", defines, spilled)
 
 
+def _hyper(source: build.Source, *spilled: int) -> Form:
+    return Form(source, "7,168 columns", {**source.example, "DIM": 7168}, spilled)
+
+
 FORMS = (
+    _hyper(deepseek_hyper.KERNEL, 4, 4, 4),
+    _hyper(deepseek_hyper_ranks.KERNEL, 68, 56, 56),
     _int4(128, 2, 8, 16, 16),
     _int4(64, 2, 20, 12, 12),
     _int4(32, 2, 36, 56, 56),

@@ -273,6 +273,23 @@ def test_sinkhorn_is_no_launch_of_its_own(iterations: int, monkeypatch: pytest.M
     assert launched == ["_dots", "_mix"]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_comes_and_goes_as_logits(dtype: torch.dtype) -> None:
+    """What stands behind an exchange of its own, where `hyper_all_reduce` has no kernel."""
+    from onegraph.ops.triton import deepseek_hyper as kernels
+
+    g = torch.Generator().manual_seed(0)
+    streams, x, post, _, *weights = deepseek_hyper.mix_arguments((3,), 4, 80, False, DEVICE, dtype, g)
+    logits = torch.randn(3, 4, 4, generator=g).to(DEVICE)
+    truth = streams.float().clone()
+    deepseek_hyper.hyper_update.reference(truth, x.float(), post, logits, *weights[-2:])
+    rounded = truth.to(dtype)
+    want = *OPS["hyper_mix"].reference(rounded.float(), *(w.float() for w in weights[:4]), *weights[4:6], 0), truth
+    got = kernels.hyper_update_mix(streams, x, post, logits, *weights, logits=True)
+    for mine, right in zip((*got, streams), want, strict=True):
+        assert float((mine.float() - right).norm() / right.norm()) <= OPS["hyper_update_mix"].tolerance[dtype]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [48, 512])
 @pytest.mark.parametrize("name", ["hyper_update", "hyper_update_mix"])

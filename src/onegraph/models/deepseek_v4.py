@@ -26,11 +26,14 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.ops.deepseek_hyper import hyper_head, hyper_mix, hyper_update, hyper_update_mix
+from onegraph.ops.deepseek_hyper_ranks import MAX_TOKENS, hyper_all_reduce
 
 MAX_TABLE = 131072  # positions of the rotary tables unless more are asked for
 
 
-Update = tuple[Tensor, Tensor, Tensor]  # a sublayer's result [B, Q, D], post and comb: what `hyper_update` writes
+Update = tuple[Tensor, Tensor, Tensor]
+"""What is still to be written to the streams: a sublayer's result [B, Q, D], or a rank's part of it; post; and comb, of
+few tokens on ranks as logits (`ops/deepseek_hyper_ranks.py`)."""
 
 
 class Hyper(nn.Module):
@@ -48,13 +51,20 @@ class Hyper(nn.Module):
 
 
 class DeepseekBlock(nn.Module):
-    """One layer: attention and experts, each behind a mixture of the streams."""
+    """One layer: attention and experts, each behind a mixture of the streams. `peer`: where both are one rank's, whose
+    results add up."""
 
     def __init__(
-        self, *, attention: DeepseekAttention, moe: DeepseekMoE, hypers: tuple[Hyper, Hyper], config: DeepseekV4Config
+        self,
+        *,
+        attention: DeepseekAttention,
+        moe: DeepseekMoE,
+        hypers: tuple[Hyper, Hyper],
+        config: DeepseekV4Config,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__()
-        self.attention, self.moe = attention, moe
+        self.attention, self.moe, self.peer = attention, moe, peer
         self.attention_hyper, self.moe_hyper = hypers
         self.eps, self.floor, self.iterations = config.eps, config.hyper_eps, config.sinkhorn
 
@@ -66,8 +76,27 @@ class DeepseekBlock(nn.Module):
         return self.moe(x, tokens), post, comb
 
     def _mix(self, streams: Tensor, h: Hyper, before: Update | None) -> Update:
-        constants = h.fn, h.base, h.scale, h.norm, self.eps, self.floor, self.iterations
-        return hyper_mix(streams, *constants) if before is None else hyper_update_mix(streams, *before, *constants)
+        weights = h.fn, h.base, h.scale, h.norm, self.eps, self.floor
+        crosses = self._crosses(streams)
+        if before is None:
+            return hyper_mix(streams, *weights, 0 if crosses is not None else self.iterations)
+        if crosses is not None:
+            return hyper_all_reduce(streams, *before, *weights, self.iterations, *crosses.group)
+        return hyper_update_mix(streams, *self._summed(before), *weights, self.iterations)
+
+    def _crosses(self, streams: Tensor) -> Peer | None:
+        """The rank whose sublayers' results cross inside of the hyper-connection: those of few tokens do."""
+        few = self.peer is not None and streams.shape[:2].numel() <= MAX_TOKENS
+        return self.peer if few else None
+
+    def _summed(self, update: Update) -> Update:
+        x, post, comb = update
+        return x if self.peer is None else self.peer.all_reduce(x), post, comb
+
+    def write(self, streams: Tensor, update: Update) -> None:
+        """What a call with these streams returned is written to them."""
+        iterations = 0 if self._crosses(streams) is None else self.iterations
+        hyper_update(streams, *self._summed(update), self.floor, iterations)
 
 
 class DeepseekV4(nn.Module):
@@ -223,12 +252,13 @@ class DeepseekV4(nn.Module):
         """
         update: Update | None = None
         for i in self.stages[stage]:
-            update = self.blocks[i](streams, tokens, cache, update)
+            block = cast(DeepseekBlock, self.blocks[i])
+            update = block(streams, tokens, cache, update)
             if taps is not None and i in taps:
-                hyper_update(streams, *update)
+                block.write(streams, update)
                 taps[i], update = streams.float().mean(2).to(streams.dtype), None
         if update is not None:
-            hyper_update(streams, *update)
+            block.write(streams, update)
         return streams
 
     def leave(self, streams: Tensor) -> Tensor:
@@ -302,6 +332,7 @@ def build_block(
         moe=build_moe(loader, config, layer, device, peer),
         hypers=(attention, moe),
         config=config,
+        peer=peer,
     )
 
 

@@ -24,7 +24,7 @@ from onegraph.nn.deepseek_attention import DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear, dense
-from onegraph.ops.deepseek_hyper import hyper_sum, hyper_update
+from onegraph.ops.deepseek_hyper import hyper_sum
 from onegraph.ops.norm import rms_norm
 
 Draw = Callable[[Tensor, int], Tensor]
@@ -155,7 +155,7 @@ class DSparkDraft(nn.Module):
         for block in self._blocks:
             update = block(streams, tokens, _BlockAttend(cache), update)
         assert update is not None, "there is at least one stage"
-        hyper_update(streams, *update)
+        block.write(streams, update)
         h, c = self.head, self.config
         x = hyper_sum(streams, h.fn, h.base, h.scale, c.eps, c.hyper_eps)
         logits = self._logits(rms_norm(x, h.norm, c.eps))

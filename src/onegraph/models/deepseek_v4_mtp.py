@@ -32,7 +32,7 @@ from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
-from onegraph.ops.deepseek_hyper import hyper_head, hyper_update
+from onegraph.ops.deepseek_hyper import hyper_head
 from onegraph.ops.norm import rms_norm
 
 
@@ -197,7 +197,7 @@ class DeepseekDraft(nn.Module):
         """
         e = self.embedding_projection(rms_norm(self.embed(tokens), self.embedding_norm, self.config.eps))
         x = self.stream_projection(rms_norm(streams.contiguous(), self.stream_norm, self.config.eps)) + e.unsqueeze(2)
-        hyper_update(x, *self.block(x, tokens, cache, None))
+        self.block.write(x, self.block(x, tokens, cache, None))
         return x
 
     def leave(self, streams: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ def build_attention(
         eps=c.eps,
         window=c.window,
         top_k=c.index_top_k,
-        peer=peer,
     )
 
 
@@ -91,7 +90,6 @@ def build_moe(
         ),
         top_k=c.top_k,
         scale=c.route_scale,
-        peer=peer,
     )
 
 

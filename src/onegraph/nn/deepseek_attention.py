@@ -11,7 +11,6 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
-from onegraph.nn.peers import Peer
 from onegraph.ops.linear import linear
 from onegraph.ops.norm import rms_norm
 
@@ -70,7 +69,6 @@ class DeepseekAttention(nn.Module):
         out_a, out_b: the grouped projection [.., groups, k] and the one behind it.
         sinks: float32 [heads]. cos, sin: float32 [positions, rope dimensions / 2], shared by layers of a kind.
         window: latest tokens that a query sees. top_k: entries that the indexer selects.
-        peer: where heads and groups are one rank's, whose results add up.
     """
 
     q_norm: Tensor
@@ -100,10 +98,8 @@ class DeepseekAttention(nn.Module):
         eps: float,
         window: int,
         top_k: int,
-        peer: Peer | None = None,
     ) -> None:
         super().__init__()
-        self.peer = peer
         self.index, self.groups, self.eps, self.window, self.top_k = index, groups, eps, window, top_k
         self.heads, self.head_dim, self.scale = sinks.shape[0], kv_norm.shape[0], kv_norm.shape[0] ** -0.5
         self.qkv_a, self.q_b, self.out_a, self.out_b = qkv_a, q_b, out_a, out_b
@@ -115,14 +111,14 @@ class DeepseekAttention(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor, cache: Attend) -> Tensor:
-        """x [B, Q, D] -> [B, Q, D]."""
+        """x [B, Q, D] -> [B, Q, D]; of a rank, which has some groups of heads, its part of the sum."""
         low, kv = self._low(x)
         low = rms_norm(low, self.q_norm, self.eps)
         states = None if self.states is None else linear(x, self.states.weight, False)
         index_q = None if self.index_q is None else self.index_q(low)
         out = cache.attend(self, self.q_b(low), kv, states, index_q)
         result: Tensor = self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
-        return result if self.peer is None else self.peer.all_reduce(result)
+        return result
 
     def keys(self, x: Tensor) -> Tensor:
         """x [B, Q, D] -> kv [B, Q, head_dim] as its linear gives it, of tokens that are attended to and do not ask."""

@@ -4,14 +4,13 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.experts import Experts
-from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import FEW
 from onegraph.ops.deepseek_moe import deepseek_route
 from onegraph.ops.linear import linear
 
 
 class DeepseekMoE(nn.Module):
-    """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D].
+    """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D]; of a rank, which has some hidden units, its part of the sum.
 
     Args:
         experts: the routed ones; where they are one more than gate has rows, the last is the shared one, and few
@@ -19,7 +18,6 @@ class DeepseekMoE(nn.Module):
         gate: [E, D]. bias: float32 [E], added to scores for the choice only; table: int32 [V, k], the experts of each
             token in a hash layer. At most one of the two.
         top_k, scale: experts a token uses, and the sum of their weights.
-        peer: where all experts are one rank's part of their hidden units, whose results add up.
     """
 
     gate: Tensor
@@ -36,10 +34,8 @@ class DeepseekMoE(nn.Module):
         shared: nn.Module,
         top_k: int,
         scale: float,
-        peer: Peer | None = None,
     ) -> None:
         super().__init__()
-        self.peer = peer
         if bias is not None and table is not None:
             raise ValueError("bias and table are both given; a layer routes by scores or by the token, not by both")
         if table is not None and table.numel():
@@ -67,5 +63,4 @@ class DeepseekMoE(nn.Module):
             logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together
         )
         out = self.experts(flat, experts, weights).view_as(x)
-        out = out if together else out + self.shared(x)
-        return out if self.peer is None else self.peer.all_reduce(out)
+        return out if together else out + self.shared(x)

@@ -35,15 +35,24 @@ def _hyper_mix(
     pre_base, post_base, comb_base = base.split((h, h, h * h))
     pre = torch.sigmoid(pre * scale[0] + pre_base) + floor
     post = 2 * torch.sigmoid(post * scale[1] + post_base)
-    comb = torch.softmax((comb * scale[2] + comb_base).unflatten(-1, (h, h)), dim=-1) + floor
+    comb = _sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (h, h)), floor, iterations)
+    return _collapse(streams, pre, norm, eps), post.contiguous(), comb.contiguous()
+
+
+def _sinkhorn(logits: Tensor, floor: float, iterations: int) -> Tensor:
+    """The mixing matrices of logits [..., H, H]; without iterations the logits as they are."""
+    if not iterations:
+        return logits
+    comb = torch.softmax(logits, dim=-1) + floor
     comb = comb / (comb.sum(-2, keepdim=True) + floor)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + floor)
         comb = comb / (comb.sum(-2, keepdim=True) + floor)
-    return _collapse(streams, pre, norm, eps), post.contiguous(), comb
+    return comb
 
 
-def _hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+def _hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, floor: float, iterations: int) -> None:
+    comb = _sinkhorn(comb, floor, iterations)
     mixed = comb.transpose(-1, -2) @ streams.float()
     streams.copy_(mixed + post.unsqueeze(-1) * x.float().unsqueeze(-2))
 
@@ -52,7 +61,7 @@ def _hyper_update_mix(
     streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor,
     eps: float, floor: float, iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _hyper_update(streams, x, post, comb)
+    _hyper_update(streams, x, post, comb, 0.0, 0)
     return _hyper_mix(streams, fn, base, scale, norm, eps, floor, iterations)
 
 
@@ -91,12 +100,14 @@ def _check_mix(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int
 ) -> None:
     _check_weights("hyper_mix", streams, fn, base, scale, norm, False)
-    if iterations < 1:
-        raise ValueError(f"hyper_mix: iterations is {iterations}; at least one column normalisation is needed")
+    if iterations < 0:
+        raise ValueError(f"hyper_mix: iterations is {iterations}; at least 0, which leaves logits, are allowed")
 
 
-def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, floor: float, iterations: int) -> None:
     _check_streams("hyper_update", streams)
+    if iterations < 0:
+        raise ValueError(f"hyper_update: iterations is {iterations}; at least 0, of a finished matrix, are allowed")
     *lead, h, d = streams.shape
     check_tensors(
         "hyper_update", streams.device, x=(x, streams.dtype, (*lead, d)),
@@ -104,9 +115,11 @@ def _check_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Non
     )  # fmt: skip
 
 
-def _check_update_mix(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, *mix: Any) -> None:
-    _check_update(streams, x, post, comb)
+def check_update_mix(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, *mix: Any) -> None:
+    _check_update(streams, x, post, comb, 0.0, 0)
     _check_mix(streams, *mix)
+    if mix[-1] < 1:
+        raise ValueError(f"hyper_update_mix: iterations is {mix[-1]}; at least one column normalisation is needed")
 
 
 def _check_head(
@@ -115,7 +128,14 @@ def _check_head(
     _check_weights("hyper_head", streams, fn, base, scale, norm, True)
 
 
-def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False) -> Case:
+def mix_arguments(
+    lead: tuple[int, ...], h: int, d: int, wide: bool, device: torch.device, dtype: torch.dtype, g: torch.Generator
+) -> tuple[Any, ...]:
+    """Of `hyper_update_mix`, for example cases."""
+    return _case("update_mix", lead, h, d, wide).make(device, dtype, g)
+
+
+def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False, *, logits: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
@@ -123,7 +143,10 @@ def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False) 
         streams = randn(*lead, h, d).to(device, dtype)
         if kind == "update":
             post, comb = randn(*lead, h).sigmoid() * 2, randn(*lead, h, h).softmax(-1)
-            return streams, randn(*lead, d).to(device, dtype), post.to(device), comb.to(device)
+            if logits:
+                comb = randn(*lead, h, h)
+            args = streams, randn(*lead, d).to(device, dtype), post.to(device), comb.to(device)
+            return *args, 1e-6, 20 if logits else 0
         before: tuple[Tensor, ...] = ()
         if kind == "update_mix":
             before = randn(*lead, d).to(dtype), randn(*lead, h).sigmoid() * 2, randn(*lead, h, h).softmax(-1)
@@ -133,9 +156,9 @@ def _case(kind: str, lead: tuple[int, ...], h: int, d: int, wide: bool = False) 
         before = tuple(t.to(device) for t in before)
         args = (streams, *before, fn.to(device), base.to(device), scale.to(device),
                 norm.to(device, torch.float32 if wide else dtype), 1e-6, 1e-6)  # fmt: skip
-        return args if kind == "head" else (*args, 20)
+        return args if kind == "head" else (*args, 0 if logits else 20)
 
-    return Case(name="x".join(map(str, (*lead, h, d))), make=make)
+    return Case(name="x".join(map(str, (*lead, h, d))) + (" logits" if logits else ""), make=make)
 
 
 _SHAPES = (((1, 1), 4, 4096), ((3, 2), 4, 80), ((5,), 2, 96))
@@ -156,7 +179,7 @@ hyper_mix = register(
         ),
         kernel="onegraph.ops.triton.deepseek_hyper:hyper_mix",
         check=_check_mix,
-        cases=tuple(_case("mix", *shape) for shape in _SHAPES),
+        cases=(*(_case("mix", *shape) for shape in _SHAPES), _case("mix", (3,), 4, 256, logits=True)),
         tolerance=_TOLERANCE,
         bytes_moved=lambda streams, fn, base, scale, norm, *rest: (
             nbytes(streams, fn, base, norm) + 2 * nbytes(streams) + 4 * streams.shape[-2] * streams.numel()
@@ -168,23 +191,25 @@ hyper_mix = register(
 
 m = fn · flat(streams) / RMS with fn float32 [H(H + 2), H D], rows: pre | post | comb. pre = sigmoid + floor, post =
 2 sigmoid, comb = row softmax + floor, then one column and iterations - 1 times a row and a column normalisation, each
-over sum + floor. The input is Σ pre_i streams_i, rounded, then RMSNorm with weight `norm` [D]."""
+over sum + floor; with no iterations comb is given as logits. The
+input is Σ pre_i streams_i, rounded, then RMSNorm with weight `norm` [D]."""
 
 hyper_update = register(
     Op(
         name="hyper_update",
-        schema="(Tensor(a!) streams, Tensor x, Tensor post, Tensor comb) -> ()",
+        schema="(Tensor(a!) streams, Tensor x, Tensor post, Tensor comb, float floor, int iterations) -> ()",
         reference=_hyper_update,
-        fake=lambda streams, x, post, comb: None,
+        fake=lambda *args: None,
         kernel="onegraph.ops.triton.deepseek_hyper:hyper_update",
         check=_check_update,
-        cases=tuple(_case("update", *shape) for shape in _SHAPES),
+        cases=(*(_case("update", *shape) for shape in _SHAPES), _case("update", (3,), 4, 256, logits=True)),
         tolerance=_TOLERANCE,
-        bytes_moved=lambda streams, x, post, comb: 2 * nbytes(streams) + nbytes(x, post, comb),
-        flops=lambda streams, x, post, comb: 2 * (streams.shape[-2] + 1) * streams.numel(),
+        bytes_moved=lambda streams, x, post, comb, *rest: 2 * nbytes(streams) + nbytes(x, post, comb),
+        flops=lambda streams, *rest: 2 * (streams.shape[-2] + 1) * streams.numel(),
     )
 )
-"""streams[..., k, :] = post[..., k] x + Σ_j comb[..., j, k] streams[..., j, :], in place; float32 inside."""
+"""streams[..., k, :] = post[..., k] x + Σ_j comb[..., j, k] streams[..., j, :], in place; float32 inside.
+With iterations, comb is logits, as `hyper_mix` gives them without, which so many bring to a matrix."""
 
 hyper_update_mix = register(
     Op(
@@ -200,7 +225,7 @@ hyper_update_mix = register(
             torch.empty_like(comb),
         ),
         kernel="onegraph.ops.cuda.deepseek_hyper:hyper_update_mix",
-        check=_check_update_mix,
+        check=check_update_mix,
         cases=(
             *(_case("update_mix", *shape) for shape in _SHAPES),
             _case("update_mix", (3,), 4, 1024),

@@ -156,11 +156,11 @@ def _check_gather(
     check_group("all_gather", x.shape[0] * part_of(width, unit, len(inboxes), 0)[1], inboxes, state, alarm, rank)
 
 
-def alone(device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
+def alone(device: torch.device, words: int = 4096) -> tuple[list[Tensor], Tensor, Tensor]:
     """Of the only rank there is; several are for tests of their own, since each must run beside the others."""
     alarm = torch.zeros(ALARM, dtype=torch.int64)
-    inbox = torch.zeros(2, 1, 4096, dtype=torch.int64, device=device)
-    return [inbox], new_state(device, 1.0, 4096), alarm.pin_memory() if device.type == "cuda" else alarm
+    inbox = torch.zeros(2, 1, words, dtype=torch.int64, device=device)
+    return [inbox], new_state(device, 1.0, words), alarm.pin_memory() if device.type == "cuda" else alarm
 
 
 def _reduce_case(rows: int, width: int, add: bool) -> Case:

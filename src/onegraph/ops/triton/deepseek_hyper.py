@@ -30,8 +30,9 @@ def _dots(
 
 @triton.jit
 def _update_dots(
-    streams, x, post, comb, fn, dots, squares, dim,
-    H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    streams, x, post, comb, fn, dots, squares, dim, floor,
+    H: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    ITERATIONS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Columns of the streams updated, and what `_dots` makes of them for the next sublayer."""
     let_next_start(PDL)
@@ -44,7 +45,7 @@ def _update_dots(
         other=0.0,
     )
     wait_for_previous(PDL)
-    new = _updated(streams, x, post, comb, token, column, k, dim, H)
+    new = _updated(streams, x, post, comb, token, column, k, dim, floor, H, ITERATIONS)
     tl.store(streams + (token * H + k)[:, None] * dim + column[None, :], new, mask=inside)
     value = tl.where(inside, new.to(tl.float32), 0.0)
     place = token * tl.num_programs(0) + at
@@ -53,14 +54,37 @@ def _update_dots(
 
 
 @triton.jit
-def _updated(streams, x, post, comb, token, column, k, dim, H: tl.constexpr):
-    """Columns of the streams after the update, [len(k), len(column)] of their type."""
+def _sinkhorn(c, real, floor, ITERATIONS: tl.constexpr):
+    """The mixing matrix of logits c [HP, HP], of which `real` are there; zeros elsewhere."""
+    top = tl.max(tl.where(real, c, -1e30), axis=1)
+    c = tl.where(real, tl.exp(c - top[:, None]), 0.0)
+    total = tl.sum(c, axis=1)
+    c = tl.where(real, c / tl.where(total > 0.0, total, 1.0)[:, None] + floor, 0.0)
+    c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
+    for _ in range(ITERATIONS - 1):
+        c = tl.where(real, c / (tl.sum(c, axis=1) + floor)[:, None], 0.0)
+        c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
+    return c
+
+
+@triton.jit
+def _updated(streams, x, post, comb, token, column, k, dim, floor, H: tl.constexpr, ITERATIONS: tl.constexpr):
+    """Columns of the streams after the update, [len(k), len(column)] of their type; `comb` are logits where there are
+    iterations."""
     inside = column < dim
+    if ITERATIONS > 0:
+        real = (k < H)[:, None] & (k < H)[None, :]
+        matrix = tl.load(comb + token * (H * H) + k[:, None] * H + k[None, :], mask=real, other=0.0)
+        matrix = _sinkhorn(matrix, real, floor, ITERATIONS)
     value = tl.load(x + token * dim + column, mask=inside, other=0.0).to(tl.float32)
     out = tl.load(post + token * H + k, mask=k < H, other=0.0)[:, None] * value[None, :]
     for j in tl.static_range(H):
         row = tl.load(streams + (token * H + j) * dim + column, mask=inside, other=0.0).to(tl.float32)
-        out += tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)[:, None] * row[None, :]
+        if ITERATIONS > 0:
+            weight = tl.sum(tl.where((k == j)[:, None], matrix, 0.0), axis=0)
+        else:
+            weight = tl.load(comb + (token * H + j) * H + k, mask=k < H, other=0.0)
+        out += weight[:, None] * row[None, :]
     # Several warps read each column, in layouts of the compiler's choice: none may write before all have read.
     tl.debug_barrier()
     return out.to(streams.dtype.element_ty)
@@ -113,38 +137,38 @@ def _mix(
         index = first * H + second
         c = _gather(dots, token, slices, 2 * H, index, both, unit * tl.load(scale + 2), M, SLICES)
         c += tl.load(base + 2 * H + index, mask=both, other=0.0)
-        c = tl.reshape(tl.where(both, c, float("-inf")), (HP, HP))
+        c = tl.reshape(c, (HP, HP))
         real = there[:, None] & there[None, :]
-        c = tl.where(real, tl.exp(c - tl.max(tl.where(real, c, -1e30), axis=1)[:, None]), 0.0)
-        c = tl.where(real, c / tl.where(there, tl.sum(c, axis=1), 1.0)[:, None] + floor, 0.0)
-        c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
-        for _ in range(ITERATIONS - 1):
-            c = tl.where(real, c / (tl.sum(c, axis=1) + floor)[:, None], 0.0)
-            c = tl.where(real, c / (tl.sum(c, axis=0) + floor)[None, :], 0.0)
+        if ITERATIONS > 0:
+            c = _sinkhorn(c, real, floor, ITERATIONS)
         at = token * (H * H) + i[:, None] * H + i[None, :]
         tl.store(comb + at, c, mask=real)
 
 
 @triton.jit
-def _update(streams, x, post, comb, dim, H: tl.constexpr, HP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _update(
+    streams, x, post, comb, dim, floor,
+    H: tl.constexpr, HP: tl.constexpr, TILE: tl.constexpr, ITERATIONS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     k = tl.arange(0, HP)
     wait_for_previous(PDL)
-    new = _updated(streams, x, post, comb, token, column, k, dim, H)
+    new = _updated(streams, x, post, comb, token, column, k, dim, floor, H, ITERATIONS)
     at = (token * H + k)[:, None] * dim + column[None, :]
     tl.store(streams + at, new, mask=(k < H)[:, None] & (column < dim)[None, :])
 
 
 def _collapse(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float, iterations: int,
-    before: tuple[Tensor, Tensor, Tensor] | None = None,
+    before: tuple[Tensor, Tensor, Tensor] | None = None, *, of_logits: int = 0, head: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The mixture and, but for a head (no iterations), post and comb; `before` is a `hyper_update` to make first."""
+    """The mixture and, but for a head, post and comb, which without iterations are logits; `before` is a `hyper_update`
+    to make first, with so many iterations where its matrix is of logits."""
     *lead, h, dim = streams.shape
     tokens, size, m = streams.numel() // (h * dim), h * dim, fn.shape[0]
-    head, wide, high = iterations == 0, triton.next_power_of_2(m), triton.next_power_of_2(h)
+    wide, high = triton.next_power_of_2(m), triton.next_power_of_2(h)
     slices = triton.cdiv(size, SLICE) if before is None else triton.cdiv(dim, TILE)
     x = streams.new_empty((*lead, dim))
     post = x if head else fn.new_empty((*lead, h))
@@ -158,8 +182,9 @@ def _collapse(
             _dots[(slices, tokens)](streams, fn, dots, squares, size, M=m, WIDE=wide, SLICE=SLICE, num_warps=8, **opts)
         else:
             _update_dots[(slices, tokens)](
-                streams, *before, fn, dots, squares, dim, H=h, HP=high, M=m, WIDE=wide, TILE=TILE, num_warps=8, **opts
-            )
+                streams, *before, fn, dots, squares, dim, floor,
+                H=h, HP=high, M=m, WIDE=wide, TILE=TILE, ITERATIONS=of_logits, num_warps=8, **opts,
+            )  # fmt: skip
         _mix[(tokens, 1 if head else 2)](
             streams, dots, squares, base, scale, norm, x, post, comb, dim, eps, floor, slices,
             H=h, HP=high, M=m, SLICES=triton.next_power_of_2(slices),
@@ -178,25 +203,27 @@ def hyper_mix(
 
 def hyper_update_mix(
     streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor,
-    eps: float, floor: float, iterations: int,
+    eps: float, floor: float, iterations: int, *, logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `onegraph.ops.deepseek_hyper.hyper_update_mix`."""
-    return _collapse(streams, fn, base, scale, norm, eps, floor, iterations, (x, post, comb))
+    """See `onegraph.ops.deepseek_hyper.hyper_update_mix`; with `logits` the matrix comes and goes as logits."""
+    many, of_logits = (0, iterations) if logits else (iterations, 0)
+    return _collapse(streams, fn, base, scale, norm, eps, floor, many, (x, post, comb), of_logits=of_logits)
 
 
 def hyper_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, eps: float, floor: float
 ) -> Tensor:
     """See `onegraph.ops.deepseek_hyper.hyper_head`."""
-    return _collapse(streams, fn, base, scale, norm, eps, floor, 0)[0]
+    return _collapse(streams, fn, base, scale, norm, eps, floor, 0, head=True)[0]
 
 
-def hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> None:
+def hyper_update(streams: Tensor, x: Tensor, post: Tensor, comb: Tensor, floor: float, iterations: int) -> None:
     """See `onegraph.ops.deepseek_hyper.hyper_update`."""
     *_, h, dim = streams.shape
     if streams.numel() == 0:
         return
     with on_device(streams):
         _update[(triton.cdiv(dim, 256), streams.numel() // (h * dim))](
-            streams, x, post, comb, dim, H=h, HP=triton.next_power_of_2(h), TILE=256, num_warps=2, **options(streams)
-        )
+            streams, x, post, comb, dim, floor,
+            H=h, HP=triton.next_power_of_2(h), TILE=256, ITERATIONS=iterations, num_warps=2, **options(streams),
+        )  # fmt: skip
