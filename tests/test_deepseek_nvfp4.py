@@ -80,6 +80,24 @@ def test_few_tokens_run_the_shared_expert_among_the_others(tmp_path):
     assert not moe.together
 
 
+def test_queries_of_both_kinds_are_one_linear(tmp_path):
+    """Attention's and the indexer's, in one storage; apart where one of them was exchanged since."""
+    _, packed = quantized(tmp_path)
+    attention = packed.blocks[1].attention
+    whole, q_b, index_q = attention._one
+    rows, last = q_b.out_features, index_q.out_features
+    assert whole.codes.data_ptr() == q_b.codes.data_ptr()
+    assert whole.codes[rows:].data_ptr() == index_q.codes.data_ptr()
+    low = torch.randn(1, 3, q_b.in_features, generator=torch.Generator().manual_seed(1))
+    for got, of, width in zip(attention._queries(low), (q_b, index_q), (rows, last), strict=True):
+        assert got.shape[2] == width
+        assert torch.allclose(got, of(low), atol=1e-6)
+    attention.index_q = copy.deepcopy(index_q)
+    attention.index_q.codes.zero_()
+    assert not attention._queries(low)[1].any()
+    assert packed.blocks[0].attention._one[0] is None, "no indexer"
+
+
 def packed_bytes(model: nn.Module):
     return (b.numel() * b.element_size() for block in model.blocks for b in block.moe.experts.buffers())
 

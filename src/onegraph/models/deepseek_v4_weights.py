@@ -13,7 +13,7 @@ from onegraph.models.shares import Share, check_shares, columns, refusal, rows, 
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, dense
+from onegraph.nn.linear import Linear, dense, in_one
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import SwiGLU
@@ -41,15 +41,21 @@ def build_attention(
         return Compressor(bias, norm)
 
     cos, sin = tables
+    q_b = loader.linear(f"{prefix}wq_b", device, rows(share, c.heads, c.head_dim))
+    index_q = loader.linear(f"{prefix}indexer.wq_b", device) if indexed else None
+    queries = None if index_q is None else in_one([q_b, index_q])
+    if queries is not None:
+        q_b, index_q = queries[1]
     return DeepseekAttention(
         index=layer.index,
         qkv_a=loader.siblings([f"{prefix}wq_a", f"{prefix}wkv"], device),
         q_norm=loader.float32(f"{prefix}q_norm.weight", device),
         kv_norm=loader.float32(f"{prefix}kv_norm.weight", device),
-        q_b=loader.linear(f"{prefix}wq_b", device, rows(share, c.heads, c.head_dim)),
+        q_b=q_b,
         states=dense(torch.cat([loader.tensor(f"{name}.weight", device) for name in states])) if states else None,
         compressor=compressor("compressor") if compressed else None,
-        index_q=loader.linear(f"{prefix}indexer.wq_b", device) if indexed else None,
+        index_q=index_q,
+        queries=None if queries is None else queries[0],
         indexer=compressor("indexer.compressor") if indexed else None,
         out_a=loader.grouped(f"{prefix}wo_a", c.out_groups, device, None if share.whole else groups),
         out_b=loader.linear(f"{prefix}wo_b", device, columns(share, c.out_groups, c.out_rank)),

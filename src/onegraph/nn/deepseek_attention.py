@@ -65,7 +65,8 @@ class DeepseekAttention(nn.Module):
         qkv_a: x -> q's low rank | kv; q_norm [rank] and kv_norm [head_dim] are their RMSNorms.
         q_b: low rank -> heads * head_dim.
         states: x -> the compressor's state | the indexer's | the indexer's head weights; None without compressor.
-        index_q: low rank -> index_heads * indexer.dim; None without indexer.
+        index_q: low rank -> index_heads * indexer.dim; None without indexer. queries: q_b and index_q as one layer in
+            the same storage (`nn.linear.in_one`), where they are one.
         out_a, out_b: the grouped projection [.., groups, k] and the one behind it.
         sinks: float32 [heads]. cos, sin: float32 [positions, rope dimensions / 2], shared by layers of a kind.
         window: latest tokens that a query sees. top_k: entries that the indexer selects.
@@ -88,6 +89,7 @@ class DeepseekAttention(nn.Module):
         states: Linear | None,
         compressor: Compressor | None,
         index_q: nn.Module | None,
+        queries: Linear | None = None,
         indexer: Compressor | None,
         out_a: nn.Module,
         out_b: nn.Module,
@@ -103,6 +105,7 @@ class DeepseekAttention(nn.Module):
         self.index, self.groups, self.eps, self.window, self.top_k = index, groups, eps, window, top_k
         self.heads, self.head_dim, self.scale = sinks.shape[0], kv_norm.shape[0], kv_norm.shape[0] ** -0.5
         self.qkv_a, self.q_b, self.out_a, self.out_b = qkv_a, q_b, out_a, out_b
+        self._one = queries, q_b, index_q
         self.states, self.compressor, self.index_q, self.indexer = states, compressor, index_q, indexer
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("kv_norm", kv_norm)
@@ -115,10 +118,19 @@ class DeepseekAttention(nn.Module):
         low, kv = self._low(x)
         low = rms_norm(low, self.q_norm, self.eps)
         states = None if self.states is None else linear(x, self.states.weight, False)
-        index_q = None if self.index_q is None else self.index_q(low)
-        out = cache.attend(self, self.q_b(low), kv, states, index_q)
+        q, index_q = self._queries(low)
+        out = cache.attend(self, q, kv, states, index_q)
         result: Tensor = self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
         return result
+
+    def _queries(self, low: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What q_b and index_q make of the low rank; of one launch, but where either was exchanged since."""
+        queries, q_b, index_q = self._one
+        if queries is None or self.q_b is not q_b or self.index_q is not index_q:
+            return self.q_b(low), None if self.index_q is None else self.index_q(low)
+        width = self.heads * self.head_dim
+        q, index = queries(low).split((width, queries.out_features - width), dim=2)
+        return q, index
 
     def keys(self, x: Tensor) -> Tensor:
         """x [B, Q, D] -> kv [B, Q, head_dim] as its linear gives it, of tokens that are attended to and do not ask."""

@@ -204,6 +204,23 @@ def join(parts: Sequence[Linear]) -> Linear | Siblings:
     return Siblings(parts) if joined is None else Linear(first, joined, _joined([part.bias for part in parts], parts))
 
 
+def in_one(parts: Sequence[Linear]) -> tuple[Linear, list[Linear]] | None:
+    """Layers in codes that read the same input as one layer, and each of them anew in the storage of that one: who runs
+    all of them together keeps no second copy of any. None where the format joins no layers, or not so."""
+    whole = join(parts) if all(part.format.coded and part.bias is None for part in parts) else None
+    if not isinstance(whole, Linear):
+        return None
+    found, first = list[Linear](), 0
+    for part in parts:
+        rows = Part(rows=(first, first + part.out_features))
+        tensors = {key: field.cut(whole.tensors[key], rows) for key, field in whole.format.fields.items()}
+        if not all(tensor.is_contiguous() for tensor in tensors.values()):
+            return None
+        found.append(Linear(whole.format, tensors))
+        first += part.out_features
+    return whole, found
+
+
 def _joined(biases: Sequence[Tensor | None], parts: Sequence[Linear]) -> Tensor | None:
     """Biases one after the other; a part without one counts as zeros if another has one."""
     like = next((bias for bias in biases if bias is not None), None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.calls import DeepseekIndex
-from onegraph.ops.checks import FLOATS, check_query, check_tensors
+from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32, angles, check_rows, check_tables, paged_rows, rotate
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -34,7 +34,11 @@ def _deepseek_index(call: DeepseekIndex) -> Tensor:
 
 def _check(call: DeepseekIndex) -> None:
     op, q, weights = "deepseek_index", call.q, call.weights
-    check_query(op, q)
+    if q.dim() != 4 or q.dtype not in FLOATS or q.stride()[2:] != (q.shape[3], 1):
+        raise ValueError(
+            f"{op}: q is {tuple(q.shape)} {q.dtype}; it must be float32, bfloat16 or float16 [batch, tokens, heads, "
+            "head_dim], of each token contiguous"
+        )
     if weights.shape != q.shape[:3] or weights.stride(-1) != 1 or weights.dtype not in FLOATS:
         raise ValueError(f"{op}: weights is {tuple(weights.shape)}; q asks for {tuple(q.shape[:3])}")
     check_rows(op, q, call.block_table, positions=call.positions, counts=call.counts)

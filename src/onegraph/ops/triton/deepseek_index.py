@@ -15,7 +15,7 @@ CHUNK = 4096  # scores that the selection looks at together
 @triton.jit(do_not_specialize=["length", "table_stride", "capacity", "pages", "last"])
 def _score(
     q, weights, cos, sin, positions, counts, block_table, entries, scores, gain,
-    length, weight_stride, table_stride, capacity, pages, last,
+    length, q_stride, weight_stride, table_stride, capacity, pages, last,
     HEADS: tl.constexpr, HP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     RATIO: tl.constexpr, PER_PAGE: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _score(
     ready = tl.where(step < tl.load(counts + batch), tl.minimum((token + 1) // RATIO, capacity), 0)
     if first < ready:
         there = entry < ready
-        at = (row * HEADS + head)[:, None] * DIM + column[None, :]
+        at = row * q_stride + head[:, None] * DIM + column[None, :]
         query = tl.load(q + at, mask=(head < HEADS)[:, None] & (column < DIM)[None, :], other=0.0)
         at = place.to(tl.int64)[:, None] * DIM + column[None, :]
         keys = tl.load(entries + at, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
@@ -139,12 +139,14 @@ def score(call: DeepseekIndex) -> Tensor:
     batch, length, heads, dim = q.shape
     if weights.stride(0) != length * weights.stride(1):
         weights = weights.contiguous()
+    if q.stride(0) != length * q.stride(1):
+        q = q.contiguous()
     capacity = block_table.shape[1] * entries.shape[1]
     scores = torch.empty((batch * length, capacity), dtype=torch.float32, device=q.device)
     with on_device(q):
         _score[(triton.cdiv(capacity, ENTRIES), batch * length)](
             q, weights, cos, sin, positions, counts, block_table, entries, scores, dim**-0.5 * heads**-0.5,
-            length, weights.stride(1), block_table.stride(0), capacity, entries.shape[0], cos.shape[0] - 1,
+            length, q.stride(1), weights.stride(1), block_table.stride(0), capacity, entries.shape[0], cos.shape[0] - 1,
             HEADS=heads, HP=max(16, triton.next_power_of_2(heads)), DIM=dim, WIDTH=max(32, triton.next_power_of_2(dim)),
             HALF=cos.shape[1], RATIO=ratio, PER_PAGE=entries.shape[1], ENTRIES=ENTRIES, num_warps=4, **options(q),
         )  # fmt: skip
