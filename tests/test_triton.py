@@ -48,7 +48,7 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is.
 TWINS = {"paged_decode", "e8p_linear", "e8p_experts", "linear", "sample", "turboquant_write", "deepseek_index"}
-TWINS |= {"hyper_update_mix"}
+TWINS |= {"hyper_update_mix", "linear_beside_norm"}
 KERNELS = [op for op in OPS.values() if op.kernel is not None and (".ops.triton." in op.kernel or op.name in TWINS)]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
 EXTRA = {

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
-from onegraph.ops.linear import linear
+from onegraph.ops.linear import linear_beside_norm
 from onegraph.ops.norm import rms_norm
 
 
@@ -116,8 +116,11 @@ class DeepseekAttention(nn.Module):
     def forward(self, x: Tensor, cache: Attend) -> Tensor:
         """x [B, Q, D] -> [B, Q, D]; of a rank, which has some groups of heads, its part of the sum."""
         low, kv = self._low(x)
-        low = rms_norm(low, self.q_norm, self.eps)
-        states = None if self.states is None else linear(x, self.states.weight, False)
+        states = None
+        if self.states is None:
+            low = rms_norm(low, self.q_norm, self.eps)
+        else:
+            states, low = linear_beside_norm(x, self.states.weight, low, self.q_norm, self.eps)
         q, index_q = self._queries(low)
         out = cache.attend(self, q, kv, states, index_q)
         result: Tensor = self.out_b(self.out_a(out.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))

@@ -4,7 +4,7 @@ bfloat16 tie, and greedy then breaks ties."""
 import torch
 from torch import Tensor
 
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.norm import FLOATS, check_norm, rms_norm
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -66,3 +66,59 @@ linear = register(
 """x [..., k], weight [n, k] of one dtype -> [..., n] summed in float32, in x's dtype or (`wide`) in float32. On a CPU
 the result passes through x's dtype: torch has no mixed product there, and widening a vocabulary's weight in every step
 would cost more."""
+
+
+def _beside_norm(x: Tensor, weight: Tensor, low: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _linear(x, weight, False), rms_norm.reference(low, norm, eps)
+
+
+def _beside_norm_on_gpu(x: Tensor, weight: Tensor, low: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from onegraph.ops.triton import linear as kernel
+    from onegraph.ops.triton import norm as norms
+
+    if kernel.takes(x, weight):
+        return kernel.linear_beside_norm(x, weight, low, norm, eps)
+    return _linear(x, weight, False), norms.rms_norm(low, norm, eps)
+
+
+def _check_beside_norm(x: Tensor, weight: Tensor, low: Tensor, norm: Tensor, eps: float) -> None:
+    _check(x, weight, False)
+    check_norm(low, norm, eps)
+    if low.dtype != x.dtype or low.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"linear_beside_norm: low is {low.dtype} {tuple(low.shape)}, x {x.dtype} {tuple(x.shape)}; they must be of "
+            "one dtype and as many rows"
+        )
+
+
+def _beside_norm_case(shape: tuple[int, ...], n: int, low: int, gap: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        x, weight, _ = _case(shape, n).make(device, dtype, generator)
+        side = torch.randn(*shape[:-1], low + gap, generator=generator).to(device, dtype)[..., :low]
+        return x, weight, side, (1 + 0.2 * torch.randn(low, generator=generator)).to(device), 1e-6
+
+    return Case(name=f"{'x'.join(map(str, shape))}->{n} beside {low}", make=make)
+
+
+linear_beside_norm = register(
+    Op(
+        name="linear_beside_norm",
+        schema="(Tensor x, Tensor weight, Tensor low, Tensor norm, float eps) -> (Tensor, Tensor)",
+        reference=_beside_norm,
+        fake=lambda x, weight, low, *rest: (x.new_empty(*x.shape[:-1], weight.shape[0]), low.new_empty(low.shape)),
+        kernel="onegraph.ops.linear:_beside_norm_on_gpu",
+        check=_check_beside_norm,
+        cases=(
+            _beside_norm_case((1, 1, 4096), 1090, 1024, 512),
+            _beside_norm_case((3, 72), 131, 40, 0),
+            _beside_norm_case((2, 7, 96), 49, 80, 16),
+        ),
+        tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
+        bytes_moved=lambda x, weight, low, norm, eps: (
+            nbytes(x, weight, norm) + 2 * nbytes(low) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
+        ),
+        flops=lambda x, weight, low, *rest: 2 * x.numel() * weight.shape[0] + 4 * low.numel(),
+    )
+)
+"""(`linear(x, weight, False)`, `rms_norm(low, norm, eps)`) of as many rows, neither of which needs the other: of few
+tokens one launch."""

@@ -17,7 +17,7 @@ def _add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
     return total, _rms_norm(total, weight, eps)
 
 
-def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+def check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     if x.dtype not in FLOATS:
         raise ValueError(f"rms_norm: x is {x.dtype}; allowed are float32, bfloat16 and float16")
     if weight.dtype not in FLOATS:
@@ -39,7 +39,7 @@ def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def _check_add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    _check_norm(x, weight, eps)
+    check_norm(x, weight, eps)
     if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
         raise ValueError(
             f"add_rms_norm: residual is {tuple(residual.shape)} {residual.dtype} on {residual.device}, x is "
@@ -74,7 +74,7 @@ rms_norm = register(
         fake=lambda x, weight, eps: x.new_empty(x.shape),
         kernel="onegraph.ops.triton.norm:rms_norm",
         cpu="onegraph.ops.cpu.norm:rms_norm",
-        check=_check_norm,
+        check=check_norm,
         cases=(*(_norm_case(shape, fused=False) for shape in _SHAPES), _norm_case((3, 5, 80), fused=False, gap=24)),
         tolerance=_TOLERANCE,
         bytes_moved=lambda x, weight, eps: 2 * nbytes(x) + nbytes(weight),

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.strides import row_stride
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 MAX_TOKENS = 4  # above, tensor cores win: cuBLAS
@@ -13,10 +14,7 @@ MAX_WIDTH = 8192  # of a row that a program holds
 
 
 @triton.jit
-def _linear(
-    x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    let_next_start(PDL)
+def _rows(x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < n)[:, None] & (column < k)[None, :]
@@ -28,21 +26,69 @@ def _linear(
         tl.store(out + token * n + row, result.to(out.dtype.element_ty), mask=row < n)
 
 
+@triton.jit
+def _linear(
+    x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    let_next_start(PDL)
+    _rows(x, weight, out, n, k, TOKENS, ROWS, WIDTH, PDL)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _linear_beside_norm(
+    x, weight, out, n, k, low, norm, normed, low_stride, eps, programs,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr, LOW_WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`programs` have rows of the weight, those behind them a token of `low` each."""
+    let_next_start(PDL)
+    if tl.program_id(0) < programs:
+        _rows(x, weight, out, n, k, TOKENS, ROWS, WIDTH, PDL)
+    else:
+        token = tl.program_id(0) - programs
+        column = tl.arange(0, LOW_WIDTH)
+        inside = column < LOW
+        gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        wait_for_previous(PDL)
+        value = tl.load(low + token * low_stride + column, mask=inside, other=0.0).to(tl.float32)
+        unit = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / LOW + eps)
+        tl.store(normed + token * LOW + column, (value * unit * gain).to(normed.dtype.element_ty), mask=inside)
+
+
 def takes(x: Tensor, weight: Tensor) -> bool:
     n, k = weight.shape
     few = x.numel() <= MAX_TOKENS * k and n <= MAX_ROWS and k <= MAX_WIDTH
     return few and x.numel() > 0 and x.is_contiguous() and weight.is_contiguous()
 
 
+def _cut(n: int, k: int) -> tuple[int, int, int]:
+    """Rows of a program, the width that it holds of each, its warps."""
+    rows, width = 2 if n <= 1024 else 4, triton.next_power_of_2(k)  # enough programs for every SM
+    return rows, width, 4 if rows * width <= 8192 else 8
+
+
 def linear(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
     """See `onegraph.ops.linear.linear`; for what `takes` says."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype)
-    rows = 2 if n <= 1024 else 4  # enough programs for every SM
-    width = triton.next_power_of_2(k)
+    rows, width, warps = _cut(n, k)
     with on_device(x):
         _linear[(triton.cdiv(n, rows),)](
-            x, weight, out, n, k, TOKENS=x.numel() // k, ROWS=rows, WIDTH=width,
-            num_warps=4 if rows * width <= 8192 else 8, **options(x),
-        )  # fmt: skip
+            x, weight, out, n, k, TOKENS=x.numel() // k, ROWS=rows, WIDTH=width, num_warps=warps, **options(x)
+        )
     return out
+
+
+def linear_beside_norm(x: Tensor, weight: Tensor, low: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `onegraph.ops.linear.linear_beside_norm`; for what `takes` says."""
+    n, k = weight.shape
+    out, normed, size, tokens = x.new_empty((*x.shape[:-1], n)), low.new_empty(low.shape), low.shape[-1], x.numel() // k
+    rows, width, warps = _cut(n, k)
+    programs = triton.cdiv(n, rows)
+    with on_device(x):
+        _linear_beside_norm[(programs + tokens,)](
+            x, weight, out, n, k, low, norm, normed, row_stride(low), eps, programs,
+            TOKENS=tokens, ROWS=rows, WIDTH=width, LOW=size, LOW_WIDTH=triton.next_power_of_2(size), num_warps=warps,
+            **options(x),
+        )  # fmt: skip
+    return out, normed
