@@ -382,6 +382,20 @@ def test_experts_of_v4_fit(dim: int, wide: int) -> None:
     assert nvfp4_one.experts_plans(1, dim, wide + 16, 7, H200) is None
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "pace"), [(14336, 4096, 300), (4096, 14336, 300), (4096, 4096, 0), (24576, 1024, 0)]
+)
+def test_only_a_long_linears_first_stages_are_apart(n: int, k: int, pace: int) -> None:
+    cut = nvfp4_one.linear_plan(n, k, 1, H200)
+    assert cut is not None
+    assert cut.pace(nvfp4_one.LINEAR) == pace
+    plans = nvfp4_one.experts_plans(1, 4096, 2048, 7, H200)
+    assert plans is not None
+    modes = nvfp4_one.GATE_UP, nvfp4_one.DOWN
+    assert [plan.pace(mode) for plan, mode in zip(plans, modes, strict=True)] == [0, 0]
+    assert plans[0].stages > 2 * plans[0].depth
+
+
 def test_experts_of_gpt_oss_fit() -> None:
     assert nvfp4_one.experts_plans(1, 2880, 2880, 4, H200, 32) is not None
     assert nvfp4_one.linear_plan(201088, 2880, 1, H200, 32) is not None

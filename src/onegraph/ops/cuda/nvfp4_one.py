@@ -16,7 +16,7 @@ from onegraph.ops.cuda import build
 from onegraph.ops.cuda.tensor_map import edged_tensor_map, sliced_tensor_map
 
 ROWS, SLICE, UNITS = 16, 256, 8  # as in nvfp4_one.cu; units of a stage
-PACE = 300  # nanoseconds between the first stages
+PACE = 300  # nanoseconds between the first stages of a long linear
 WARPS = 16  # that multiply; one more fetches
 DEPTHS = (4, 2)  # stages under way
 ROUND = 16  # row tiles whose sums a block holds
@@ -32,9 +32,11 @@ ARGUMENTS = build.Arguments(
 )
 
 
-def _defines(mode: int, half: bool, depth: int, group: int, *, edge: bool, wide: bool) -> dict[str, int]:
+def _defines(
+    mode: int, half: bool, depth: int, group: int, *, edge: bool, wide: bool, pace: int = PACE
+) -> dict[str, int]:
     flags = {"HALF": int(half), "EDGE": int(edge), "FLOAT": int(wide)}
-    return flags | {"MODE": mode, "WARPS": WARPS, "DEPTH": depth, "PACE": PACE, "GROUP": group}
+    return flags | {"MODE": mode, "WARPS": WARPS, "DEPTH": depth, "PACE": pace, "GROUP": group}
 
 
 KERNEL = build.Source(
@@ -49,15 +51,21 @@ KERNEL = build.Source(
 
 @dataclass(frozen=True)
 class Plan:
-    """Each block owns up to `hold` row tiles, adds up `round` of them at a time, and holds up to `span` rows of x;
-    `depth` stages are under way. `shared`: bytes of shared memory."""
+    """Each block owns up to `hold` row tiles, adds up `round` of them at a time, and holds up to `span` rows of x; of
+    up to `stages` stages `depth` are under way. `shared`: bytes of shared memory."""
 
     blocks: int
     hold: int
     round: int
     span: int
+    stages: int
     depth: int
     shared: int
+
+    def pace(self, mode: int) -> int:
+        """Nanoseconds between the first stages, without which activations come behind all of them: of a long linear,
+        since in a step of V4-Flash, of short linears and experts, it costs more than it gives."""
+        return PACE if mode == LINEAR and self.stages > 2 * self.depth else 0
 
 
 @cache
@@ -66,6 +74,7 @@ def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int,
     tiles of a row of x. None where a block does not fit into `room` bytes of shared memory."""
     stage = UNITS * (2304 if group == 16 else 2048) + 16  # bytes: codes, of NVFP4 scales, two barriers
     hold = -(-tiles // blocks)
+    stages = -(-hold * slices // UNITS)
     round = min(hold, ROUND)
     edges = [tiles * i // blocks for i in range(blocks + 1)]
     span = max((end - 1) // each - begin // each + 1 for begin, end in pairwise(edges) if begin < end)
@@ -73,7 +82,7 @@ def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int,
     beside = span * slices * 2 * SLICE + (-(-scales // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
     for depth in DEPTHS:
         if (shared := depth * stage + beside) <= room:
-            return Plan(blocks, hold, round, span, depth, shared)
+            return Plan(blocks, hold, round, span, stages, depth, shared)
     return None
 
 
@@ -105,8 +114,10 @@ def experts_plans(
 
 
 @cache
-def _kernel(mode: int, half: bool, depth: int, group: int, edge: bool, wide: bool, device: int) -> build.Kernel:
-    return KERNEL.load(_defines(mode, half, depth, group, edge=edge, wide=wide), device)[0]
+def _kernel(
+    mode: int, half: bool, depth: int, group: int, edge: bool, wide: bool, pace: int, device: int
+) -> build.Kernel:
+    return KERNEL.load(_defines(mode, half, depth, group, edge=edge, wide=wide, pace=pace), device)[0]
 
 
 @cache
@@ -142,7 +153,8 @@ def run(
     if group == 16:
         scale_map = sliced_tensor_map(scale.data_ptr(), lines, k // 16, (SLICE // 16, rows, box), swizzle=False)
     pointers = dict(zip(("x", "global_scale", "bias", "experts", "weights"), tensors, strict=True))
-    kernel = _kernel(mode, x.dtype == torch.float16, plan.depth, group, edge, y.dtype == torch.float32, y.device.index)
+    half, wide = x.dtype == torch.float16, y.dtype == torch.float32
+    kernel = _kernel(mode, half, plan.depth, group, edge, wide, plan.pace(mode), y.device.index)
     arguments = ARGUMENTS.pack(
         codes=codes_map,
         scale=scale_map,
