@@ -24,21 +24,23 @@ def slot(table: Tensor, row: int, position: int, page_size: int) -> tuple[int, i
 @pytest.mark.parametrize("case", paged_attention.cases, ids=lambda case: case.name)
 def test_attention_is_softmax_over_the_keys_seen(case: Case) -> None:
     """Query by query, head by head; unseen slots hold NaN, so that reading one is not forgiven."""
-    q, k_cache, v_cache, table, positions, scale, window, sinks, softcap = make(case)
+    q, k_cache, v_cache, table, positions, scale, window, sinks, softcap, counts = make(case)
     rows, length, heads, _ = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
+    real = [length] * rows if counts is None else counts.tolist()
     seen = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
     for b in range(rows):
-        for j in range(int(positions[b]) + length):
+        for j in range(int(positions[b]) + real[b]):
             seen[slot(table, b, j, page_size)] = True
     k_cache[~seen], v_cache[~seen] = float("nan"), float("nan")
-    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window, sinks, softcap)
-    for b in range(rows):
-        reach = int(positions[b]) + length
+    got = paged_attention(q, k_cache, v_cache, table, positions, scale, window, sinks, softcap, counts)
+    assert got.isfinite().all()
+    for b in (b for b in range(rows) if real[b]):
+        reach = int(positions[b]) + real[b]
         where = [slot(table, b, j, page_size) for j in range(reach)]
         keys = torch.stack([k_cache[w] for w in where]).double()
         values = torch.stack([v_cache[w] for w in where]).double()
-        for i in range(length):
+        for i in range(real[b]):
             at = int(positions[b]) + i
             first = 0 if window == 0 else max(0, at - window + 1)
             for h in range(0, heads, max(1, heads // 3)):

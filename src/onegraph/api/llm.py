@@ -23,6 +23,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.engine.short import page_size_of
 from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
@@ -144,7 +145,7 @@ class LLM:
             drafting = drafters(
                 str(draft), self.tokenizer, model, located.path, held=held, max_context=max_context, progress=progress
             )
-        pages = None if cache_tokens is None else 1 + -(-cache_tokens // model.page_size)
+        pages = None if cache_tokens is None else 1 + -(-cache_tokens // page_size_of(model, setting))
         self._engine: Engine | None = Engine(
             model,
             max_batch=max_batch,

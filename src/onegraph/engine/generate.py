@@ -24,10 +24,12 @@ from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
-from onegraph.engine.speculate import DraftTokens, Speculation
+from onegraph.engine.short import sizes_of
+from onegraph.engine.speculate import At, DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.engine.together import Runners, Together
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
+from onegraph.nn.turboquant import Held
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, check_links
@@ -49,8 +51,10 @@ class Engine:
         model: see `Model`.
         max_batch: sequences that decode at once; further prompts wait for a free row.
         max_context: tokens of a sequence, prompt and continuation (default: the model's, at most 4096).
-        page_size: tokens in a page of the cache (default: the model's `page_size`).
-        pages: pages of the cache, one of them the sentinel (default: enough for max_batch full sequences).
+        page_size: tokens in a page of the cache (default: the model's `page_size`, or of codes what
+            `engine.short.page_size_of` says).
+        pages: pages of the cache, one of them the sentinel (default: enough for max_batch full sequences, and for some
+            that are exact while short, of a cache in codes: `engine.short.sizes_of`).
         chunk: prompt tokens that one prefill step takes.
         kv: how keys and values are stored: None in the model's dtype, else a setting of
             `onegraph.formats.turboquant` or its text ("turboquant:4").
@@ -68,6 +72,7 @@ class Engine:
 
     Attributes:
         kv: how keys and values are stored, with the layers that the model keeps exact of its own accord.
+        short: until when sequences are exact, of a cache in codes.
 
     Not thread-safe: one `generate`, `stream` or `Scheduler` at a time. Raises ValueError where a peer link between
     devices is missing; a device that fails while running comes out as a DeviceError that names it, a rank that waits
@@ -94,9 +99,8 @@ class Engine:
         for rank in model.beside:
             check_links(rank.devices)
         self.max_context = min(model.max_context, 4096) if max_context is None else max_context
-        page_size = model.page_size if page_size is None else page_size
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}: got {value}; allowed is 1 and more")
         if not 1 <= self.max_context <= model.max_context:
             raise ValueError(
@@ -112,14 +116,16 @@ class Engine:
         pools = [[GraphPool(device) for device in rank.devices] for rank in model.beside] if captured else []
         self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
-        self._per_row = -(-self.max_context // page_size)
-        total = 1 + max_batch * self._per_row if pages is None else pages
         kv = parse_kv(kv) if isinstance(kv, str) else kv
+        sizes = sizes_of(
+            model, kv, rows=max_batch, context=self.max_context, page_size=page_size, pages=pages
+        )  # fmt: skip
+        page_size, total, self._per_row, self.short = sizes.page_size, sizes.pages, sizes.per_row, sizes.short
         self._speculation = None
         if draft is not None:
             self._speculation = Speculation.of(
                 model.beside, draft, draft_tokens, context=self.max_context, rows=max_batch, pages=total,
-                page_size=page_size, pages_per_row=self._per_row, kv=kv,
+                page_size=page_size, pages_per_row=sizes.coded, kv=kv,
             )  # fmt: skip
         ranks = []
         for i, rank in enumerate(model.beside):
@@ -134,15 +140,15 @@ class Engine:
             ranks.append(
                 Steps(
                     rank, cache, rounds, counts, rows=max_batch, per_row=self._per_row, chunk=chunk,
-                    split=self.mode == "split", invariant=batch_invariant,
+                    split=self.mode == "split", invariant=batch_invariant, coded=sizes.coded, short=self.short,
                 )
             )  # fmt: skip
         self.kv = cache.setting
         self._together = Together(ranks, pools, model.peers, self._soil)
-        self._allocator = PageAllocator(total, page_size)
+        self._allocator = PageAllocator(total, page_size, self.short)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, Choice], Runners] = {}  # of a step, by count of drafts
-        self._loaded: tuple[Runners, int | None, Choice, list[Sequence]]  # of the decode step
+        self._runners: dict[tuple[str, Choice, Held], Runners] = {}  # of a step, by count of drafts
+        self._loaded: tuple[Runners, At, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._downloads: dict[tuple[str, int], Download] = {}  # by the kind of a step, and how much it says of a row
         # What a step on a CPU need not look at, where the reference reads all that it may: see `_trim`.
@@ -233,17 +239,19 @@ class Engine:
         shaping: bool = False,
         logprobs: bool = False,
         drafts: int = 0,
+        held: Held = "coded",
     ) -> Pipeline | Beside:
         """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
-        what changes logits before, with log-probabilities or without, reading up to so many drafts."""
+        what changes logits before, with log-probabilities or without, reading up to so many drafts; of a cache in codes
+        for rows that are `held` so (one of `short.kinds`)."""
         choice = Choice(sampling, shaping, logprobs)
-        if (kind, choice) not in self._runners:
+        if (kind, choice, held) not in self._runners:
             started = perf_counter()
             if shaping or logprobs:
                 self.choice_states()
-            self._runners[kind, choice] = self._together.build(kind == "decode", choice)
+            self._runners[kind, choice, held] = self._together.build(kind == "decode", choice, held)
             self.stats.build_seconds += perf_counter() - started
-        return self._runners[kind, choice][drafts]
+        return self._runners[kind, choice, held][drafts]
 
     # The host's part.
 
@@ -347,12 +355,12 @@ class Engine:
         """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew, BROKEN
         where any of these tokens met a NaN."""
         choice = Choice.of([sequence.params])
-        runner = self.runner("prefill", **choice._asdict())
+        runner = self.runner("prefill", **choice._asdict(), held=self.short.held([sequence]))
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
         runner.load(tokens=tokens, **host_rows([sequence], self._per_row, limits=[end], choice=choice))
-        self._trim(len(part), end)
+        self._trim(len(part), end, sequence.exact)
         last = end == sequence.to_prefill
         if last:
             self._constrain([sequence])
@@ -360,16 +368,21 @@ class Engine:
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
-        choice = Choice.of(s.params for s in rows)
-        runner = self.runner("decode", **choice._asdict())
+        choice, held = Choice.of(s.params for s in rows), self.short.held(rows)
+        runner = self.runner("decode", **choice._asdict(), held=held)
         if self._speculation is not None and self._speculation.auto:
-            self._measure(runner, len(rows), choice)
+            self._measure(runner, len(rows), choice, held)
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
-        limits = [s.limit for s in rows]
+        limits = [self.short.limit(s) for s in rows]
         _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
         if self._speculation is not None:
             self._speculation.load(runner, len(rows))
-        self._loaded = self._runners["decode", choice], bucket, choice, rows
+        self._loaded = self._runners["decode", choice, held], (bucket, choice.sampling, held), choice, rows
+
+    def encode(self, sequence: Sequence) -> None:
+        """One that is exact turns into codes, in its first pages; nothing of it is under way."""
+        self._together.encode(sequence.pages, sequence.slot, sequence.read)
+        sequence.exact = False
 
     def load_tables(self, rows: list[Sequence]) -> None:
         """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
@@ -378,9 +391,9 @@ class Engine:
     def decode(self, reach: int) -> Report:
         """Launch a step of the loaded rows, of which the longest then has up to `reach` tokens; what is returned
         fetches each row's new tokens, int64 [B, W]: NOTHING stands behind them."""
-        runners, bucket, choice, rows = self._loaded
-        drafts = self._drafts(rows, bucket, choice)
-        self._trim(1, reach)
+        runners, at, choice, rows = self._loaded
+        drafts, bucket = self._drafts(rows, at, choice), at[0]
+        self._trim(1, reach, any(s.exact for s in rows))
         self._constrain(rows)
         report, told = self._fetch("decode", runners[drafts].replay(bucket)[: len(rows)], choice)
         speculation = self._speculation
@@ -388,25 +401,25 @@ class Engine:
             return lambda: report().unsqueeze(1), told
         return lambda: speculation.learn(rows, drafts, report(), self.stats), told
 
-    def _drafts(self, rows: list[Sequence], bucket: int | None, choice: Choice) -> int:
+    def _drafts(self, rows: list[Sequence], at: At, choice: Choice) -> int:
         """How many drafts the next step reads: none where what may follow a token depends on those before it, where
         the host must know more of a token than its name, or where it knows the token already."""
         plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
-        return 0 if self._speculation is None or plain else self._speculation.choose(rows, (bucket, choice.sampling))
+        return 0 if self._speculation is None or plain else self._speculation.choose(rows, at)
 
-    def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice) -> None:
+    def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice, held: Held) -> None:
         """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
-        at = bucket, choice.sampling
+        at = bucket, choice.sampling, held
         if choice.shaping or choice.logprobs or self._speculation.measured(at):
             return
         started = perf_counter()
         padding = {name: tensor[:bucket] for name, tensor in runner.stages[0].padding.items()}
         runner.load(**padding)
-        self._trim(1, 1)
+        self._trim(1, 1, True)
         for count in self._speculation.counts:
-            run = partial(self.runner("decode", **choice._asdict(), drafts=count).replay, bucket)
+            run = partial(self.runner("decode", **choice._asdict(), drafts=count, held=held).replay, bucket)
             self._speculation.measure(at, count, run, self._together.wait)
         self.stats.build_seconds += perf_counter() - started
 
@@ -445,12 +458,13 @@ class Engine:
             lambda device: ChoiceState(slots, self.max_batch, vocabulary, device, depth=self.ahead + 1)
         )
 
-    def _trim(self, length: int, reach: int) -> None:
-        """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row.
+    def _trim(self, length: int, reach: int, exact: bool) -> None:
+        """Before an eager step on a CPU: the tokens of the chunk and the pages of the longest row, of `reach` tokens;
+        whether some are exact for being short.
 
         Not on a GPU, eagerly either: kernels split their work by shape, so that another shape rounds in another order,
         and an eager step would then draw other tokens at near-ties than the captured one that it is compared with. Nor
         between stages, which hand on whole buffers.
         """
         if self._trims:
-            self._together.trim(length, self._allocator.needed(reach))
+            self._together.trim(length, self._allocator.needed(reach, exact))

@@ -10,12 +10,16 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
+from onegraph.engine.short import LONG, Short
+
 
 class PageAllocator:
-    """Hands out page numbers of a cache with `pages` pages; page 0 is the sentinel that padding writes to."""
+    """Hands out page numbers of a cache with `pages` pages; page 0 is the sentinel that padding writes to.
 
-    def __init__(self, pages: int, page_size: int):
-        self.page_size = page_size
+    short: how rows lie in pages while they are exact."""
+
+    def __init__(self, pages: int, page_size: int, short: Short = LONG):
+        self.page_size, self.short = page_size, short
         self.capacity = pages - 1
         self._free = list(range(pages - 1, 0, -1))
         self._users = [0] * pages
@@ -28,9 +32,10 @@ class PageAllocator:
         """Pages that nobody has."""
         return len(self._free) + len(self._unused)
 
-    def needed(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.page_size)
+    def needed(self, tokens: int, exact: bool = False) -> int:
+        """Pages that hold so many tokens of a row, of one that is exact at first both before and after it turns."""
+        pages = -(-tokens // self.page_size)
+        return max(pages, self.short.pages(tokens)) if exact else pages
 
     def take(self, count: int) -> list[int] | None:
         """So many pages, or None while too few are free. What is known to be in a page goes last."""

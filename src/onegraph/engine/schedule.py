@@ -125,12 +125,14 @@ class Scheduler:
     def _take_pages(self, sequence: Sequence) -> bool:
         """For all its tokens and the next step, if enough stay free for a step of each of the others that grow."""
         size = self._allocator.page_size
+        sequence.exact = self.engine.short.holds(len(sequence.prompt))
         growing = sum(max(1, self._lacks(s, self.engine.span)) for s in self.running if self._lacks(s, s.limit) > 0)
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
             shared = self._allocator.share(sequence.digests[: (sequence.length - 1) // size])  # one token is read
-        count = self._allocator.needed(min(sequence.length + self.engine.span, sequence.limit)) - len(shared)
+        tokens = min(sequence.length + self.engine.span, sequence.limit)
+        count = self._allocator.needed(tokens, sequence.exact) - len(shared)
         more = self._allocator.take(count) if count + growing <= self._allocator.free else None
         if more is None:
             self._allocator.give_back(shared)
@@ -172,7 +174,7 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         self._allocator.give_back(sequence.pages)
         self._slots.append(sequence.slot)
-        sequence.pages, sequence.read, sequence.to_prefill = [], 0, 0
+        sequence.pages, sequence.read, sequence.to_prefill, sequence.exact = [], 0, 0, False
 
     def _remember(self, sequence: Sequence) -> None:
         """Its full pages may be shared from now on."""
@@ -223,16 +225,29 @@ class Scheduler:
     def _reload(self) -> None:
         """The rows that decode, each with a page for its next token; the youngest make room where pages run short."""
         self.settle()
+        self._encode()
         while not self._grow():
             self._preempt(self.running[-1])
         self._rows = [s for s in self.running if s.decoding]
         if self._rows:
             self.engine.load(self._rows)
             # A row that repeats is told each token: what it draws is what it knows but for a near-tie's rounding.
-            self._room = 1 if any(s.repeating for s in self._rows) else min(s.left for s in self._rows)
+            self._room = 1 if any(s.repeating for s in self._rows) else min(map(self._steps, self._rows))
             # What may follow a token is known when the host has it: the next step waits for the last.
             self._ahead = 0 if any(s.constraint for s in self._rows) else self.engine.ahead
         self._stale = False
+
+    def _encode(self) -> None:
+        """Those that are no longer short turn into codes, which need fewer pages."""
+        for sequence in filter(self.engine.short.full, self.running):
+            self.engine.encode(sequence)
+            kept = self._allocator.needed(sequence.read)
+            self._allocator.give_back(sequence.pages[kept:])
+            del sequence.pages[kept:]
+
+    def _steps(self, sequence: Sequence) -> int:
+        """That it can take as it is, a token each."""
+        return min(sequence.left, self.engine.short.tokens - sequence.read) if sequence.exact else sequence.left
 
     def _covered(self) -> bool:
         """Whether every loaded row has pages for its next tokens, or got them from those that are free."""
@@ -260,7 +275,8 @@ class Scheduler:
 
     def _lacks(self, sequence: Sequence, tokens: int) -> int:
         """Pages that it needs for so many tokens behind what is read, less those that it has."""
-        return self._allocator.needed(min(sequence.limit, sequence.read + tokens)) - len(sequence.pages)
+        reach = min(sequence.limit, sequence.read + tokens)
+        return self._allocator.needed(reach, sequence.exact) - len(sequence.pages)
 
     # What came out.
 
@@ -298,6 +314,7 @@ class Scheduler:
                     break
                 sequence.read += 1
                 self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
+            self._ended |= self.engine.short.full(sequence)
 
     def _hand_out(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""

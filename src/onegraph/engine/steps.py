@@ -18,6 +18,8 @@ from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
 from onegraph.engine.draft import Made, Pass, Rows, view
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.rounds import RoundState, draw_each
+from onegraph.engine.short import LONG, Short
+from onegraph.nn.turboquant import Held
 from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
@@ -36,7 +38,8 @@ class Steps:
 
     Args:
         rounds: what decode steps that check drafts keep; None where they read a token of each row. counts: drafts that
-            they may read. rows: of a decode step at most. per_row: pages of each. chunk: tokens of a prefill step.
+            they may read. rows: of a decode step at most. per_row: pages of each, coded: of each in codes, None: all
+            of them; short: when a row is not. chunk: tokens of a prefill step.
             split: capture around attention. invariant: what a decode step computes of a token does not depend on the
             tokens and rows beside it.
     """
@@ -53,18 +56,21 @@ class Steps:
         chunk: int,
         split: bool,
         invariant: bool = False,
+        coded: int | None = None,
+        short: Short = LONG,
     ) -> None:
         self.model, self.cache, self.rounds, self.counts = model, cache, rounds, counts
         self.rows, self.per_row, self.chunk, self.split = rows, per_row, chunk, split
+        self.coded, self.short = per_row if coded is None else coded, short
         on_cpu = model.devices[0].type == "cpu"
         self.invariant = invariant and not on_cpu
         self.decoder = cast(Decoder, Alone(model)) if invariant and on_cpu else model
         self.choices: ChoiceState | None = None
         self.width, self.length = per_row, chunk
 
-    def build(self, decoding: bool, choice: Choice, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
-        """By count of drafts; all of them at once, because they share their inputs. These are zeros: no row has a
-        sequence, so that warm-up touches nothing but the sentinel page."""
+    def build(self, decoding: bool, choice: Choice, held: Held, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
+        """Of rows that are held so, by count of drafts; all of them at once, because they share their inputs. These are
+        zeros: no row has a sequence, so that warm-up touches nothing but the sentinel page."""
         stages = range(len(self.model.devices))
         inputs = [self.inputs(stage, decoding, choice) for stage in stages]
         counts: Sequence[int] = (0,)
@@ -78,7 +84,7 @@ class Steps:
             count: Pipeline(
                 [
                     Runner(
-                        self.of(stage, decoding, choice, count),
+                        self.of(stage, decoding, choice, count, held),
                         inputs[stage] | self._carried(stage, decoding, count),
                         batch_sizes(self.rows) if decoding else None,
                         capture=bool(pools),
@@ -94,10 +100,13 @@ class Steps:
             for count in reversed(counts)  # the others fit into the memory of the largest
         }
 
-    def of(self, stage: int, decoding: bool, choice: Choice, drafts: int) -> Callable[..., Tensor]:
+    def of(
+        self, stage: int, decoding: bool, choice: Choice, drafts: int, held: Held = "coded"
+    ) -> Callable[..., Tensor]:
         """A step as a function of its inputs."""
-        drafted = decoding and self.rounds is not None
-        return partial(self.round, stage, choice, drafts) if drafted else partial(self.step, stage, choice)
+        if decoding and self.rounds is not None:
+            return partial(self.round, stage, choice, drafts, held=held)
+        return partial(self.step, stage, choice, held=held)
 
     def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step, but for what the stage before hands on."""
@@ -120,8 +129,9 @@ class Steps:
     # What graphs hold.
 
     def step(
-        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, **inputs: Tensor
-    ) -> Tensor:
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, held: Held = "coded",
+        **inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
 
         Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
@@ -136,7 +146,7 @@ class Steps:
         model, taps = self.decoder if decoding else self.model, self._taps()
         with batch_invariant(self.invariant and decoding):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, taps)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, held, taps)
             if stage < len(model.devices) - 1:
                 positions.copy_(after)
                 return stream
@@ -147,6 +157,7 @@ class Steps:
             if taps is not None:
                 following = self.rounds.following(slots, positions, tokens.shape[1], new)
                 made = Made(stream=stream, hidden=taps, following=following)
+            table = table[:, : self.coded]
             self.rounds.drafter.read(
                 Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
             )
@@ -155,7 +166,7 @@ class Steps:
 
     def round(
         self, stage: int, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor,
-        **inputs: Tensor,
+        held: Held = "coded", **inputs: Tensor,
     ) -> Tensor:  # fmt: skip
         """One stage's part of a decode step that reads each row's last token and up to `drafts` drafts behind it, keeps
         those that are right, and drafts anew: what the next stage takes, or from the last what the host reads, int64
@@ -167,7 +178,7 @@ class Steps:
         model, taps = self.decoder, self._taps()
         with batch_invariant(self.invariant):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, taps)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, held, taps)
             if stage < len(model.devices) - 1:
                 return stream
             hidden = model.leave(stream)
@@ -177,7 +188,7 @@ class Steps:
             else:
                 first, logits = self._draw(model, hidden, counts, places.view(-1), inputs, choice)
                 new = first.unsqueeze(1)
-        place, drafter = self.rounds.place, self.rounds.drafter
+        place, drafter, table = self.rounds.place, self.rounds.drafter, table[:, : self.coded]
         report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
         read = None
         if taps is not None:
@@ -198,12 +209,19 @@ class Steps:
 
     def _run(
         self, model: Decoder, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor,
-        slots: Tensor, taps: Taps | None,
+        slots: Tensor, held: Held, taps: Taps | None,
     ) -> Any:  # fmt: skip
-        cache = Breakable(view(self.cache.parts[stage], positions, counts, table, slots))
+        cache = Breakable(self.seen(stage, positions, counts, table, slots, held))
         if not taps:
             return model.run(stage, stream, tokens, cache)
         return model.run(stage, stream, tokens, cache, taps)
+
+    def seen(
+        self, stage: int, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor, held: Held = "coded"
+    ) -> Any:
+        """A stage's part of the cache as rows see it that are held so."""
+        part = view(self.cache.parts[stage], positions, counts, table, slots)
+        return part.held_as(held, self.short.tokens, self.coded) if self.short.tokens else part
 
     def _draw(
         self, model: Decoder, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice

@@ -151,7 +151,12 @@ def _held(scheduler: Scheduler, other: Engine) -> tuple[float, float, float, int
     scheduler.settle()
     engine = scheduler.engine
     rows = sorted((s for s in scheduler.running if s.decoding), key=lambda s: s.read)[-ROWS:]
-    found = [row_drift(engine, other, s.tokens(0, s.read), block_table([s], engine._per_row)[0], s.slot) for s in rows]
+    found = [
+        row_drift(
+            engine, other, s.tokens(0, s.read), block_table([s], engine._per_row)[0], s.slot, engine.short.held([s])
+        )
+        for s in rows
+    ]
     return tuple(max(each) for each in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0, 0)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.turboquant_layout import VARIANTS, TurboQuantLayout
+from onegraph.formats.turboquant_layout import BLOCK, VARIANTS, TurboQuantLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BITS = (1, 2, 3, 4)
@@ -39,6 +39,7 @@ ROTATIONS = ("hadamard", "qr")
 MODES = ("hybrid", "full", "shadow")
 SCALES = ("norm", "matched", "unbiased")
 DRAFTS = 8  # tokens a row that a decode step may bring; more are a prefill chunk
+SHORT = 1024  # tokens from which on codes are worth it on a GPU
 
 # Positive centroids times sqrt(d), ascending; the negative ones mirror them.
 _CENTROIDS: dict[int, tuple[tuple[float, ...], ...]] = {
@@ -172,6 +173,8 @@ class TurboQuantConfig:
         keys, values: `mse` or `prod`.
         scale: `norm`, `matched` or `unbiased` (see above); for `mse`.
         rotation, seed: the random rotation; one for all layers.
+        short: of `hybrid` in onegraph's engine: a sequence is exact while it has fewer tokens, in the pages that are to
+            hold its codes. None: SHORT on a GPU, 0 on a CPU, where codes cost no time.
     """
 
     k_bits: int
@@ -188,14 +191,16 @@ class TurboQuantConfig:
     scale: str = "matched"
     rotation: str = "hadamard"
     seed: int = 0
+    short: int | None = None
 
     def __post_init__(self) -> None:
         _check_rate(self.k_bits, self.v_bits)
         for name, allowed in _CHOICES.items():
             if (got := getattr(self, name)) not in allowed:
                 raise ValueError(f"turboquant: {name} is {got!r}; allowed are {_list(allowed)}")
-        for name, most in (("window", 1 << 20), ("first", 1 << 10), ("last", 1 << 10), ("seed", 1 << 31)):
-            if not 0 <= (number := getattr(self, name)) <= most:
+        limits = ("window", 1 << 20), ("first", 1 << 10), ("last", 1 << 10), ("seed", 1 << 31), ("short", 1 << 20)
+        for name, most in limits:
+            if (number := getattr(self, name)) is not None and not 0 <= number <= most:
                 raise ValueError(f"turboquant: {name} is {number}; allowed is 0 to {most}")
         if list(self.exact) != sorted(set(self.exact)) or any(not 0 <= i < 1 << 10 for i in self.exact):
             raise ValueError(
@@ -206,6 +211,11 @@ class TurboQuantConfig:
             raise ValueError(
                 f"turboquant: mode is {self.mode} and window {self.window}; mode=hybrid needs a window of exact tokens "
                 "(window=64, say), the others have none (window=0)"
+            )
+        if self.short and self.mode != "hybrid":
+            raise ValueError(
+                f"turboquant: short is {self.short} and mode {self.mode}; sequences turn from exact into codes in "
+                "mode=hybrid alone (leave short out)"
             )
         self._edge_rate()
 
@@ -222,6 +232,29 @@ class TurboQuantConfig:
     def ring(self) -> int:
         """Places of a sequence's ring: the window, and room for drafts of two steps, so that none is overwritten."""
         return self.window + 2 * DRAFTS if self.mode == "hybrid" else 0
+
+    def short_on(self, device: str) -> int:
+        """`short` on a device of this type ("cuda", "cpu")."""
+        if self.short is not None:
+            return self.short
+        return SHORT if self.mode == "hybrid" and device == "cuda" else 0
+
+    def exact_places(self, page_size: int, exact_bytes: int) -> int:
+        """Tokens that fit exactly into the bytes of a page's codes, in every coded layer: a multiple of BLOCK, as
+        kernels read them."""
+        return page_size * self._least_bits // (16 * exact_bytes) // BLOCK * BLOCK
+
+    def page_size(self, exact_bytes: int) -> int:
+        """The smallest page with such places."""
+        return -(-16 * exact_bytes // self._least_bits) * BLOCK
+
+    @property
+    def _least_bits(self) -> int:
+        """Of a coordinate's key and value, in the coded layer that has the fewest."""
+        rates = [(self.k_bits, self.v_bits)]
+        if self.first or self.last:
+            rates.append(self._edge_rate())
+        return min(sum(rate) for rate in rates)
 
     def token_bytes(self, *, layers: int, kv_heads: int, head_dim: int, exact_bytes: int = 2) -> int:
         """Bytes that a token takes in the pages of all layers, norms and layers that stay exact counted."""
@@ -254,7 +287,7 @@ _CHOICES = {"mode": MODES, "biased": ("exact", "coded"), "keys": VARIANTS, "valu
 _CHOICES |= {"rotation": ROTATIONS}
 _OPTIONS = {f.name: f for f in fields(TurboQuantConfig) if f.name not in ("k_bits", "v_bits")}
 _NUMBERS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("window", "first", "last", "seed"), int),
+    **dict.fromkeys(("window", "first", "last", "seed", "short"), int),
     "exact": lambda text: tuple(map(int, text.split("+"))),
 }
 

@@ -184,7 +184,7 @@ class PagedCache:
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,
         )  # fmt: skip
-        how = a.scale, a.window, a.sinks, a.softcap
+        how = a.scale, a.window, a.sinks, a.softcap, self.counts
         out = paged_attention(q, keys, values, self.block_table, self.positions, *how)
         return out.flatten(2)
 

@@ -3,13 +3,16 @@
 A decode step (up to DRAFTS tokens a row) writes its tokens' codes in one launch and attends to codes; in mode `hybrid`
 the latest tokens come exact from a ring instead, one softmax over both. A prefill chunk attends to its own tokens
 exactly and to what lies before it from codes, which are stored in the same pass.
+
+A row that is short may be held exactly instead, in the bytes of the pages that are to hold its codes: attention to few
+exact keys and values takes less time. Whoever calls says which rows are (`held_as`) and when one turns (`encode`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from onegraph.ops.turboquant_decode import turboquant_decode
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 DRAFTS = formats.DRAFTS
+Held = Literal["coded", "exact", "mixed"]  # how the rows of a pass are: all in one way, or each by its position
 AT_ONCE = 512  # queries whose scores exist at once where a whole sequence is read as decoding reads it
 
 
@@ -42,6 +46,14 @@ class CodedLayer:
     v_codebook: Tensor
     codes: Tensor  # uint8 [pages, kv_heads, page_bytes]
     ring: Tensor | None  # [rings, size, 2, kv_heads, head_dim], rotated keys and values; mode hybrid
+
+    def exact(self, places: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The bytes of the codes as exact keys and values [pages, places, kv_heads, head_dim], keys first in a page."""
+        pages, kv_heads, page_bytes = self.codes.shape
+        dim, flat = self.layout.head_dim, self.codes.view(-1).view(dtype)
+        size = pages, places, kv_heads, dim
+        strides = kv_heads * page_bytes // dtype.itemsize, kv_heads * dim, dim, 1
+        return flat.as_strided(size, strides), flat.as_strided(size, strides, places * kv_heads * dim)
 
     def write(self, tokens: tuple[Any, ...], slots: Tensor | None, heads: int, exact: bool) -> tuple[Tensor, Tensor]:
         """`turboquant_write` of `tokens`, its first nine arguments."""
@@ -98,6 +110,7 @@ class TurboQuantCache:
             moves to another row; ring 0 belongs to nobody.
         fused: attend to codes and ring in one op; False is the other side of an A/B comparison.
         squares: float32 [layers, 2], mode shadow: sums of |error|^2 and of |output|^2 since `reset`.
+        places: tokens that a page holds exactly where a row is short; 0 where no row may be.
 
     What a query sees depends on its position and its sequence alone: not on the batch, and in a decode step not on how
     many draft tokens come with it. Rejected drafts need no undoing: positions go back, and the next tokens overwrite
@@ -133,6 +146,7 @@ class TurboQuantCache:
         shadow = config.mode == "shadow"
         exact = [shadow or rate == (EXACT, EXACT) for rate in rates]
         self.config, self.page_size, self.fused, self._stepwise = config, page_size, True, False
+        self.places = config.exact_places(page_size, dtype.itemsize) if config.mode == "hybrid" else 0
         # One layer's cache brings the state; then its layers are as many as there are, empty where there are codes.
         self.paged = PagedCache(
             layers=1, pages=2, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, rows=rows,
@@ -172,6 +186,14 @@ class TurboQuantCache:
 
         self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
         self.pages = pages
+        self._held: Held = "coded"
+        self._rows: tuple[PagedCache, TurboQuantCache, Tensor]  # of a pass that is mixed: see `held_as`
+        self._short = self.paged.view()  # what short rows look at
+        if self.places:
+            coded = [None if one is None else one.exact(self.places, dtype) for one in self.layers]
+            own = zip(self.paged.keys, self.paged.values, strict=True)
+            pairs = [pair if found is None else found for found, pair in zip(coded, own, strict=True)]
+            self._short.keys, self._short.values = ([pair[i] for pair in pairs] for i in range(2))
 
     @property
     def setting(self) -> str:
@@ -223,6 +245,46 @@ class TurboQuantCache:
         other._stepwise = True
         return other
 
+    def held_as(self, held: Held, short: int, pages: int) -> TurboQuantCache:
+        """A view of rows that are exact, in codes, or mixed: then those that stand before token `short` are exact.
+
+        Set `block_table`, `positions`, `counts` and `slots` before. An exact row's token t is in place t % places of
+        page t // places of its table, and in layers that stay exact where it ever is; it has no codes and no ring yet.
+        pages: of a row in codes, at most.
+        """
+        other = self.view()
+        other._held = held
+        if held == "coded":
+            other.block_table = self.block_table[:, :pages]
+            return other
+        near = self._seen_by(self._short)
+        near.block_table = self.block_table[:, : -(-short // self.places)]
+        if held == "exact":
+            other._short = near
+            return other
+        far, exact = self.held_as("coded", short, pages), self.positions < short
+        near.counts, near.positions = (torch.where(exact, t, 0) for t in (self.counts, self.positions))
+        far.counts, far.positions = self.counts - near.counts, self.positions - near.positions
+        other._rows = near, far, exact.view(-1, 1, 1)
+        return other
+
+    @torch.no_grad()
+    def encode(self, pages: Tensor, slot: Tensor, tokens: Tensor) -> None:
+        """A row that was exact is in codes: the first pages of its table hold the codes of all its tokens, its ring the
+        latest of them, as if they had been written so from the first; the other pages may go. Between steps.
+
+        pages: int32 [1, n], the row's; slot: int32 [1]; tokens: int32 [1], how many it has.
+        """
+        start = torch.zeros_like(tokens)
+        for layer, *exact in zip(self.layers, self._short.keys, self._short.values, strict=True):
+            if layer is None:
+                continue
+            keys, values = (each.index_select(0, pages[0]).flatten(0, 1) for each in exact)
+            # Keys are turned already, and rounded as a write rounds them; queries are nobody's.
+            qkv = torch.cat((keys, keys, values), dim=1).flatten(1).unsqueeze(0)
+            given = qkv, None, None, 0.0, None, None, start, tokens, pages
+            layer.write(given, None if layer.ring is None else slot, keys.shape[1], False)
+
     def errors(self) -> list[float]:
         """Mode shadow: of each layer ‖what codes would have given − the exact output‖ / ‖the exact output‖ so far.
 
@@ -235,6 +297,11 @@ class TurboQuantCache:
         layer = self.layers[attention.index]
         if layer is None:
             return self._exact(attention, qkv)
+        if self._held == "exact":
+            return self._short.attend(attention, qkv)
+        if self._held == "mixed":
+            near, far, exact = self._rows
+            return torch.where(exact, near.attend(attention, qkv), far.attend(attention, qkv))
         if self.config.mode != "shadow":
             return self._coded(attention, layer, qkv)
         out = self._exact(attention, qkv)
@@ -246,9 +313,13 @@ class TurboQuantCache:
         return out
 
     def _exact(self, attention: Attention, qkv: Tensor) -> Tensor:
-        paged = self.paged.view()
+        return self._seen_by(self.paged).attend(attention, qkv)
+
+    def _seen_by(self, cache: PagedCache) -> PagedCache:
+        """Exact keys and values as these rows see them."""
+        paged = cache.view()
         paged.block_table, paged.positions, paged.counts = self.block_table, self.positions, self.counts
-        return paged.attend(attention, qkv)
+        return paged
 
     def _coded(self, a: Attention, layer: CodedLayer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape

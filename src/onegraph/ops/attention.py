@@ -94,6 +94,8 @@ def _paged_attention(call: PagedAttention) -> Tensor:
     step = torch.arange(length, dtype=torch.int32, device=q.device)
     token = (call.positions.unsqueeze(1) + step).clamp(0, capacity - 1).unsqueeze(2)
     hidden = key > token  # [B, Q, L]
+    if call.counts is not None:
+        hidden = hidden | (key >= (call.positions + call.counts).view(batch, 1, 1))
     # A page may still hold what an earlier sequence left: 0 * NaN would carry it into the sum.
     values.masked_fill_(hidden[:, -1].view(batch, capacity, 1, 1), 0.0)
     if window > 0:
@@ -108,6 +110,9 @@ def _paged_attention(call: PagedAttention) -> Tensor:
         sinks = call.sinks.view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, length, -1)
         scores = torch.cat((by_query, sinks), dim=-1).flatten(2, 3)
     weights = scores.softmax(-1)[..., :capacity]
+    if call.counts is not None:  # who sees nothing gets zeros
+        blind = hidden.all(2).view(batch, 1, 1, length, 1).expand(-1, -1, group, -1, -1)
+        weights = weights.masked_fill(blind.reshape(batch, 1, group * length, 1), 0.0)
     out = weights @ values.float().transpose(1, 2)  # [B, kv_heads, group * Q, D]
     out = out.view(batch, heads, length, dim).transpose(1, 2)
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
@@ -208,8 +213,8 @@ def _check_attention(call: PagedAttention) -> None:
     op, q, rows = "paged_attention", call.q, call.q.shape[:1]
     check_query(op, q)
     check_caches(op, q, call.k_cache, call.v_cache)
-    if not call.k_cache.is_contiguous():
-        raise ValueError(f"{op}: the caches have strides {call.k_cache.stride()}; they must be contiguous")
+    if len(call.k_cache) and not call.k_cache[0].is_contiguous():
+        raise ValueError(f"{op}: the caches have strides {call.k_cache.stride()}; each page must be contiguous")
     heads, dim = q.shape[2:]
     kv_heads, cache_dim = call.k_cache.shape[2:]
     check_grouped(op, heads, kv_heads)
@@ -218,6 +223,7 @@ def _check_attention(call: PagedAttention) -> None:
     check_tensors(
         op, q.device, block_table=(call.block_table, torch.int32, (*rows, -1)),
         positions=(call.positions, torch.int32, tuple(rows)), sinks=(call.sinks, torch.float32, (heads,)),
+        counts=(call.counts, torch.int32, tuple(rows)),
     )  # fmt: skip
     if call.window < 0:
         raise ValueError(
@@ -262,15 +268,21 @@ def _slots_case(name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, 
 
 def _attention_case(
     name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, page_size: int, positions: list[int],
-    window: int = 0, spare_pages: int = 1, sinks: bool = False, softcap: float = 0.0,
+    window: int = 0, spare_pages: int = 1, sinks: bool = False, softcap: float = 0.0, apart: bool = False,
+    counts: list[int] | None = None,
 ) -> Case:  # fmt: skip
+    """apart: a page of keys, one of values and one of neither, in turn."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         draw, rows = Draw(device, dtype, generator), len(positions)
         table = draw.pages(rows, -(-(max(positions) + tokens) // page_size) + spare_pages)
         q, cache = draw.randn(rows, tokens, heads, dim), (1 + table.numel(), page_size, kv_heads, dim)
-        caches = draw.randn(*cache), draw.randn(*cache)
+        caches = (
+            draw.randn(cache[0], 3, *cache[1:]).unbind(1)[:2] if apart else (draw.randn(*cache), draw.randn(*cache))
+        )
         logits = draw.sinks(heads) if sinks else None
-        return q, *caches, table, draw.ints(positions), dim**-0.5, window, logits, softcap
+        real = None if counts is None else draw.ints(counts)
+        return q, *caches, table, draw.ints(positions), dim**-0.5, window, logits, softcap, real
 
     return Case(name=name, make=make)
 
@@ -325,6 +337,9 @@ _ATTENTION_CASES = (
     ),
     _attention_case("gemma_256", tokens=1, heads=8, kv_heads=4, dim=256, page_size=16, positions=[0, 300], window=100),
     _attention_case("gemma_256_chunk", tokens=19, heads=4, kv_heads=1, dim=256, page_size=16, positions=[0, 50]),
+    _attention_case("apart", tokens=1, page_size=16, positions=[15, 300], apart=True, **_SMOL),
+    _attention_case("apart_chunk", tokens=24, page_size=16, positions=[0, 130], apart=True, counts=[24, 9], **_SMOL),
+    _attention_case("apart_idle", tokens=3, page_size=16, positions=[0, 40], apart=True, counts=[0, 2], **_SMOL),
     _attention_case("capped", tokens=1, heads=4, kv_heads=2, dim=96, page_size=16, positions=[3, 300], softcap=0.7),
     _attention_case(
         "capped_chunk", tokens=21, heads=8, kv_heads=2, dim=64, page_size=16, positions=[0, 50], window=7, softcap=2.0
@@ -388,7 +403,8 @@ paged_attention = register(
 """q [B, Q, H, D] -> [B, Q, H, D]: query i of row b stands at positions[b] + i and attends the keys j <= that, and
 j > that - window if window > 0; softmax in float32. Key j of row b is k_cache[block_table[b, j // page_size],
 j % page_size]. The grid depends on shapes only; lengths are read on the device. What lies beyond a row's last position
-may be anything, NaN included. Rows of block_table may be apart.
+may be anything, NaN included. Rows of block_table may be apart, and so may pages. counts: int32 [B], how many of the Q
+are real: what lies where the others stand may be anything, too, and what they get is anyone's.
 
 sinks: float32 [H], a logit of each head that counts in the softmax beside the scores and that no value belongs to
 (gpt-oss): what a query gives to it, its result lacks. softcap: scores s, scaled, become softcap * tanh(s / softcap)

@@ -130,6 +130,7 @@ class PagedAttention(Call):
     window: int
     sinks: Tensor | None = None
     softcap: float = 0.0
+    counts: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -160,7 +161,7 @@ class PagedDecode(Tokens):
     def attention(self, q: Tensor) -> tuple[Any, ...]:
         """Arguments of `paged_attention` for the queries that `rope_cache_write` returned."""
         cache = self.k_cache, self.v_cache, self.block_table, self.positions
-        return q, *cache, self.scale, self.window, self.sinks, self.softcap
+        return q, *cache, self.scale, self.window, self.sinks, self.softcap, self.counts
 
     def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
         """By the two ops that it stands for."""

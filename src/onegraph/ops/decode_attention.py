@@ -47,14 +47,17 @@ def _check(call: PagedDecode) -> None:
 
 def _case(
     name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, tokens: int = 1,
-    **options: Any,
+    apart: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
-    """The write's case, its caches as long as the positions reach, and what attention needs besides."""
+    """The write's case, its caches as long as the positions reach, and what attention needs besides. apart: a page of
+    keys, one of values and one of neither, in turn."""
     write = _write_case(name, tokens=tokens, **options)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         *tensors, heads, _ = write.make(device, dtype, generator)
         batch, (_, _, kv_heads, dim) = tensors[0].shape[0], tensors[-1].shape
+        if apart:
+            tensors[-2:] = torch.stack((*tensors[-2:], tensors[-1]), dim=1).unbind(1)[:2]
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
         logits = Draw(device, dtype, generator).sinks(heads) if sinks else None
         return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap
@@ -123,6 +126,12 @@ paged_decode = register(
                 "round_gpt_oss", tokens=4, positions=[0, 9, 700], counts=[4, 2, 4], heads=16, kv_heads=2, dim=64,
                 page_size=16, window=128, sinks=True,
             ),
+            _case(
+                "apart", positions=[63, 200, 5], counts=[1, 1, 0], heads=8, kv_heads=2, dim=128, page_size=16,
+                apart=True,
+            ),
+            _case("apart_80", positions=[61], counts=[1], heads=4, kv_heads=4, dim=80, page_size=16, apart=True),
+            _case("round_apart", tokens=4, positions=[12, 700], counts=[4, 3], apart=True, **_SMOL),
             _case("long_context", positions=[4000, 17], counts=[1, 1], heads=8, kv_heads=2, dim=128, page_size=64),
             _case(
                 "gpt_oss", positions=[0, 9, 0, 700], counts=[1, 1, 0, 1], heads=16, kv_heads=2, dim=64, page_size=16,

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import product
 from typing import Literal
 
 from onegraph.api.completion import StopTexts
@@ -135,9 +136,10 @@ class Worker:
         why = "the server is shutting down"
         try:
             with engine.running(), closing(Scheduler(engine)) as scheduler:
-                for choice in self._choices:
-                    engine.runner("decode", **choice._asdict())
-                    engine.runner("prefill", **choice._asdict())
+                for choice, held in product(self._choices, engine.short.kinds):
+                    engine.runner("decode", **choice._asdict(), held=held)
+                    if held != "mixed":
+                        engine.runner("prefill", **choice._asdict(), held=held)
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._obey(scheduler):

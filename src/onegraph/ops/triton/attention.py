@@ -148,11 +148,11 @@ def with_sink(best, total, sink):
 
 @triton.jit(do_not_specialize=["length", "table_stride", "reach", "pages"])
 def _attend(
-    q, k_cache, v_cache, block_table, positions, sinks, out, part, part_max, part_sum,
-    scale, softcap, length, table_stride, reach, pages,
+    q, k_cache, v_cache, block_table, positions, counts, sinks, out, part, part_max, part_sum,
+    scale, softcap, length, table_stride, reach, pages, page_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr,
-    SINKS: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS (token, head of the group) pairs, token by token, against a split of the row's keys."""
     let_next_start(PDL)
@@ -170,6 +170,8 @@ def _attend(
     # Keys after the tile's last token are nobody's; with a window, neither are those before its first token's window.
     final = tl.minimum(last + tl.minimum(length - 1, (tile * ROWS + ROWS - 1) // GROUP), reach - 1)
     stop = tl.minimum(stop, final + 1)
+    if COUNTED:
+        stop = tl.minimum(stop, last + tl.load(counts + batch))
     if WINDOW > 0:
         early = tl.maximum(last + tile * ROWS // GROUP - WINDOW + 1, 0) // KEYS * KEYS
         start = tl.maximum(start, early)
@@ -186,7 +188,7 @@ def _attend(
         there = key < stop
         page = tl.load(block_table + batch * table_stride + key // PAGE, mask=there, other=0)
         page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the cache
-        slot = ((page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
+        slot = page.to(tl.int64) * page_stride + (key % PAGE * KV_HEADS + kv_head) * DIM
         valid = there[:, None] & (column < DIM)[None, :]
         keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
         values = tl.load(v_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
@@ -247,7 +249,7 @@ def _merge(
 
 def paged_attention(call: PagedAttention) -> Tensor:
     """See `onegraph.ops.attention.paged_attention`."""
-    q, k_cache, v_cache, block_table, positions, scale, window, sinks, softcap = call
+    q, k_cache, v_cache, block_table, positions, scale, window, sinks, softcap, counts = call
     batch, length, heads, dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     out = torch.empty_like(q)
@@ -268,11 +270,12 @@ def paged_attention(call: PagedAttention) -> Tensor:
     with on_device(q):
         opts = options(q)
         _attend[(tiles * splits, kv_heads, batch)](
-            q, k_cache, v_cache, block_table, positions, out if sinks is None else sinks, out, part, sums[0], sums[1],
-            scale, softcap, length, block_table.stride(0), reach, pages,
+            q, k_cache, v_cache, block_table, positions, positions if counts is None else counts,
+            out if sinks is None else sinks, out, part, sums[0], sums[1],
+            scale, softcap, length, block_table.stride(0), reach, pages, k_cache.stride(0),
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, PAGE=page_size, ROWS=rows, KEYS=keys,
             WINDOW=window, SPLITS=splits, MIN_SHARE=MIN_SHARE, SINKS=sinks is not None, CAPPED=softcap > 0,
-            num_warps=4 if width <= 128 else 8, num_stages=2, **opts,
+            COUNTED=counts is not None, num_warps=4 if width <= 128 else 8, num_stages=2, **opts,
         )  # fmt: skip
         if split:
             _merge[(q.numel() // dim,)](

@@ -61,7 +61,7 @@ def _turned(source, weight, cos, sin, eps, half, DIM: tl.constexpr, NORM: tl.con
 @triton.jit(do_not_specialize=["table_stride", "reach", "max_position", "pages"])
 def _decode(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, sinks, out, part,
-    sums, scale, softcap, table_stride, reach, max_position, pages, sum_stride,
+    sums, scale, softcap, table_stride, reach, max_position, pages, page_stride, sum_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, HEADS_P2: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, LINES: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, SINKS: tl.constexpr,
@@ -89,7 +89,7 @@ def _decode(
         soon = start + tl.arange(0, KEYS)
         soon_page = tl.load(table + soon // PAGE, mask=soon < stop, other=0)
         soon_page = tl.minimum(tl.maximum(soon_page, 0), pages - 1).to(tl.int64)
-        soon_slot = ((soon_page * PAGE + soon % PAGE) * KV_HEADS + kv_head) * DIM
+        soon_slot = soon_page * page_stride + (soon % PAGE * KV_HEADS + kv_head) * DIM
         lines = tl.where(soon < stop, soon_slot, 0)[:, None] + (tl.arange(0, LINES) * (DIM // LINES))[None, :]
         _prefetch((k_cache + lines).to(tl.int64))
         _prefetch((v_cache + lines).to(tl.int64))
@@ -112,7 +112,7 @@ def _decode(
             new_key = tl.sum(turned, axis=0).to(dtype)
             new_value = tl.load(own + KV_HEADS * DIM + column, mask=column < DIM, other=0.0)
             own_page = tl.minimum(tl.maximum(tl.load(table + last // PAGE), 0), pages - 1).to(tl.int64)
-            own_slot = ((own_page * PAGE + last % PAGE) * KV_HEADS + kv_head) * DIM + column
+            own_slot = own_page * page_stride + (last % PAGE * KV_HEADS + kv_head) * DIM + column
             tl.store(k_cache + own_slot, new_key, mask=real & (column < DIM))
             tl.store(v_cache + own_slot, new_value, mask=real & (column < DIM))
             own_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1)
@@ -127,7 +127,7 @@ def _decode(
             key = at + tl.arange(0, KEYS)
             page = tl.load(table + key // PAGE, mask=key < stop, other=0)
             page = tl.minimum(tl.maximum(page, 0), pages - 1)  # a wrong table must not read past the cache
-            slot = ((page.to(tl.int64) * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
+            slot = page.to(tl.int64) * page_stride + (key % PAGE * KV_HEADS + kv_head) * DIM
             valid = (key < stop)[:, None] & (column < DIM)[None, :]
             keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
             values = tl.load(v_cache + slot[:, None] + column[None, :], mask=valid, other=0.0)
@@ -230,7 +230,8 @@ def paged_decode(call: PagedDecode) -> Tensor:
         _decode[(splits, kv_heads, batch)](
             qkv, q_norm if norm else qkv, k_norm if norm else qkv, eps, cos if rope else qkv, sin if rope else qkv,
             positions, counts, block_table, k_cache, v_cache, tickets, out if sinks is None else sinks, out, part,
-            sums, scale, softcap, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages, cut,
+            sums, scale, softcap, block_table.stride(0), reach, cos.shape[0] - 1 if rope else 0, pages,
+            k_cache.stride(0), cut,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, TURNED=2 * cos.shape[1] if rope else dim, WIDTH=width,
             PAGE=page_size, ROWS=max(16, triton.next_power_of_2(group)), HEADS_P2=triton.next_power_of_2(group),
             KEYS=keys, WINDOW=window, SPLITS=splits, LINES=lines, NORM=norm, ROPE=rope, SINKS=sinks is not None,

@@ -1,0 +1,554 @@
+"""Sequences that are exact while they are short: in the bytes of their codes, until they turn into these."""
+
+import math
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+from engines import MODES, maker
+from onegraph.check.api import check_step
+from onegraph.engine.choice import PLAIN
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.generate import Engine
+from onegraph.engine.inputs import row_inputs
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.schedule import Scheduler
+from onegraph.engine.short import Short, Sizes, page_size_of, sizes_of
+from onegraph.formats.turboquant import SHORT, parse_kv
+from onegraph.nn.attention import PagedCache
+from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.registry import reference_ops
+from test_turboquant_cache import DIM, KV_HEADS, config, layer, new_cache, sequences
+from tiny_decoder import TinyDecoder
+
+PLACES = 16
+
+
+# -------------------------------------------------------------------------------------------------------- the setting
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "page", "places"),
+    [
+        ("turboquant:4", torch.bfloat16, 64, 16),
+        ("turboquant:k3v4", torch.bfloat16, 80, 16),
+        ("turboquant:3", torch.bfloat16, 96, 16),
+        ("turboquant:2", torch.float16, 128, 16),
+        ("turboquant:1", torch.float16, 256, 16),
+        ("turboquant:4,first=1,edge=2", torch.bfloat16, 128, 16),
+        ("turboquant:3,last=1,edge=4", torch.bfloat16, 96, 16),
+        ("turboquant:4,first=1", torch.bfloat16, 64, 16),
+        ("turboquant:4,keys=prod", torch.float32, 128, 16),
+    ],
+)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_a_page_has_room_for_a_tile_of_exact_tokens(
+    text: str, dtype: torch.dtype, page: int, places: int, dim: int
+) -> None:
+    """In every coded layer, and a page with one block less has none."""
+    setting = parse_kv(text)
+    assert setting is not None
+    assert setting.page_size(dtype.itemsize) == page
+    assert setting.exact_places(page, dtype.itemsize) == places
+    assert setting.exact_places(page - 16, dtype.itemsize) == 0
+    cache = TurboQuantCache(
+        setting, layers=3, pages=3, page_size=page, kv_heads=2, head_dim=dim, rows=1, pages_per_row=2, device="cpu",
+        dtype=dtype,
+    )  # fmt: skip
+    assert cache.places == places
+    for found, keys, values in zip(cache.layers, cache._short.keys, cache._short.values, strict=True):
+        assert keys.shape[2:] == values.shape[2:] == (2, dim)
+        if found is None:
+            assert keys.shape[1] == page
+            continue
+        base, own = found.codes.data_ptr(), found.codes[0].numel()
+        for i in range(3):
+            first, second = (t[i].data_ptr() - base - i * own for t in (keys, values))
+            assert first == 0
+            assert second == keys[i].numel() * dtype.itemsize <= own - second
+
+
+def test_the_setting_and_its_limits() -> None:
+    setting = parse_kv("turboquant:4,short=300")
+    assert setting is not None
+    assert str(setting) == "turboquant:4,short=300"
+    assert setting.short_on("cuda") == setting.short_on("cpu") == 300
+    plain, never, full = (parse_kv(f"turboquant:4{more}") for more in ("", ",short=0", ",mode=full"))
+    assert [s.short_on("cuda") for s in (plain, never, full) if s] == [SHORT, 0, 0]
+    assert [s.short_on("cpu") for s in (plain, never, full) if s] == [0, 0, 0]
+    for text, message in {
+        "turboquant:4,short=x": "short is 'x'; it must be a number",
+        "turboquant:4,short=1048577": "short is 1048577; allowed is 0 to 1048576",
+        "turboquant:4,mode=full,short=10": "short is 10 and mode full",
+        "turboquant:4,mode=shadow,short=10": "short is 10 and mode shadow",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            parse_kv(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- the cache
+
+
+def short_cache(text: str, *, rows: int = 3, per_row: int = 6, **change: Any) -> TurboQuantCache:
+    """Filled with what earlier sequences left, NaN whether it is read as codes, as a ring or exactly."""
+    setting = config(text)
+    page = setting.page_size(4)
+    made = new_cache(text, **({"page_size": page, "rows": rows, "per_row": per_row} | change))
+    for tensor in made.tensors():
+        tensor.copy_(torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else math.nan))
+    assert made._short.keys[0].isnan().all()
+    assert made.places == PLACES
+    return made
+
+
+def seen(cache: TurboQuantCache, held: Any, short: int, positions: list[int], counts: list[int]) -> TurboQuantCache:
+    view = cache.view()
+    view.positions, view.counts = (torch.tensor(t, dtype=torch.int32) for t in (positions, counts))
+    return view.held_as(held, short, 4)
+
+
+def exact_cache(rows: int = 3) -> PagedCache:
+    made = PagedCache(
+        layers=1, pages=1 + 8 * rows, page_size=PLACES, kv_heads=KV_HEADS, head_dim=DIM, rows=rows, pages_per_row=8,
+        device="cpu", dtype=torch.float32,
+    )  # fmt: skip
+    made.block_table.copy_(torch.arange(1, 1 + 8 * rows).view(rows, 8))
+    return made
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("text", ["4,window=16", "2,window=24,values=prod"])
+def test_short_rows_are_those_of_the_exact_cache(text: str, window: int) -> None:
+    """Bit for bit: a chunk, rounds of drafts and steps, one row idle, pages in any order and full of NaN."""
+    mine, plain, attention = short_cache(text), exact_cache(), layer(window=window)
+    rows, done = sequences(3, 90), [0, 0, 0]
+    for counts in ([40, 13, 0], [5, 8, 0], [1, 1, 0], [1, 0, 0], [33, 9, 0], [1, 1, 0]):
+        length = max(counts)
+        qkv = torch.stack([rows[b, done[b] : done[b] + length] for b in range(3)])
+        plain.positions, plain.counts = torch.tensor(done).int(), torch.tensor(counts).int()
+        got = seen(mine, "exact", 96, done, counts).attend(attention, qkv)
+        want = plain.attend(attention, qkv)
+        for b, count in enumerate(counts):
+            assert torch.equal(got[b, :count], want[b, :count])
+            assert got[b, :count].isfinite().all()
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+
+
+SETTINGS = ["4,window=16", "k3v4,window=40,scale=norm", "2,window=24,scale=unbiased,rotation=qr",
+            "k1v3,window=16,values=prod"]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [33, 80, 96])
+@pytest.mark.parametrize("text", SETTINGS)
+def test_a_row_that_turns_has_the_codes_and_the_ring_of_one_that_always_had(text: str, tokens: int) -> None:
+    """Bit for bit, window crossed or not; and nothing but its first page, and the sentinel, is written or read then."""
+    turned, coded = (short_cache(text, per_row=7) for _ in range(2))
+    attention, (row,) = layer(), sequences(1, 130)
+    for each, held in ((turned, "exact"), (coded, "coded")):
+        each.block_table[0] = torch.tensor([5, 2, 9, 4, 11, 7, 1])
+        at = 0
+        while at < tokens:  # a chunk, then one by one
+            count = 30 if not at else 1
+            view = seen(each, held, 96, [at, 0, 0], [count, 0, 0])
+            view.attend(attention, row[at : at + count].expand(3, -1, -1).contiguous())
+            at += count
+    before = turned.layers[0].codes.clone()
+    (slot,) = turned.slots[:1].tolist()
+    pages = turned.block_table[:1, : -(-tokens // PLACES)].clone()
+    turned.encode(pages, torch.tensor([slot]).int(), torch.tensor([tokens]).int())
+    mine, other = turned.layers[0], coded.layers[0]
+    size = turned.config.ring
+    places = [t % size for t in range(max(0, tokens - size), tokens)]
+    assert torch.equal(mine.ring[slot][places], other.ring[slot][places])
+    offsets = mine.layout.offsets(torch.arange(tokens))  # of these tokens alone
+    for head in range(KV_HEADS):
+        assert torch.equal(mine.codes[5, head][offsets.flatten()], other.codes[5, head][offsets.flatten()])
+    untouched = [i for i in range(turned.pages) if i not in (0, 5)]
+    assert torch.equal(mine.codes[untouched], before[untouched])
+
+    mine.codes[untouched] = 255  # those pages are somebody else's now
+    for t in range(tokens, tokens + 20):
+        qkv = row[t].expand(3, 1, -1).contiguous()
+        one, two = (seen(c, "coded", 96, [t, 0, 0], [1, 0, 0]).attend(attention, qkv)[0] for c in (turned, coded))
+        assert one.isfinite().all()
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_mixed_rows_are_each_what_they_are_alone(length: int) -> None:
+    """One exact, one in codes, one idle: neither reads nor writes what is not its own, and exact layers are exact."""
+    text = "4,window=16,exact=1"
+    attention, inexact = layer(), layer(index=1)
+    rows = sequences(3, 140)
+    mixed, apart = short_cache(text, layers=2), short_cache(text, layers=2)
+    for filled in (mixed, apart):
+        for b, (held, count) in enumerate((("exact", 50), ("coded", 90))):
+            counts = [count if i == b else 0 for i in range(3)]
+            for each in (attention, inexact):
+                seen(filled, held, 64, [0, 0, 0], counts).attend(each, rows[:, :count].contiguous())
+    at, counts = [50, 90, 70], [length, length, 0]
+    for _ in range(6):
+        for each in (attention, inexact):
+            qkv = torch.stack([rows[b, at[b] : at[b] + length] for b in range(3)])
+            got = seen(mixed, "mixed", 64, at, counts).attend(each, qkv)
+            short = seen(apart, "exact", 64, [at[0], 0, 0], [length, 0, 0]).attend(each, qkv)
+            long = seen(apart, "coded", 64, [0, at[1], 0], [0, length, 0]).attend(each, qkv)
+            assert torch.equal(got[0], short[0])
+            assert torch.equal(got[1], long[1])
+            assert got[:2].isfinite().all()
+        at = [at[0] + (length + 1) // 2, at[1] + (length + 2) // 2, 70]
+    for one, two in zip(mixed.tensors(), apart.tensors(), strict=True):
+        kept = one[1:], two[1:]  # but for the sentinel's
+        assert torch.equal(*(t.nan_to_num(-7.0) if t.is_floating_point() else t for t in kept))
+
+
+# ---------------------------------------------------------------------------------------------------------- the engine
+
+KV = "turboquant:2,window=16,short=60"  # codes of 2 bits: who reads them too early draws other tokens
+SIZES = {"max_batch": 3, "max_context": 256, "chunk": 16}
+PROMPTS = [[5, 9, 2, 77], list(range(40, 83)), [3], list(range(7, 100)), [99, 98], [4] * 59, [4] * 60]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0.5, seed=n) for n in (90, 50, 25, 70, 56, 30, 31)]
+
+
+@cache
+def model() -> TinyDecoder:
+    return TinyDecoder(head_dim=64)
+
+
+def engine(kv: str | None = KV, **options: Any) -> Engine:
+    return Engine(model(), kv=kv, capture=False, **(SIZES | options))
+
+
+def alone(prompt: list[int], params: SamplingParams, kv: str | None = KV) -> list[int]:
+    return engine(kv, max_batch=1).generate([prompt], params)[0]
+
+
+@cache
+def expected(kv: str | None = KV) -> list[list[int]]:
+    return [alone(prompt, params, kv) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def test_short_texts_are_those_of_the_exact_cache_and_long_ones_are_not() -> None:
+    """Up to where they turn; a prompt that is long is never exact."""
+    exact, coded = expected(None), expected(KV.replace("60", "0"))
+    for prompt, got, want, other in zip(PROMPTS, expected(), exact, coded, strict=True):
+        same = next((i for i, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), len(got))
+        if len(prompt) < 60:
+            assert same >= min(len(got), 61 - len(prompt))
+        else:
+            assert got == other
+    assert expected()[0] != exact[0], "it did turn into codes of two bits"
+    assert expected()[2] != coded[2], "which would have shown"
+
+
+def by_hand(prompt: list[int], count: int, short: int) -> list[int]:
+    """Greedy, in passes of the model: exact until `short` tokens are read, then in codes."""
+    setting = parse_kv(KV)
+    cache = model().new_cache(rows=1, pages=9, page_size=256, pages_per_row=8, kv=setting)
+    assert isinstance(cache, TurboQuantCache)
+    cache.block_table.copy_(torch.arange(1, 9))
+    text, read, held = list(prompt), 0, "exact" if len(prompt) < short else "coded"
+    while len(text) < len(prompt) + count:
+        if held == "exact" and read == short:
+            cache.encode(cache.block_table[:, :4], cache.slots, torch.tensor([read]).int())
+            held = "coded"
+        end = min(read + 16, len(prompt)) if read < len(prompt) else read + 1
+        view = cache.view()
+        view.positions, view.counts = torch.tensor([read]).int(), torch.tensor([end - read]).int()
+        with torch.no_grad():
+            hidden = model()(torch.tensor([text[read:end]]), view.held_as(held, short, 1))
+            if end == len(text):
+                text.append(int(model().logits(hidden[:, -1]).argmax()))
+        read = end
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt", [PROMPTS[0], PROMPTS[1], PROMPTS[5], PROMPTS[6]])
+def test_the_engine_does_what_passes_of_the_model_do(prompt: list[int]) -> None:
+    assert engine(max_batch=1).generate([prompt], SamplingParams(max_tokens=80))[0] == by_hand(prompt, 80, 60)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_gives_each_prompt_what_it_gets_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short and long rows in one batch, which turn at different times and take each other's pages."""
+    make = maker(mode, model(), monkeypatch, kv=KV, page_size=None, **SIZES)
+    made = make()
+    assert made.generate(PROMPTS, PARAMS) == expected()
+    assert {held for _, _, held in made._runners} == {"exact", "mixed", "coded"}
+    assert made._allocator.free == made._allocator.capacity
+    assert made.generate(PROMPTS, PARAMS) == expected(), "a second time, over what the first left"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_rows_that_come_and_go_and_lack_pages(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five pages of the eight that three short rows want: sequences give up their own and start over, exactly."""
+    monkeypatch.setattr("onegraph.engine.generate.sizes_of", lambda *_, **__: Sizes(256, 6, 1, 4, Short(60, PLACES)))
+    made = engine()
+    made.ahead = ahead
+    texts: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+    turned = []
+    encode = made.encode
+    monkeypatch.setattr(made, "encode", lambda sequence: (turned.append(sequence.read), encode(sequence)))
+    with made.running():
+        scheduler = Scheduler(made)
+        wanted = [made.request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        for sequence in wanted:
+            scheduler.add(sequence)
+        while not scheduler.idle:
+            for sequence, token in scheduler.step():
+                texts[wanted.index(sequence)].append(token)
+        preemptions = scheduler.stats.preemptions
+        scheduler.close()
+    assert list(texts.values()) == expected()
+    assert preemptions > 0
+    assert set(turned) == {60}
+    assert len(turned) >= 3
+    assert made._allocator.free == made._allocator.capacity
+
+
+def test_pages_that_codes_do_not_need_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, held = engine(max_batch=1), []
+    encode = made.encode
+
+    def note(sequence: Any) -> None:
+        held.append(len(sequence.pages))
+        encode(sequence)
+
+    monkeypatch.setattr(made, "encode", note)
+    scheduler = Scheduler(made)
+    sequence = made.request(PROMPTS[0], PARAMS[0])
+    scheduler.add(sequence)
+    while not sequence.done:
+        scheduler.step()
+        if held and not sequence.done:
+            assert len(sequence.pages) == 1
+    scheduler.close()
+    assert held == [4], "sixteen tokens a page, before"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, "auto"])
+@pytest.mark.parametrize("kind", ["told", "ngram", "model"])
+def test_drafts_change_no_text(kind: str, tokens: Any) -> None:
+    """Also rounds that would reach beyond where a row turns, and rows that wait there while others go on."""
+    params = [SamplingParams(max_tokens=p.max_tokens, temperature=0.5, seed=i) for i, p in enumerate(PARAMS)]
+    want = [alone(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, want, strict=True)]
+    made = {"told": partial(OracleDrafter, texts, 0.8, 101), "ngram": NgramDrafter,
+            "model": partial(ModelDrafter, TinyDecoder(seed=5, head_dim=64))}[kind]  # fmt: skip
+    drafted = engine(draft=made, draft_tokens=tokens)
+    assert drafted.generate(PROMPTS, params) == want
+    if kind == "told" and tokens != "auto":
+        assert drafted.stats.accepted_tokens > 0
+    assert drafted._allocator.free == drafted._allocator.capacity
+
+
+def test_a_nan_is_forgotten_whatever_it_is_read_as() -> None:
+    made = Engine(TinyDecoder(head_dim=64), kv=KV, capture=False, **SIZES)
+    good = made.generate(PROMPTS[:2], PARAMS[:2])
+    saved = made.model.embed.weight[77].clone()
+    made.model.embed.weight[77] = math.nan
+    with pytest.raises(FloatingPointError):
+        made.generate(PROMPTS[:1], PARAMS[:1])
+    made.model.embed.weight[77] = saved
+    assert made.generate(PROMPTS[:2], PARAMS[:2]) == good
+
+
+@pytest.mark.parametrize("held", ["exact", "mixed"])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_the_steps_may_be_captured(kind: str, held: str) -> None:
+    """Captured, replayed and compared on a simulated GPU, with the ops as plain torch, which it sees into."""
+    if (kind, held) == ("prefill", "mixed"):
+        pytest.skip("a prompt is one row")
+
+    def factory():
+        made = Engine(TinyDecoder(head_dim=64, device="cuda"), kv=KV, capture=False, **SIZES)
+        runner = made.runner(kind, held=held)
+        rows = {
+            "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
+            "limits": torch.tensor([60, 77, 9], dtype=torch.int32),
+            "table": torch.arange(1, 1 + 3 * made._per_row, dtype=torch.int32).view(3, -1),
+            "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
+        }
+        rows |= {
+            n: t.cpu()[:3] * 0
+            for n, t in row_inputs(3, made._per_row, PLAIN, torch.device("cpu")).items()
+            if n not in rows
+        }
+        g = torch.Generator().manual_seed(0)
+        if kind == "decode":
+            runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
+
+        def inputs(index):
+            if kind == "prefill":
+                row = {name: tensor[:1].clone() for name, tensor in rows.items()}
+                row["positions"][0], row["limits"][0] = 16 * index, 16 * index + 16 - index
+                runner.load(tokens=torch.randint(0, 101, (1, 16), generator=g), **row)
+            return ()
+
+        def one():
+            with reference_ops():
+                return runner.replay(3) if kind == "decode" else runner.replay()
+
+        return one, inputs
+
+    report = check_step(factory)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class OnGpu:
+    """Sizes of a model in bfloat16 on a GPU that nobody has."""
+
+    page_size, dtype, devices = 16, torch.bfloat16, [torch.device("cuda:0")]
+
+
+@pytest.mark.parametrize(
+    ("kv", "rows", "context", "given", "want"),
+    [
+        (None, 8, 4096, None, (16, 1 + 8 * 256, 256, 256, 0)),
+        ("turboquant:4", 8, 4096, None, (64, 1 + 8 * 64, 64, 64, 1024)),  # not a page more than codes need
+        ("turboquant:4", 1, 32768, None, (64, 1 + 512, 512, 512, 1024)),
+        ("turboquant:4", 8, 1024, None, (64, 1 + 8 * 64, 16, 64, 1024)),  # what eight exact rows need
+        ("turboquant:4", 1, 100, None, (64, 1 + 7, 2, 7, 100)),
+        ("turboquant:4", 256, 1024, None, (64, 1 + 256 * 16, 16, 16, 256)),
+        ("turboquant:4", 16, 1024, None, (64, 1 + 8 * 64, 16, 32, 512)),
+        ("turboquant:4", 8, 4096, 1 + 8 * 16, (64, 1 + 8 * 16, 64, 64, 256)),
+        ("turboquant:4", 8, 4096, 5, (64, 5, 64, 64, 0)),
+        ("turboquant:4,short=0", 8, 4096, None, (16, 1 + 8 * 256, 256, 256, 0)),
+        ("turboquant:4,short=2048", 2, 4096, None, (64, 1 + 2 * 128, 64, 128, 2048)),
+        ("turboquant:2", 8, 4096, None, (128, 1 + 8 * 64, 32, 64, 1024)),
+        ("turboquant:4,mode=full", 8, 4096, None, (16, 1 + 8 * 256, 256, 256, 0)),
+    ],
+)
+def test_how_large_a_cache_is(
+    kv: str | None, rows: int, context: int, given: int | None, want: tuple[int, ...]
+) -> None:
+    setting = None if kv is None else parse_kv(kv)
+    found: Any = OnGpu()
+    sizes = sizes_of(found, setting, rows=rows, context=context, page_size=None, pages=given)
+    assert (sizes.page_size, sizes.pages, sizes.coded, sizes.per_row, sizes.short.tokens) == want
+    assert page_size_of(found, setting) == sizes.page_size
+    assert sizes.short.pages(sizes.short.tokens) * rows <= sizes.pages - 1
+
+
+def test_a_page_too_small_for_exact_tokens_holds_codes_alone() -> None:
+    made = engine(page_size=16)
+    assert made.short.tokens == 0
+    assert made.short.kinds == ("coded",)
+    assert made.generate(PROMPTS[:2], PARAMS[:2]) == expected(KV.replace("60", "0"))[:2]
+
+
+def test_a_cpu_and_who_says_so_keep_codes_alone() -> None:
+    for kv in ("turboquant:4", "turboquant:4,short=0"):
+        made = engine(kv)
+        assert made.short.tokens == 0
+        assert made._allocator.page_size == 16
+
+
+# --------------------------------------------------------------------------------------------------------------- a GPU
+
+
+def gpu_cache(text: str, page: int, places: int) -> TurboQuantCache:
+    made = new_cache(text, page_size=page, per_row=6, device="cuda:0", dtype=torch.bfloat16)
+    for tensor in made.tensors():
+        tensor.copy_(torch.full_like(tensor, 255 if tensor.dtype == torch.uint8 else math.nan))
+    assert made.places == places
+    return made
+
+
+def gpu_seen(cached: TurboQuantCache, held: Any, positions: list[int], counts: list[int]) -> TurboQuantCache:
+    view = cached.view()
+    view.positions, view.counts = (torch.tensor(t, dtype=torch.int32, device="cuda:0") for t in (positions, counts))
+    return view.held_as(held, 96, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
+def test_a_row_on_a_gpu_is_exact_and_turns_into_its_codes() -> None:
+    """As the exact cache has it, bit for bit, over pages full of NaN; and then as codes written from the first, but
+    where a key's rounding makes another code."""
+    text, tokens = "4,window=16", 80
+    exact, turned, coded = exact_cache(), gpu_cache(text, 64, 16), gpu_cache(text, 64, 16)
+    plain = PagedCache(
+        layers=1, pages=25, page_size=16, kv_heads=KV_HEADS, head_dim=DIM, rows=3, pages_per_row=8, device="cuda:0",
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    plain.block_table.copy_(exact.block_table)
+    attention, rows = layer().to("cuda:0"), sequences(3, 130).to("cuda:0", torch.bfloat16)
+    at = 0
+    for count in (30, 5, *[1] * 45):
+        length = {30: 40, 5: 8}.get(count, 1)  # those behind are padding
+        qkv = rows[:, at : at + length].contiguous()
+        positions, counts = [at] * 3, [count, count, 0]
+        plain.positions, plain.counts = (torch.tensor(t).int().cuda() for t in (positions, counts))
+        got = gpu_seen(turned, "exact", positions, counts).attend(attention, qkv)[:2, :count]
+        assert torch.equal(got, plain.attend(attention, qkv)[:2, :count])
+        assert got.isfinite().all()
+        gpu_seen(coded, "coded", positions, counts).attend(attention, qkv)
+        at += count
+    assert at == tokens
+    for b in range(2):
+        many = torch.tensor([tokens], device="cuda:0").int()
+        turned.encode(turned.block_table[b : b + 1, :5], turned.slots[b : b + 1], many)
+    mine, other = turned.layers[0], coded.layers[0]
+    places = [t % turned.config.ring for t in range(tokens - turned.config.ring, tokens)]
+    for b in range(2):
+        slot = int(turned.slots[b])
+        one, two = mine.ring[slot][places].float(), other.ring[slot][places].float()
+        assert (one - two).norm() <= 4e-3 * two.norm()
+        for page in turned.block_table[b, :2].tolist():
+            offsets = mine.layout.offsets(torch.arange(min(64, tokens))).flatten()[: 68 * 16].cuda()
+            differing = (mine.codes[page][:, offsets] != other.codes[page][:, offsets]).float().mean()
+            assert differing < 0.02
+    for t in range(tokens, tokens + 20):
+        qkv = rows[:, t : t + 1].contiguous()
+        one, two = (gpu_seen(c, "coded", [t, t, 0], [1, 1, 0]).attend(attention, qkv)[:2] for c in (turned, coded))
+        assert (one - two).float().norm() <= 3e-2 * two.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("kernel_family")
+@pytest.mark.parametrize("length", [1, 4])
+def test_mixed_rows_on_a_gpu_are_each_what_they_are_alone(length: int) -> None:
+    mixed, apart = (gpu_cache("4,window=16", 64, 16) for _ in range(2))
+    attention, rows = layer().to("cuda:0"), sequences(3, 140).to("cuda:0", torch.bfloat16)
+    for filled in (mixed, apart):
+        for held, counts in (("exact", [50, 0, 0]), ("coded", [0, 120, 0])):
+            gpu_seen(filled, held, [0, 0, 0], counts).attend(attention, rows[:, : max(counts)].contiguous())
+    at, counts = [50, 120, 70], [length, length, 0]
+    for _ in range(4):
+        qkv = torch.stack([rows[b, at[b] : at[b] + length] for b in range(3)])
+        got = gpu_seen(mixed, "mixed", at, counts).attend(attention, qkv)
+        short = gpu_seen(apart, "exact", [at[0], 0, 0], [length, 0, 0]).attend(attention, qkv)
+        long = gpu_seen(apart, "coded", [0, at[1], 0], [0, length, 0]).attend(attention, qkv)
+        assert torch.equal(got[0], short[0])
+        assert torch.equal(got[1], long[1])
+        assert got[:2].isfinite().all()
+        at = [at[0] + (length + 1) // 2, at[1] + (length + 2) // 2, 70]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft", [None, NgramDrafter])
+def test_captured_texts_are_the_eager_ones_on_a_gpu(draft: Any) -> None:
+    """Alone and together, with drafts or without; turned while others are short."""
+
+    def made(**options: Any) -> Engine:
+        return Engine(
+            TinyDecoder(head_dim=64, device="cuda:0", dtype=torch.bfloat16),
+            **{"kv": KV, "draft": draft, "draft_tokens": 3 if draft else "auto"} | SIZES | options,
+        )
+
+    captured = made(capture=True)
+    got = captured.generate(PROMPTS, PARAMS)
+    assert {held for _, _, held in captured._runners} == {"exact", "mixed", "coded"}
+    assert made(capture=False).generate(PROMPTS, PARAMS) == got
+    if draft is None:
+        for prompt, one, want in zip(PROMPTS[:4], PARAMS, got, strict=False):
+            assert made(capture=True, max_batch=1).generate([prompt], one) == [want]
+    plain = made(capture=True, kv=None).generate(PROMPTS, PARAMS)
+    for prompt, one, other in zip(PROMPTS[:5], got, plain, strict=False):
+        assert one[: 60 - len(prompt)] == other[: 60 - len(prompt)] or len(prompt) >= 60
