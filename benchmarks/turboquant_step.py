@@ -4,7 +4,9 @@
     PYTHONPATH=src python3 benchmarks/turboquant_step.py parts > lines.jsonl
 
 whole: the engine's decode step of Llama-3-8B's shape, all layers and the head, random E8P weights, beside the bfloat16
-cache in the same run; milliseconds, median over replays whose positions move on. --bits 16 takes bfloat16 weights.
+cache in the same run; milliseconds, median over replays whose positions move on. --bits 16 takes bfloat16 weights. Rows
+that are short are exact, as the engine has them: as short as --max-context, with which it is made, has pages for.
+--short-rows: so many rows of a batch are in the middle of being short, the others where the context says.
 parts: its kernels besides attention to codes, which are the write, and the ring with its merge. Each is replayed from
 one graph of 32 calls on as many layers' tensors, 32 query and 8 kv heads of 128, bfloat16, beside the write of an exact
 cache; microseconds a layer, median.
@@ -20,15 +22,15 @@ import torch
 from step import SHAPES, random_model
 from torch import Tensor
 
-from onegraph.engine import generate
+from onegraph.engine import steps
 from onegraph.engine.bench import replay_us
 from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
-from onegraph.formats.turboquant import parse_kv
+from onegraph.formats.turboquant import SHORT, parse_kv
 from onegraph.formats.turboquant_layout import BLOCK
 from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attention, PagedCache
-from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.nn.turboquant import Held, TurboQuantCache
 from onegraph.ops.attention import rope_cache_write
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write
@@ -39,8 +41,12 @@ SETTINGS = ("exact", "turboquant:4", "turboquant:k3v4", "turboquant:4,mode=full"
 STEPS, ROUNDS = 32, 5  # replays one after the other, and how often
 
 
-def fill(cache: Any) -> None:
-    """Random keys and values, or random codes with norms as keys have them."""
+def fill(cache: Any, held: Held) -> None:
+    """Random keys and values, or random codes with norms as keys have them; where rows are mixed, codes."""
+    if held == "exact" and isinstance(cache, TurboQuantCache):
+        for tensor in (*cache._short.keys, *cache._short.values):
+            tensor.normal_()
+        return
     for tensor in (*cache.keys, *cache.values) if isinstance(cache, PagedCache) else ():
         tensor.normal_()
     for layer in () if isinstance(cache, PagedCache) else cache.layers:
@@ -53,20 +59,27 @@ def fill(cache: Any) -> None:
 
 
 @torch.no_grad()
-def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool) -> tuple[float, int]:
-    """Median milliseconds of a replay around `context` tokens a row, and the bytes of the cache."""
-    engine = Engine(model, max_batch=batch, max_context=context + STEPS, kv=parse_kv(kv))
+def step_ms(
+    model: Llama, batch: int, context: int, kv: str, fused: bool, room: int, short: int
+) -> tuple[float, dict[str, Any]]:
+    """Median milliseconds of a replay up to `context` tokens a row, `short` of them shorter, in an engine with `room`
+    for each, and what its cache is."""
+    engine = Engine(model, max_batch=batch, max_context=max(context, room), kv=parse_kv(kv))
     engine._cache.fused = fused
-    runner = engine.runner("decode")
-    fill(engine._cache)
+    tokens = engine.short.tokens
+    held: Held = "mixed" if short and tokens else "exact" if context <= tokens else "coded"
+    runner = engine.runner("decode", held=held)
+    fill(engine._cache, held)
     inputs = runner.stages[0].inputs
     width = inputs["table"].shape[1]
     rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in inputs.items()}
     rows["drawn"] = torch.randint(0, model.config.vocab_size, (batch,))
-    rows["positions"].fill_(context - STEPS)
-    rows["limits"].fill_(context + STEPS)
+    rows["positions"].fill_(context - STEPS - 1)
+    rows["positions"][:short] = (tokens or SHORT) // 2
+    rows["limits"].fill_(context)
     rows["slots"] = torch.arange(1, 1 + batch, dtype=torch.int32)
-    rows["table"] = 1 + torch.randperm(batch * width).view(batch, width).int()
+    order = torch.randperm(engine._cache.pages - 1).int()
+    rows["table"] = 1 + order[torch.arange(batch * width) % len(order)].view(batch, width)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     with runner.running():
@@ -79,23 +92,26 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool) -> tup
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / STEPS)
-    return statistics.median(times), engine._cache.nbytes
+    about = {"max_context": engine.max_context, "cache_bytes": engine._cache.nbytes}
+    return statistics.median(times), about if kv == "exact" else about | {"held": held, "short": tokens}
 
 
 def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    generate._buckets = lambda largest: [largest]  # no other is timed
+    steps.batch_sizes = lambda largest: [largest]  # no other is timed
     shapes = [(int(b), int(c)) for b, c in (s.split("x") for s in args.shapes)]
-    reach = max(context for _, context in shapes) + STEPS
+    reach = max(args.max_context, *(context for _, context in shapes))
     shape = SHAPES["llama-3-8b"] | {"max_position_embeddings": reach, "num_hidden_layers": args.layers}
     model = random_model(shape, args.bits, args.lm_head, reach)
     for batch, context in shapes:
         apart = [(kv, False) for kv in args.settings if args.apart and kv != "exact" and "mode=" not in kv]
         for kv, fused in [*((kv, True) for kv in args.settings), *apart]:
-            ms, size = step_ms(model, batch, context, kv, fused)
+            ms, about = step_ms(model, batch, context, kv, fused, args.max_context, args.short_rows)
             row = {"bench": "turboquant step", "part": "whole", "shape": "llama-3-8b", "layers": args.layers, "kv": kv}
             row["fused"] = fused
             row |= {"bits": args.bits, "lm_head": args.lm_head, "batch": batch, "context": context}
-            yield row | {"ms": round(ms, 4), "cache_bytes": size} | machine("cuda")
+            if args.short_rows:
+                row["short_rows"] = args.short_rows
+            yield row | {"ms": round(ms, 4)} | about | machine("cuda")
             gc.collect()  # an engine and its graphs hold each other
             torch.cuda.empty_cache()
 
@@ -106,6 +122,8 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=2, help="rate of the blocks' linears")
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; bfloat16 by default")
     parser.add_argument("--apart", action="store_true", help="hybrid settings also with codes and ring in two ops")
+    parser.add_argument("--max-context", type=int, default=4096, help="that the engine is made for at least, whole")
+    parser.add_argument("--short-rows", type=int, default=0, help="of a batch, whole")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the whole step's model")
     parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")

@@ -176,18 +176,20 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Llama, Ranks]:
         return Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
 
 
-@pytest.mark.parametrize("kv", [None, "turboquant:4"])
+@pytest.mark.parametrize("kv", [None, "turboquant:4", "turboquant:4,short=24"])
 @pytest.mark.parametrize("mode", ["eager", "captured"])
 def test_the_engine_draws_the_tokens_of_one_device(
     both: tuple[Llama, Ranks], mode: str, kv: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four prompts on three rows, in chunks; greedy, sampled, with penalties and log-probabilities."""
     prompts = [text(19), text(3, 1), text(8, 2), text(1, 3)]
-    one, more = (maker(mode, model, monkeypatch, max_batch=3, page_size=16, kv=kv)() for model in both)
+    one, more = (maker(mode, model, monkeypatch, max_batch=3, page_size=None, kv=kv)() for model in both)
+    assert one.short == more.short
     want, got = one.complete(prompts, PARAMS), more.complete(prompts, PARAMS)
     assert [s.output for s in got] == [s.output for s in want]
     for mine, other in zip(got[2].logprobs, want[2].logprobs, strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert ("mixed" in {held for *_, held in more._runners}) == (kv is not None and "short" in kv)
     assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
 
 

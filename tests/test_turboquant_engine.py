@@ -107,8 +107,9 @@ def test_the_step_may_be_captured(text: str, kind: str) -> None:
 ON_GPU = ["turboquant:4", "turboquant:k3v4,mode=full", "turboquant:2,window=16,first=1", "turboquant:4,keys=prod"]
 
 
-def gpu_engine(text: str | None, **options: Any) -> Engine:
-    return engine(text, model={"device": "cuda:0"}, **({"capture": True} | options))
+def gpu_engine(text: str, **options: Any) -> Engine:
+    """In codes from the first token on."""
+    return engine(f"{text},short=0", model={"device": "cuda:0"}, **({"capture": True} | options))
 
 
 @pytest.mark.gpu

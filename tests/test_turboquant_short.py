@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from onegraph.engine.inputs import row_inputs
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.short import Short, Sizes, page_size_of, sizes_of
+from onegraph.engine.soak import read_rounds
+from onegraph.engine.traffic import soak_traffic
 from onegraph.formats.turboquant import SHORT, parse_kv
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
@@ -355,6 +358,19 @@ def test_a_nan_is_forgotten_whatever_it_is_read_as() -> None:
     assert made.generate(PROMPTS[:2], PARAMS[:2]) == good
 
 
+def test_traffic_goes_on_for_ever(tmp_path: Path) -> None:
+    """Requests come, go and turn at random; the longest rows are held to passes from nothing, exact ones closely."""
+
+    def make(tested: bool, kv: str) -> Engine:
+        pages = {"pages": 10} if tested else {}
+        return Engine(model(), kv=kv, max_batch=3 if tested else 1, max_context=120, chunk=32, capture=False, **pages)
+
+    rounds = tmp_path / "rounds.jsonl"
+    verdict = soak_traffic(make, kvs=["turboquant:4,window=16,short=48"], per_round=150, steps=450, path=rounds)
+    assert verdict.passed, verdict.problems
+    assert all(min(r.joined, r.cancelled, r.drift) > 0 for r in read_rounds(rounds))
+
+
 @pytest.mark.parametrize("held", ["exact", "mixed"])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_the_steps_may_be_captured(kind: str, held: str) -> None:
@@ -538,7 +554,7 @@ def test_captured_texts_are_the_eager_ones_on_a_gpu(draft: Any) -> None:
 
     def made(**options: Any) -> Engine:
         return Engine(
-            TinyDecoder(head_dim=64, device="cuda:0", dtype=torch.bfloat16),
+            TinyDecoder(head_dim=64, device="cuda:0"),
             **{"kv": KV, "draft": draft, "draft_tokens": 3 if draft else "auto"} | SIZES | options,
         )
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,10 @@ def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple
     from onegraph.engine.bench import bench_step
     from onegraph.formats.turboquant import parse_kv
 
-    llm = LLM(output, kv=kv, max_batch=1, max_context=1024, device=device)
+    setting = parse_kv(kv)
+    if setting is not None and setting.short is None:  # so short an answer would never be in codes
+        setting = replace(setting, short=0)
+    llm = LLM(output, kv="exact" if setting is None else str(setting), max_batch=1, max_context=1024, device=device)
     prompt = llm.tokenizer.chat([{"role": "user", "content": question}])
     if len(prompt) > 768:
         raise UsageError(f"--question has {len(prompt)} tokens, at most 768 are allowed here; use onegraph generate")
@@ -177,7 +181,7 @@ def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple
     else:
         print(f"\n> {question}", flush=True)
         answer = show(llm.stream(prompt, max_tokens=128))
-    model, setting = llm.engine.model, parse_kv(kv)
+    model = llm.engine.model
     *_, row = bench_step(model, context=32, steps=256)  # the last row is the captured one, where there is a GPU
     speed = {key: row[key] for key in ("mode", "tokens_per_second", "device")}
     sizes = {"layers": model.config.layers, "kv_heads": model.config.kv_heads, "head_dim": model.config.head_dim}

@@ -21,6 +21,7 @@ from onegraph.engine.inputs import block_table
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence as Request
+from onegraph.engine.short import page_size_of
 from onegraph.engine.soak import (
     Round,
     Verdict,
@@ -35,6 +36,7 @@ from onegraph.engine.soak import (
     read_rounds,
     row_drift,
 )
+from onegraph.formats.turboquant import parse_kv
 
 EXACT = "exact"  # keys and values in the model's dtype
 ROWS = 2  # that are held to passes from nothing, which cost more than the steps: the longest
@@ -108,7 +110,7 @@ def soak_traffic(
 def crowded(model: Model, rows: int, context: int, kv: str, tested: bool) -> dict[str, Any]:
     """What an `Engine` of a soak is made with: a cache of this kind, under test of half the pages that its rows may
     fill and enough for one of them."""
-    per_row = -(-context // model.page_size)
+    per_row = -(-context // page_size_of(model, parse_kv(kv)))
     pages = {"pages": 1 + max(per_row, rows * per_row // 2)} if tested else {}
     return {"kv": None if kv == EXACT else kv, **pages}
 
