@@ -5,8 +5,7 @@
 
 whole: the engine's decode step of Llama-3-8B's shape, all layers and the head, random E8P weights, beside the bfloat16
 cache in the same run; milliseconds, median over replays whose positions move on. --bits 16 takes bfloat16 weights. Rows
-that are short are exact, as the engine has them: as short as --max-context, with which it is made, has pages for.
---short-rows: so many rows of a batch are in the middle of being short, the others where the context says.
+that are short are exact, as the engine has them.
 parts: its kernels besides attention to codes, which are the write, and the ring with its merge. Each is replayed from
 one graph of 32 calls on as many layers' tensors, 32 query and 8 kv heads of 128, bfloat16, beside the write of an exact
 cache; microseconds a layer, median.
@@ -26,11 +25,12 @@ from onegraph.engine import steps
 from onegraph.engine.bench import replay_us
 from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
-from onegraph.formats.turboquant import SHORT, parse_kv
+from onegraph.engine.short import TOGETHER
+from onegraph.formats.turboquant import parse_kv
 from onegraph.formats.turboquant_layout import BLOCK
 from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attention, PagedCache
-from onegraph.nn.turboquant import Held, TurboQuantCache
+from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import rope_cache_write
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write
@@ -41,9 +41,9 @@ SETTINGS = ("exact", "turboquant:4", "turboquant:k3v4", "turboquant:4,mode=full"
 STEPS, ROUNDS = 32, 5  # replays one after the other, and how often
 
 
-def fill(cache: Any, held: Held) -> None:
-    """Random keys and values, or random codes with norms as keys have them; where rows are mixed, codes."""
-    if held == "exact" and isinstance(cache, TurboQuantCache):
+def fill(cache: Any, exact: bool) -> None:
+    """Random keys and values, or random codes with norms as keys have them. exact: rows are, for being short."""
+    if exact:
         for tensor in (*cache._short.keys, *cache._short.values):
             tensor.normal_()
         return
@@ -59,23 +59,19 @@ def fill(cache: Any, held: Held) -> None:
 
 
 @torch.no_grad()
-def step_ms(
-    model: Llama, batch: int, context: int, kv: str, fused: bool, room: int, short: int
-) -> tuple[float, dict[str, Any]]:
-    """Median milliseconds of a replay up to `context` tokens a row, `short` of them shorter, in an engine with `room`
-    for each, and what its cache is."""
+def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: int) -> tuple[float, dict[str, Any]]:
+    """Median milliseconds of a replay up to `context` tokens a row, in an engine with `room` for each, and what its
+    cache is."""
     engine = Engine(model, max_batch=batch, max_context=max(context, room), kv=parse_kv(kv))
     engine._cache.fused = fused
-    tokens = engine.short.tokens
-    held: Held = "mixed" if short and tokens else "exact" if context <= tokens else "coded"
-    runner = engine.runner("decode", held=held)
-    fill(engine._cache, held)
+    exact = context <= engine.short.tokens and batch * (context - STEPS) < TOGETHER
+    runner = engine.runner("decode", exact=exact)
+    fill(engine._cache, exact)
     inputs = runner.stages[0].inputs
     width = inputs["table"].shape[1]
     rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in inputs.items()}
     rows["drawn"] = torch.randint(0, model.config.vocab_size, (batch,))
     rows["positions"].fill_(context - STEPS - 1)
-    rows["positions"][:short] = (tokens or SHORT) // 2
     rows["limits"].fill_(context)
     rows["slots"] = torch.arange(1, 1 + batch, dtype=torch.int32)
     order = torch.randperm(engine._cache.pages - 1).int()
@@ -93,7 +89,7 @@ def step_ms(
             end.synchronize()
             times.append(begin.elapsed_time(end) / STEPS)
     about = {"max_context": engine.max_context, "cache_bytes": engine._cache.nbytes}
-    return statistics.median(times), about if kv == "exact" else about | {"held": held, "short": tokens}
+    return statistics.median(times), about if kv == "exact" else about | {"exact_rows": exact}
 
 
 def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -105,12 +101,10 @@ def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for batch, context in shapes:
         apart = [(kv, False) for kv in args.settings if args.apart and kv != "exact" and "mode=" not in kv]
         for kv, fused in [*((kv, True) for kv in args.settings), *apart]:
-            ms, about = step_ms(model, batch, context, kv, fused, args.max_context, args.short_rows)
+            ms, about = step_ms(model, batch, context, kv, fused, args.max_context)
             row = {"bench": "turboquant step", "part": "whole", "shape": "llama-3-8b", "layers": args.layers, "kv": kv}
             row["fused"] = fused
             row |= {"bits": args.bits, "lm_head": args.lm_head, "batch": batch, "context": context}
-            if args.short_rows:
-                row["short_rows"] = args.short_rows
             yield row | {"ms": round(ms, 4)} | about | machine("cuda")
             gc.collect()  # an engine and its graphs hold each other
             torch.cuda.empty_cache()
@@ -123,7 +117,6 @@ def main() -> None:
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; bfloat16 by default")
     parser.add_argument("--apart", action="store_true", help="hybrid settings also with codes and ring in two ops")
     parser.add_argument("--max-context", type=int, default=4096, help="that the engine is made for at least, whole")
-    parser.add_argument("--short-rows", type=int, default=0, help="of a batch, whole")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the whole step's model")
     parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")

@@ -296,7 +296,7 @@ def test_auto_weighs_tokens_against_time(model):
     for make_drafter, idle in ((NgramDrafter, 0), (partial(ModelDrafter, model), 7)):
         engine = Engine(model, draft=make_drafter, max_batch=1, max_context=64)
         speculation, (row,) = engine._speculation, [engine.request([1, 2, 3], GREEDY)]
-        at = 1, False, "coded"
+        at = 1, False, False
         speculation._seconds[at] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
         assert speculation.choose([row], at) == idle
         row.drafts.waiting = 7

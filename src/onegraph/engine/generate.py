@@ -29,12 +29,12 @@ from onegraph.engine.speculate import At, DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.engine.together import Runners, Together
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
-from onegraph.nn.turboquant import Held
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, check_links
 from onegraph.runtime.transfer import Download
 
+ENCODED = 8  # rows that turn into codes in one call, which holds their keys and values once more
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
 Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]  # what waits for a step's tokens, log-probabilities
 
@@ -147,7 +147,7 @@ class Engine:
         self._together = Together(ranks, pools, model.peers, self._soil)
         self._allocator = PageAllocator(total, page_size, self.short)
         self._slots = list(range(max_batch, 0, -1))  # of state that does not grow; slot 0 belongs to nobody
-        self._runners: dict[tuple[str, Choice, Held], Runners] = {}  # of a step, by count of drafts
+        self._runners: dict[tuple[str, Choice, bool], Runners] = {}  # of a step, by count of drafts
         self._loaded: tuple[Runners, At, Choice, list[Sequence]]  # of the decode step
         self.constrain: Constrain | None = None  # who makes a row's constraint; that takes a tokenizer
         self._downloads: dict[tuple[str, int], Download] = {}  # by the kind of a step, and how much it says of a row
@@ -239,19 +239,22 @@ class Engine:
         shaping: bool = False,
         logprobs: bool = False,
         drafts: int = 0,
-        held: Held = "coded",
+        exact: bool = False,
     ) -> Pipeline | Beside:
         """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
         what changes logits before, with log-probabilities or without, reading up to so many drafts; of a cache in codes
-        for rows that are `held` so (one of `short.kinds`)."""
+        for rows that are, or that are exact for being short."""
         choice = Choice(sampling, shaping, logprobs)
-        if (kind, choice, held) not in self._runners:
+        if (kind, choice, exact) not in self._runners:
             started = perf_counter()
             if shaping or logprobs:
                 self.choice_states()
-            self._runners[kind, choice, held] = self._together.build(kind == "decode", choice, held)
+            self._runners[kind, choice, exact] = self._together.build(kind == "decode", choice, exact)
+            if exact and kind == "decode":  # what turns rows into codes is compiled now, too, by one without tokens
+                pages = torch.zeros(1, self.short.pages(self.short.tokens), dtype=torch.int32)
+                self._together.encode(pages, [0], [0])
             self.stats.build_seconds += perf_counter() - started
-        return self._runners[kind, choice, held][drafts]
+        return self._runners[kind, choice, exact][drafts]
 
     # The host's part.
 
@@ -355,7 +358,7 @@ class Engine:
         """Launch a pass over a sequence's tokens from `read` to `end`; what is returned fetches what it drew, BROKEN
         where any of these tokens met a NaN."""
         choice = Choice.of([sequence.params])
-        runner = self.runner("prefill", **choice._asdict(), held=self.short.held([sequence]))
+        runner = self.runner("prefill", **choice._asdict(), exact=sequence.exact)
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
@@ -368,21 +371,22 @@ class Engine:
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
-        choice, held = Choice.of(s.params for s in rows), self.short.held(rows)
-        runner = self.runner("decode", **choice._asdict(), held=held)
+        choice, exact = Choice.of(s.params for s in rows), rows[0].exact
+        runner = self.runner("decode", **choice._asdict(), exact=exact)
         if self._speculation is not None and self._speculation.auto:
-            self._measure(runner, len(rows), choice, held)
+            self._measure(runner, len(rows), choice, exact)
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
         limits = [self.short.limit(s) for s in rows]
         _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
         if self._speculation is not None:
             self._speculation.load(runner, len(rows))
-        self._loaded = self._runners["decode", choice, held], (bucket, choice.sampling, held), choice, rows
+        self._loaded = self._runners["decode", choice, exact], (bucket, choice.sampling, exact), choice, rows
 
-    def encode(self, sequence: Sequence) -> None:
-        """One that is exact turns into codes, in its first pages; nothing of it is under way."""
-        self._together.encode(sequence.pages, sequence.slot, sequence.read)
-        sequence.exact = False
+    def encode(self, rows: list[Sequence]) -> None:
+        """Those that are exact for being short turn into codes, in their first pages; nothing of them is under way."""
+        for some in (rows[i : i + ENCODED] for i in range(0, len(rows), ENCODED)):
+            pages = block_table(some, max(len(s.pages) for s in some))
+            self._together.encode(pages, [s.slot for s in some], [s.read for s in some])
 
     def load_tables(self, rows: list[Sequence]) -> None:
         """Pages that loaded rows got since; their tokens and positions stay as the device has them."""
@@ -393,7 +397,7 @@ class Engine:
         fetches each row's new tokens, int64 [B, W]: NOTHING stands behind them."""
         runners, at, choice, rows = self._loaded
         drafts, bucket = self._drafts(rows, at, choice), at[0]
-        self._trim(1, reach, any(s.exact for s in rows))
+        self._trim(1, reach, rows[0].exact)
         self._constrain(rows)
         report, told = self._fetch("decode", runners[drafts].replay(bucket)[: len(rows)], choice)
         speculation = self._speculation
@@ -407,11 +411,11 @@ class Engine:
         plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
         return 0 if self._speculation is None or plain else self._speculation.choose(rows, at)
 
-    def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice, held: Held) -> None:
+    def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice, exact: bool) -> None:
         """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
-        at = bucket, choice.sampling, held
+        at = bucket, choice.sampling, exact
         if choice.shaping or choice.logprobs or self._speculation.measured(at):
             return
         started = perf_counter()
@@ -419,7 +423,7 @@ class Engine:
         runner.load(**padding)
         self._trim(1, 1, True)
         for count in self._speculation.counts:
-            run = partial(self.runner("decode", **choice._asdict(), drafts=count, held=held).replay, bucket)
+            run = partial(self.runner("decode", **choice._asdict(), drafts=count, exact=exact).replay, bucket)
             self._speculation.measure(at, count, run, self._together.wait)
         self.stats.build_seconds += perf_counter() - started
 

@@ -33,7 +33,7 @@ class PageAllocator:
         return len(self._free) + len(self._unused)
 
     def needed(self, tokens: int, exact: bool = False) -> int:
-        """Pages that hold so many tokens of a row, of one that is exact at first both before and after it turns."""
+        """Pages that hold so many tokens of a row; of one that is exact both before and after it turns into codes."""
         pages = -(-tokens // self.page_size)
         return max(pages, self.short.pages(tokens)) if exact else pages
 

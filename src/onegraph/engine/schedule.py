@@ -115,17 +115,30 @@ class Scheduler:
     # Who runs.
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.engine.max_batch and self._take_pages(self.waiting[0]):
-            sequence = self.waiting.popleft()
+        while self.waiting and len(self.running) < self.engine.max_batch:
+            sequence = self.waiting[0]
+            if not self._take_pages(sequence):
+                break
+            self.waiting.remove(sequence)  # others may stand before it now: see `settle`
             sequence.slot = self._slots.pop()
             sequence.to_prefill = sequence.length if self._pure else len(sequence.prompt)
             self.running.append(sequence)
             self.engine.begin(sequence)
 
     def _take_pages(self, sequence: Sequence) -> bool:
+        """As `_take`, exactly where the sequence may be exact, unless pages are too few for that."""
+        sequence.exact = self.engine.short.joins(sequence, self.running)
+        if self._take(sequence):
+            return True
+        if not any(s.exact for s in (sequence, *self.running)):
+            return False
+        self._encode()
+        sequence.exact = False
+        return self._take(sequence)
+
+    def _take(self, sequence: Sequence) -> bool:
         """For all its tokens and the next step, if enough stay free for a step of each of the others that grow."""
         size = self._allocator.page_size
-        sequence.exact = self.engine.short.holds(len(sequence.prompt))
         growing = sum(max(1, self._lacks(s, self.engine.span)) for s in self.running if self._lacks(s, s.limit) > 0)
         shared: list[int] = []
         if self._share:
@@ -225,29 +238,35 @@ class Scheduler:
     def _reload(self) -> None:
         """The rows that decode, each with a page for its next token; the youngest make room where pages run short."""
         self.settle()
-        self._encode()
+        if self.engine.short.over(self.running):
+            self._encode()
         while not self._grow():
-            self._preempt(self.running[-1])
+            if any(s.exact for s in self.running):
+                self._encode()
+            else:
+                self._preempt(self.running[-1])
         self._rows = [s for s in self.running if s.decoding]
         if self._rows:
             self.engine.load(self._rows)
             # A row that repeats is told each token: what it draws is what it knows but for a near-tie's rounding.
-            self._room = 1 if any(s.repeating for s in self._rows) else min(map(self._steps, self._rows))
+            self._room = 1 if any(s.repeating for s in self._rows) else min(s.left for s in self._rows)
+            if self._rows[0].exact:
+                self._room = min(self._room, self.engine.short.steps(self._rows))
             # What may follow a token is known when the host has it: the next step waits for the last.
             self._ahead = 0 if any(s.constraint for s in self._rows) else self.engine.ahead
         self._stale = False
 
     def _encode(self) -> None:
-        """Those that are no longer short turn into codes, which need fewer pages."""
-        for sequence in filter(self.engine.short.full, self.running):
-            self.engine.encode(sequence)
-            kept = self._allocator.needed(sequence.read)
+        """Those that are exact for being short turn into codes, which need fewer pages."""
+        self.settle()
+        rows = [s for s in self.running if s.exact]
+        self.engine.encode([s for s in rows if s.read])
+        for sequence in rows:
+            sequence.exact = False
+            reach = min(sequence.length + self.engine.span, sequence.limit)
+            kept = self._allocator.needed(reach)
             self._allocator.give_back(sequence.pages[kept:])
             del sequence.pages[kept:]
-
-    def _steps(self, sequence: Sequence) -> int:
-        """That it can take as it is, a token each."""
-        return min(sequence.left, self.engine.short.tokens - sequence.read) if sequence.exact else sequence.left
 
     def _covered(self) -> bool:
         """Whether every loaded row has pages for its next tokens, or got them from those that are free."""
@@ -314,7 +333,7 @@ class Scheduler:
                     break
                 sequence.read += 1
                 self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
-            self._ended |= self.engine.short.full(sequence)
+            self._ended |= sequence.exact and sequence.read >= self.engine.short.tokens
 
     def _hand_out(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""

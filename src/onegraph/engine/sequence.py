@@ -16,7 +16,7 @@ class Sequence:
     """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
 
     read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
-    sequence is admitted, as is exact: whether a cache in codes holds it exactly, because it is short. digests: of its
+    sequence is admitted. exact: whether a cache in codes holds it exactly, because it is short. digests: of its
     full pages, as far as they were needed. constraint: what may follow. logprobs: of each token of the output, where
     they are asked for. drafts: how they fare, where somebody drafts. cancelled: it
     ends before the next token. error: why it ended before its time.
@@ -152,7 +152,7 @@ def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) 
             f"prompt {sequence.index}: {length} tokens and max_tokens {more} make {length + more}; the context is "
             f"{max_context}: {cure}, or make the engine with a larger max_context"
         )
-    pages = allocator.needed(sequence.limit, allocator.short.holds(length))
+    pages = allocator.needed(sequence.limit)
     if pages > allocator.capacity:
         raise ValueError(
             f"prompt {sequence.index}: {sequence.limit} tokens need {pages} pages of {allocator.page_size}; the cache "

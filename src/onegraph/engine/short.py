@@ -1,9 +1,9 @@
-"""Sequences that are exact while they are short, of a cache that is in codes.
+"""Rows that are exact while they are short, of a cache that is in codes.
 
 Attention to few tokens takes longer from codes than exactly, whose kernel has less to do, and exact tokens of a short
-sequence fit into the pages that its codes need later. So a sequence whose prompt is short begins exact and turns into
-codes between two steps, where it has so many tokens that codes are worth it. When it turns follows from its own length
-alone: what a token sees does not depend on what runs beside it.
+row fit into the pages that its codes need later. So a batch is exact while all its rows are short, and turns into codes
+between two steps where one of them is long, where together they are so many tokens that codes are worth it, or where
+pages are wanted. A step never attends in both ways, which would take longer than codes alone.
 """
 
 from __future__ import annotations
@@ -14,45 +14,48 @@ from typing import TYPE_CHECKING
 
 from onegraph.engine.decoder import Model
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.nn.turboquant import Held
 
 if TYPE_CHECKING:
     from onegraph.engine.sequence import Sequence
 
-ROWS = 8  # that have room to be exact, whatever their codes take
+TOGETHER = 8192  # tokens of all rows, from which on codes are worth it
 
 
 @dataclass(frozen=True)
 class Short:
-    """tokens: of a sequence, from which on it is in codes; 0: from the first. places: tokens of a page until then."""
+    """tokens: of a row, from which on it is in codes; 0: from the first. places: tokens of a page until then."""
 
     tokens: int = 0
     places: int = 1
 
-    def holds(self, prompt: int) -> bool:
-        """Whether a sequence with so long a prompt is exact at first."""
-        return prompt < self.tokens
-
     def pages(self, tokens: int) -> int:
-        """Of a sequence of up to so many tokens, while it is exact."""
+        """Of a row of up to so many tokens, while it is exact."""
         return -(-min(tokens, self.tokens) // self.places)
 
+    def joins(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        """Whether a sequence may be exact beside others, which then all are."""
+        rows = [*others]
+        return (
+            sequence.length < self.tokens
+            and all(other.exact for other in rows)
+            and sequence.length + sum(other.length for other in rows) < TOGETHER
+        )
+
+    def over(self, rows: Iterable[Sequence]) -> bool:
+        """Whether those of these rows that are exact have to turn into codes."""
+        rows = [*rows]
+        exact = [row for row in rows if row.exact]
+        full = any(row.read >= self.tokens for row in exact) or sum(row.read for row in exact) >= TOGETHER
+        return bool(exact) and (full or len(exact) < len(rows))
+
+    def steps(self, rows: Iterable[Sequence]) -> int:
+        """That rows which are exact can take together, a token each, until they are over."""
+        reads = [row.read for row in rows]
+        return min(self.tokens - max(reads), max(1, (TOGETHER - sum(reads)) // len(reads)))
+
     def limit(self, sequence: Sequence) -> int:
-        """Where it stops, be it to turn into codes."""
+        """Where a sequence stops, be it to turn into codes."""
         return min(sequence.limit, self.tokens) if sequence.exact else sequence.limit
-
-    def full(self, sequence: Sequence) -> bool:
-        """Whether it has to turn before it goes on."""
-        return sequence.exact and sequence.read >= self.tokens
-
-    def held(self, rows: Iterable[Sequence]) -> Held:
-        found = {sequence.exact for sequence in rows}
-        return "mixed" if len(found) == 2 else "exact" if True in found else "coded"
-
-    @property
-    def kinds(self) -> tuple[Held, ...]:
-        """How rows of a step may be held."""
-        return ("exact", "mixed", "coded") if self.tokens else ("coded",)
 
 
 LONG = Short()  # nothing is exact for being short
@@ -81,15 +84,15 @@ def sizes_of(
 ) -> Sizes:
     """rows, context: of a batch, and tokens of a row. page_size, pages: where somebody says.
 
-    By default a cache holds a full context of each row in codes, and a few rows exactly while they are short, which is
-    more where contexts are so short that they need no codes. Sequences turn earlier where `pages` are fewer.
+    By default a cache holds a full context of each row in codes, and at least TOGETHER tokens exactly where short rows
+    can be so many, which is more where contexts are so short that they need no codes.
     """
     page_size = page_size_of(model, kv) if page_size is None else page_size
     coded = -(-context // page_size)
     places = 0 if kv is None else kv.exact_places(page_size, model.dtype.itemsize)
     tokens = 0 if kv is None or not places else min(kv.short_on(model.devices[0].type), context)
-    if pages is None:
-        pages = 1 + max(rows * coded, min(rows, ROWS) * (-(-tokens // places) if tokens else 0))
-    tokens = min(tokens, (pages - 1) // rows * places)
     short = Short(tokens, places) if tokens > 0 else LONG
+    if pages is None:
+        most = TOGETHER // short.places + rows  # pages, the last of each row begun
+        pages = 1 + max(rows * coded, min(rows * short.pages(tokens), most))
     return Sizes(page_size, pages, coded, max(coded, short.pages(tokens)), short)

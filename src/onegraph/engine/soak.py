@@ -32,7 +32,6 @@ from torch import Tensor
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.files import writing
-from onegraph.nn.turboquant import Held
 
 MEGABYTE = 1 << 20
 GROWTH = 32 * MEGABYTE  # that a process may gain after its first round: its allocators keep what new shapes needed
@@ -281,18 +280,18 @@ def append(path: Path, value: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def row_drift(
-    engine: Engine, other: Engine, read: list[int], pages: Tensor, slot: int, held: Held = "coded"
+    engine: Engine, other: Engine, read: list[int], pages: Tensor, slot: int, exact: bool = False
 ) -> tuple[float, float, float, int]:
-    """Of one row, whose tokens `read` the engine has read into these pages and this slot, where they are `held` so:
-    drift, noise, plain and shaken, as of `Round`."""
-    mine = _logits(engine, read[-1:], len(read) - 1, pages, slot, held)
-    passes = [_from_nothing(other, read, *order, held=held) for order in ((CHUNK, 0), *ORDERS)]
+    """Of one row, whose tokens `read` the engine has read into these pages and this slot, exact for
+    being short or not: drift, noise, plain and shaken, as of `Round`."""
+    mine = _logits(engine, read[-1:], len(read) - 1, pages, slot, exact)
+    passes = [_from_nothing(other, read, *order, exact=exact) for order in ((CHUNK, 0), *ORDERS)]
     noise = [min(_error(one, two) for two in passes if two is not one) for one in passes]
     least = min((n for n in noise if n), default=0.0)  # two passes of the same kernels may have the same bits
     drift, tried = min(_error(mine, one) for one in passes), 0
     while least <= QUIET and drift > TIMES * max(least, FLOOR) and tried < SHAKEN:
         with _shaken(other, SHAKES[tried % len(SHAKES)], tried):
-            drift = min(drift, _error(mine, _from_nothing(other, read, CHUNK, held=held)))
+            drift = min(drift, _error(mine, _from_nothing(other, read, CHUNK, exact=exact)))
         tried += 1
     return drift, max(noise), _error(mine, passes[0]), tried
 
@@ -314,16 +313,16 @@ def _shaken(engine: Engine, roundings: int, seed: int) -> Iterator[None]:
         handle.remove()
 
 
-def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0, held: Held = "coded") -> Tensor:
+def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0, exact: bool = False) -> Tensor:
     """Logits [V] behind `tokens`, read in chunks as a sequence of its own, the last `single` ones one by one."""
     pages = torch.arange(1, 1 + engine._per_row, dtype=torch.int32)
     ahead = max(0, len(tokens) - single)
     starts = [*range(0, ahead, chunk), *range(ahead, len(tokens))]
     parts = [(a, tokens[a:b]) for a, b in pairwise([*starts, len(tokens)])]
-    return [_logits(engine, part, start, pages, 1, held) for start, part in parts][-1]
+    return [_logits(engine, part, start, pages, 1, exact) for start, part in parts][-1]
 
 
-def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int, held: Held = "coded") -> Tensor:
+def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int, exact: bool = False) -> Tensor:
     """An eager pass over tokens that stand from `position` on, in these pages and this slot: the last logits [V]."""
     (model,) = engine.model.beside
     ids = torch.tensor([tokens])
@@ -335,7 +334,7 @@ def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slo
     }
     stream = model.enter(ids.to(model.devices[0]))
     for stage, device in enumerate(model.devices):
-        seen = engine._steps.seen(stage, **{name: value.to(device) for name, value in rows.items()}, held=held)
+        seen = engine._steps.seen(stage, **{name: value.to(device) for name, value in rows.items()}, exact=exact)
         if stage:
             stream = stream.to(device)
         stream = model.run(stage, stream, ids.to(device), seen)

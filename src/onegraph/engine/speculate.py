@@ -23,7 +23,6 @@ from onegraph.engine.params import Stats
 from onegraph.engine.rounds import RoundState, Sizes
 from onegraph.engine.sequence import Sequence
 from onegraph.models.chain import ChainedLlama
-from onegraph.nn.turboquant import Held
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.pipeline import Pipeline
 
@@ -32,7 +31,7 @@ AUTO = (0, 1, 3, 7)  # drafts of a round that `auto` chooses among: a graph each
 RUNS = 3  # of a round that is timed
 
 DraftTokens = int | Literal["auto"]
-At = tuple[int | None, bool, Held]  # a batch size, whether tokens are drawn, and how the cache holds the rows
+At = tuple[int | None, bool, bool]  # a batch size, whether tokens are drawn, and whether rows are exact for being short
 
 
 def check_draft_tokens(tokens: object) -> None:

@@ -19,7 +19,6 @@ from onegraph.engine.draft import Made, Pass, Rows, view
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.rounds import RoundState, draw_each
 from onegraph.engine.short import LONG, Short
-from onegraph.nn.turboquant import Held
 from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
@@ -68,9 +67,10 @@ class Steps:
         self.choices: ChoiceState | None = None
         self.width, self.length = per_row, chunk
 
-    def build(self, decoding: bool, choice: Choice, held: Held, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
-        """Of rows that are held so, by count of drafts; all of them at once, because they share their inputs. These are
-        zeros: no row has a sequence, so that warm-up touches nothing but the sentinel page."""
+    def build(self, decoding: bool, choice: Choice, exact: bool, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
+        """Of rows that are exact for being short, or of others, by count of drafts; all of them at once, because they
+        share their inputs. These are zeros: no row has a sequence, so that warm-up touches nothing but the sentinel
+        page."""
         stages = range(len(self.model.devices))
         inputs = [self.inputs(stage, decoding, choice) for stage in stages]
         counts: Sequence[int] = (0,)
@@ -84,7 +84,7 @@ class Steps:
             count: Pipeline(
                 [
                     Runner(
-                        self.of(stage, decoding, choice, count, held),
+                        self.of(stage, decoding, choice, count, exact),
                         inputs[stage] | self._carried(stage, decoding, count),
                         batch_sizes(self.rows) if decoding else None,
                         capture=bool(pools),
@@ -100,13 +100,11 @@ class Steps:
             for count in reversed(counts)  # the others fit into the memory of the largest
         }
 
-    def of(
-        self, stage: int, decoding: bool, choice: Choice, drafts: int, held: Held = "coded"
-    ) -> Callable[..., Tensor]:
+    def of(self, stage: int, decoding: bool, choice: Choice, drafts: int, exact: bool = False) -> Callable[..., Tensor]:
         """A step as a function of its inputs."""
         if decoding and self.rounds is not None:
-            return partial(self.round, stage, choice, drafts, held=held)
-        return partial(self.step, stage, choice, held=held)
+            return partial(self.round, stage, choice, drafts, exact=exact)
+        return partial(self.step, stage, choice, exact=exact)
 
     def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step, but for what the stage before hands on."""
@@ -129,7 +127,7 @@ class Steps:
     # What graphs hold.
 
     def step(
-        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, held: Held = "coded",
+        self, stage: int, choice: Choice, positions: Tensor, limits: Tensor, table: Tensor, exact: bool = False,
         **inputs: Tensor,
     ) -> Tensor:  # fmt: skip
         """One stage's part of a step: what the next stage takes, or from the last what the host reads, int64 [B].
@@ -146,7 +144,7 @@ class Steps:
         model, taps = self.decoder if decoding else self.model, self._taps()
         with batch_invariant(self.invariant and decoding):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, held, taps)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 positions.copy_(after)
                 return stream
@@ -166,7 +164,7 @@ class Steps:
 
     def round(
         self, stage: int, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor,
-        held: Held = "coded", **inputs: Tensor,
+        exact: bool = False, **inputs: Tensor,
     ) -> Tensor:  # fmt: skip
         """One stage's part of a decode step that reads each row's last token and up to `drafts` drafts behind it, keeps
         those that are right, and drafts anew: what the next stage takes, or from the last what the host reads, int64
@@ -178,7 +176,7 @@ class Steps:
         model, taps = self.decoder, self._taps()
         with batch_invariant(self.invariant):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, held, taps)
+            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 return stream
             hidden = model.leave(stream)
@@ -209,19 +207,21 @@ class Steps:
 
     def _run(
         self, model: Decoder, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor,
-        slots: Tensor, held: Held, taps: Taps | None,
+        slots: Tensor, exact: bool, taps: Taps | None,
     ) -> Any:  # fmt: skip
-        cache = Breakable(self.seen(stage, positions, counts, table, slots, held))
+        cache = Breakable(self.seen(stage, positions, counts, table, slots, exact))
         if not taps:
             return model.run(stage, stream, tokens, cache)
         return model.run(stage, stream, tokens, cache, taps)
 
     def seen(
-        self, stage: int, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor, held: Held = "coded"
+        self, stage: int, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor, exact: bool = False
     ) -> Any:
-        """A stage's part of the cache as rows see it that are held so."""
+        """A stage's part of the cache, as rows see it that are in codes, or exact for being short."""
+        if self.short.tokens:
+            table = table[:, : self.short.pages(self.short.tokens) if exact else self.coded]
         part = view(self.cache.parts[stage], positions, counts, table, slots)
-        return part.held_as(held, self.short.tokens, self.coded) if self.short.tokens else part
+        return part.exactly() if exact else part
 
     def _draw(
         self, model: Decoder, hidden: Tensor, counts: Tensor, after: Tensor, inputs: dict[str, Tensor], choice: Choice

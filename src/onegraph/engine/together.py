@@ -8,7 +8,6 @@ import torch
 from onegraph.engine.choice import Choice, ChoiceState
 from onegraph.engine.steps import Steps
 from onegraph.nn.peers import PeerError, Peers
-from onegraph.nn.turboquant import Held
 from onegraph.runtime.beside import Beside
 from onegraph.runtime.graph import GraphPool
 from onegraph.runtime.pipeline import Pipeline, running
@@ -41,15 +40,15 @@ class Together:
         """The streams of all devices."""
         return running([pool for pools in self._pools for pool in pools])
 
-    def build(self, decoding: bool, choice: Choice, held: Held) -> Runners:
+    def build(self, decoding: bool, choice: Choice, exact: bool) -> Runners:
         """Ranks are warmed up and captured one by one, each alone: nothing else may be under way."""
         pools = self._pools or [[]] * len(self.steps)
         if self._peers is None:
-            return dict(self.first.build(decoding, choice, held, pools[0]))
+            return dict(self.first.build(decoding, choice, exact, pools[0]))
         self.wait()
         self._peers.arm(False)
         try:
-            built = [steps.build(decoding, choice, held, own) for steps, own in zip(self.steps, pools, strict=True)]
+            built = [steps.build(decoding, choice, exact, own) for steps, own in zip(self.steps, pools, strict=True)]
             if self._devices[0].type == "cuda":
                 self._run_once([pipeline for rank in built for pipeline in rank.values()])
             self.wait()
@@ -77,12 +76,12 @@ class Together:
         for steps in self.steps:
             steps.length, steps.width = length, width
 
-    def encode(self, pages: list[int], slot: int, tokens: int) -> None:
-        """Between steps: a row that all caches hold exactly turns into codes (`TurboQuantCache.encode`)."""
+    def encode(self, pages: torch.Tensor, slots: list[int], tokens: list[int]) -> None:
+        """Between steps: rows that all caches hold exactly turn into codes, see `TurboQuantCache.encode`."""
         for steps in self.steps:
             for device, part in zip(steps.model.devices, steps.cache.parts, strict=True):
-                given = (torch.tensor(each, dtype=torch.int32) for each in ([pages], [slot], [tokens]))
-                part.encode(*(each.to(device) for each in given))
+                numbers = (torch.tensor(each, dtype=torch.int32, device=device) for each in (slots, tokens))
+                part.encode(pages.to(device), *numbers)
 
     def reset(self) -> None:
         """Forget all texts, and whatever ranks have sent."""

@@ -154,9 +154,7 @@ def _held(scheduler: Scheduler, other: Engine) -> tuple[float, float, float, int
     engine = scheduler.engine
     rows = sorted((s for s in scheduler.running if s.decoding), key=lambda s: s.read)[-ROWS:]
     found = [
-        row_drift(
-            engine, other, s.tokens(0, s.read), block_table([s], engine._per_row)[0], s.slot, engine.short.held([s])
-        )
+        row_drift(engine, other, s.tokens(0, s.read), block_table([s], engine._per_row)[0], s.slot, s.exact)
         for s in rows
     ]
     return tuple(max(each) for each in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0, 0)

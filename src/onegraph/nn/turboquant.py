@@ -5,14 +5,14 @@ the latest tokens come exact from a ring instead, one softmax over both. A prefi
 exactly and to what lies before it from codes, which are stored in the same pass.
 
 A row that is short may be held exactly instead, in the bytes of the pages that are to hold its codes: attention to few
-exact keys and values takes less time. Whoever calls says which rows are (`held_as`) and when one turns (`encode`).
+exact keys and values takes less time. Whoever calls says when rows are (`exactly`) and when they turn (`encode`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from onegraph.ops.turboquant_decode import turboquant_decode
 from onegraph.ops.turboquant_hybrid import turboquant_hybrid
 
 DRAFTS = formats.DRAFTS
-Held = Literal["coded", "exact", "mixed"]  # how the rows of a pass are: all in one way, or each by its position
 AT_ONCE = 512  # queries whose scores exist at once where a whole sequence is read as decoding reads it
 
 
@@ -186,8 +185,7 @@ class TurboQuantCache:
 
         self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
         self.pages = pages
-        self._held: Held = "coded"
-        self._rows: tuple[PagedCache, TurboQuantCache, Tensor]  # of a pass that is mixed: see `held_as`
+        self._exactly = False
         self._short = self.paged.view()  # what short rows look at
         if self.places:
             coded = [None if one is None else one.exact(self.places, dtype) for one in self.layers]
@@ -245,45 +243,31 @@ class TurboQuantCache:
         other._stepwise = True
         return other
 
-    def held_as(self, held: Held, short: int, pages: int) -> TurboQuantCache:
-        """A view of rows that are exact, in codes, or mixed: then those that stand before token `short` are exact.
-
-        Set `block_table`, `positions`, `counts` and `slots` before. An exact row's token t is in place t % places of
-        page t // places of its table, and in layers that stay exact where it ever is; it has no codes and no ring yet.
-        pages: of a row in codes, at most.
-        """
+    def exactly(self) -> TurboQuantCache:
+        """A view whose rows are exact: token t of a row is in place t % places of page t // places of its table, and in
+        layers that stay exact where it ever is; there are no codes and no ring yet."""
         other = self.view()
-        other._held = held
-        if held == "coded":
-            other.block_table = self.block_table[:, :pages]
-            return other
-        near = self._seen_by(self._short)
-        near.block_table = self.block_table[:, : -(-short // self.places)]
-        if held == "exact":
-            other._short = near
-            return other
-        far, exact = self.held_as("coded", short, pages), self.positions < short
-        near.counts, near.positions = (torch.where(exact, t, 0) for t in (self.counts, self.positions))
-        far.counts, far.positions = self.counts - near.counts, self.positions - near.positions
-        other._rows = near, far, exact.view(-1, 1, 1)
+        other._exactly = True
         return other
 
     @torch.no_grad()
-    def encode(self, pages: Tensor, slot: Tensor, tokens: Tensor) -> None:
-        """A row that was exact is in codes: the first pages of its table hold the codes of all its tokens, its ring the
+    def encode(self, pages: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Rows that were exact are in codes: the first pages of each hold the codes of all its tokens, its ring the
         latest of them, as if they had been written so from the first; the other pages may go. Between steps.
 
-        pages: int32 [1, n], the row's; slot: int32 [1]; tokens: int32 [1], how many it has.
+        pages: int32 [B, n], the rows', zeros behind them; slots: int32 [B]; tokens: int32 [B], how many each has.
         """
         start = torch.zeros_like(tokens)
         for layer, *exact in zip(self.layers, self._short.keys, self._short.values, strict=True):
             if layer is None:
                 continue
-            keys, values = (each.index_select(0, pages[0]).flatten(0, 1) for each in exact)
+            keys, values = (
+                each.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2) for each in exact
+            )
             # Keys are turned already, and rounded as a write rounds them; queries are nobody's.
-            qkv = torch.cat((keys, keys, values), dim=1).flatten(1).unsqueeze(0)
+            qkv = torch.cat((keys, keys, values), dim=2).flatten(2)
             given = qkv, None, None, 0.0, None, None, start, tokens, pages
-            layer.write(given, None if layer.ring is None else slot, keys.shape[1], False)
+            layer.write(given, None if layer.ring is None else slots, keys.shape[2], False)
 
     def errors(self) -> list[float]:
         """Mode shadow: of each layer ‖what codes would have given − the exact output‖ / ‖the exact output‖ so far.
@@ -297,11 +281,8 @@ class TurboQuantCache:
         layer = self.layers[attention.index]
         if layer is None:
             return self._exact(attention, qkv)
-        if self._held == "exact":
-            return self._short.attend(attention, qkv)
-        if self._held == "mixed":
-            near, far, exact = self._rows
-            return torch.where(exact, near.attend(attention, qkv), far.attend(attention, qkv))
+        if self._exactly:
+            return self._seen_by(self._short).attend(attention, qkv)
         if self.config.mode != "shadow":
             return self._coded(attention, layer, qkv)
         out = self._exact(attention, qkv)

@@ -136,10 +136,9 @@ class Worker:
         why = "the server is shutting down"
         try:
             with engine.running(), closing(Scheduler(engine)) as scheduler:
-                for choice, held in product(self._choices, engine.short.kinds):
-                    engine.runner("decode", **choice._asdict(), held=held)
-                    if held != "mixed":
-                        engine.runner("prefill", **choice._asdict(), held=held)
+                for choice, exact in product(self._choices, (False, True)[: 1 + bool(engine.short.tokens)]):
+                    engine.runner("decode", **choice._asdict(), exact=exact)
+                    engine.runner("prefill", **choice._asdict(), exact=exact)
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._obey(scheduler):
