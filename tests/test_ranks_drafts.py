@@ -121,7 +121,7 @@ def test_auto_chooses_for_all_ranks(both: tuple[Llama, Ranks], texts: Any) -> No
     engine = Engine(both[1], **SIZES, draft=drafter("oracle", both[0], texts[None][0]))
     assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
     assert engine._speculation is not None
-    assert engine._speculation.measured((2, False))
+    assert engine._speculation.measured((2, False, False))
 
 
 def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
