@@ -359,6 +359,19 @@ def test_pages_are_codes_before_somebody_has_none(ahead: int, monkeypatch: pytes
     assert made._allocator.free == made._allocator.capacity
 
 
+def test_rows_that_grow_are_codes_before_one_gives_up_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five pages for three rows, each of which wants a second one while it is exact."""
+    monkeypatch.setattr("onegraph.engine.generate.sizes_of", lambda *_, **__: Sizes(256, 6, 1, 4, Short(60, PLACES)))
+    made = engine()
+    watched = Watched(made, monkeypatch)
+    prompts = [[5, 9, 2, 77], [3, 3, 3], [99, 98]]
+    got = made.generate(prompts, SamplingParams(max_tokens=40))
+    assert made.stats.preemptions == 0
+    turns = [watched.turns[i] for i in range(3)]
+    assert all(turn is not None and 10 < turn < 20 for turn in turns)
+    assert got == [by_hand(prompt, 40, turn) for prompt, turn in zip(prompts, turns, strict=True)]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_gives_up_its_pages_starts_over(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts longer than a page, two rows, three pages: one of them waits, whether it was exact or not."""
