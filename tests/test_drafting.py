@@ -84,15 +84,26 @@ def test_the_command_line(model: Path) -> None:
     status, _, errors = invoke([*command, "--draft", model, "--draft-tokens", 1])
     assert status == 0
     assert "drafts right" in errors
+    status, _, errors = invoke([*command, "--draft", model, "--min-p", 0.1, "--temperature", 1])
+    assert status == 0
+    assert "no drafts read" in errors
+
+
+HEAD = Path(__file__).parents[1] / "heads/smollm2-135m-instruct-4bit"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--draft-tokens", 3], "--draft-tokens counts what --draft drafts; say who drafts, e.g. --draft ngram"),
-        (["--draft", "ngram", "--draft-tokens", 8], "'8' is not an integer from 1 to 7"),
-        (["--draft", "ngram", "--draft-tokens", "many"], "'many' is not an integer from 1 to 7"),
-        (["--draft", "not-here"], "not-here"),
+        (["--draft", "ngram", "--draft-tokens", 8], "'8' is neither 'auto' nor an integer from 1 to 7"),
+        (["--draft", "ngram", "--draft-tokens", "many"], "'many' is neither 'auto' nor an integer from 1 to 7"),
+        (["--draft", "not-here"], "draft: not-here"),
+        (["--draft", "eagle:not-here"], "draft: not-here"),
+        (["--draft", HEAD], f"draft: {HEAD} is an EAGLE head; say 'eagle:{HEAD}'"),
+        (["--draft", "eagle"], "draft: got 'eagle'; allowed are 'ngram', 'mtp', 'eagle:PATH' of a head"),
+        (["--draft", "EAGLE:x"], "draft: got 'EAGLE:x'; allowed are"),
+        (["--draft", ""], "draft: got ''; allowed are"),
     ],
 )
 def test_what_is_refused_in_a_line(model: Path, words: list[object], said: str) -> None:
@@ -116,6 +127,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
         drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (
         ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
+        ({"draft": 3}, "draft: got 3; allowed are 'ngram', 'mtp'"),
         ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onegraph.api import Progress
 
 NGRAM, MTP, EAGLE = "ngram", "mtp", "eagle:"
+ALLOWED = f"allowed are {NGRAM!r}, {MTP!r}, '{EAGLE}PATH' of a head, and a smaller model's path"
 Rank = Llama | ChainedLlama | DeepseekV4
 Model = Rank | Ranks
 
@@ -44,7 +45,8 @@ def drafters(
     """The drafters of this name for the ranks of `model`, which was loaded from `path` and has this tokenizer. What
     they need is loaded as the model is, by each rank.
 
-    Raises ValueError where the two do not go together, CheckpointError where it cannot be read.
+    Raises ValueError, whose message says "draft", where there is no such drafter, it cannot be read, or the two do not
+    go together.
     """
     ranks: list[Rank] = list(model.beside)
     if name == NGRAM:
@@ -53,6 +55,8 @@ def drafters(
         return [own_layers(rank, path) for rank in ranks]
     if name.startswith(EAGLE):
         return [eagle(name, rank) for rank in ranks]
+    if name.lower() in (NGRAM, MTP, EAGLE[:-1]) or name.lower().startswith(EAGLE) or not name:
+        raise ValueError(f"draft: got {name!r}; {ALLOWED}")
     return second(name, tokenizer, ranks, held=held, max_context=max_context, progress=progress)
 
 
@@ -84,7 +88,7 @@ def eagle(name: str, model: Rank) -> MakeDrafter:
     where = name.removeprefix(EAGLE)
     if not where:
         raise ValueError(f"draft: {name!r} names no head; give its directory, '{EAGLE}PATH'")
-    with Checkpoint.open(locate(where).path) as checkpoint, _told():
+    with _told(), Checkpoint.open(locate(where).path) as checkpoint:
         return partial(HeadDrafter, EagleHead.load(checkpoint, model))
 
 
@@ -94,7 +98,8 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"draft: {error}") from None
+        told = str(error)
+        raise ValueError(told if told.startswith("draft: ") else f"draft: {told}") from None
 
 
 def second(
@@ -108,7 +113,9 @@ def second(
 ) -> list[MakeDrafter]:
     """Another, smaller model of the same tokens, whole on each rank."""
     vocabulary = ranks[0].config.vocab_size
-    with Checkpoint.open(locate(name).path) as checkpoint:
+    with _told(), Checkpoint.open(locate(name).path) as checkpoint:
+        if {"speculators_model_type", "draft_vocab_size"} & checkpoint.config.keys():
+            raise ValueError(f"draft: {name} is an EAGLE head; say '{EAGLE}{name}'")
         config = parse_config(checkpoint.config)
         found = config.vocab_size
         if found != vocabulary:

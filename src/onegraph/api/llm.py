@@ -17,7 +17,7 @@ from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.device import pick_device, pick_precision
-from onegraph.api.drafting import MTP, drafters
+from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
@@ -106,6 +106,8 @@ class LLM:
         if type(gpus) is not int or gpus < 1:
             raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
         check_draft_tokens(draft_tokens)
+        if not isinstance(draft, str | PathLike | None):
+            raise ValueError(f"draft: got {draft!r}; {ALLOWED}")
         if draft is None and draft_tokens != "auto":
             raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
         if gpus > 1 and str(device) not in ("auto", "cuda"):

@@ -146,7 +146,11 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft_tokens(text: str) -> int | str:
     """An argparse type."""
-    return text if text == "auto" else int(number(int, 1, 7)(text))
+    if text == "auto":
+        return text
+    if text not in {str(count) for count in range(1, 8)}:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor an integer from 1 to 7")
+    return int(text)
 
 
 def drafted(args: argparse.Namespace) -> dict[str, Any]:
@@ -245,14 +249,16 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    report(stats, sum(each.n for each in params), place["device"])
+    report(stats, sum(each.n for each in params), place["device"], args.draft is not None)
     return 0
 
 
-def report(stats: Stats, prompts: int, device: torch.device) -> None:
-    """The line behind what was generated: tokens read, written, and written per second."""
+def report(stats: Stats, prompts: int, device: torch.device, drafts: bool) -> None:
+    """The line behind what was generated: tokens read, written, and written per second; where somebody drafts, how many
+    drafts were right."""
     sys.stdout.flush()
-    kept = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts right, " if stats.drafted_tokens else ""
+    read = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts right, " if stats.drafted_tokens else None
+    kept = (read or "no drafts read, ") if drafts else ""
     print(
         f"[{stats.prefill_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, {kept}{stats.mode} on {device}]",

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
-PRIOR, WEIGHT = 0.6, 2.0  # how often a draft is right before any was read, and for how many of them that stands
-FADE = 0.95  # what is left of a round's weight after the next: a text changes its kind
+# How often a draft is right before any was read, and for how many of them that stands. Hopeful: what is never tried is
+# never learnt, and where drafts are dear a doubtful guess would read none for ever.
+PRIOR, WEIGHT = 0.9, 2.0
+# What is left of a round's weight after the next, since a text changes its kind, and after one that read no drafts: a
+# drafter that fails is tried again some hundred rounds later.
+FADE, IDLE = 0.95, 0.995
 
 
 @dataclass
@@ -19,8 +23,9 @@ class Acceptance:
 
     def learn(self, drafted: int, accepted: int) -> None:
         """A round read so many drafts, of which the first `accepted` were right; of none, doubt fades."""
-        self.right = FADE * self.right + (1 - FADE) * PRIOR * WEIGHT + accepted
-        self.read = FADE * self.read + (1 - FADE) * WEIGHT + min(accepted + 1, drafted)
+        fade = FADE if drafted else IDLE
+        self.right = fade * self.right + (1 - fade) * PRIOR * WEIGHT + accepted
+        self.read = fade * self.read + (1 - fade) * WEIGHT + min(accepted + 1, drafted)
 
     def tokens(self, count: int) -> float:
         """Expected new tokens of a round that reads `count` drafts."""

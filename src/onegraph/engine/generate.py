@@ -281,6 +281,11 @@ class Engine:
         return 1 if self._speculation is None else 1 + self._speculation.counts[-1]
 
     @property
+    def drafts(self) -> bool:
+        """Whether somebody drafts."""
+        return self._speculation is not None
+
+    @property
     def span(self) -> int:
         """Tokens behind where a row stands that a decode step may write: also those drafted behind what it brings."""
         return 2 * self.reach - 1
