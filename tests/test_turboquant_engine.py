@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines import simulated_step
 from onegraph.check import Verdict
 from onegraph.check.api import check_step
 from onegraph.engine.choice import PLAIN
 from onegraph.engine.generate import Engine
 from onegraph.engine.inputs import row_inputs
 from onegraph.engine.params import SamplingParams
-from onegraph.ops.registry import reference_ops
 from onegraph.runtime.prove import prove
 from tiny_decoder import TinyDecoder
 
@@ -68,35 +68,7 @@ def test_the_step_may_be_captured(text: str, kind: str) -> None:
     """Captured, replayed and compared on a simulated GPU, with the ops as plain torch, which it sees into."""
 
     def factory():
-        e = engine(text, model={"device": "cuda"})
-        runner = e.runner(kind)
-        rows = {
-            "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
-            "limits": torch.tensor([120, 77, 9], dtype=torch.int32),
-            "table": torch.arange(1, 25, dtype=torch.int32).view(3, 8),
-            "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
-        }
-        rows |= {
-            n: t.cpu()[:3] * 0
-            for n, t in row_inputs(3, e._per_row, PLAIN, torch.device("cpu")).items()
-            if n not in rows
-        }
-        g = torch.Generator().manual_seed(0)
-        if kind == "decode":
-            runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
-
-        def inputs(index):
-            if kind == "prefill":
-                row = {name: tensor[:1].clone() for name, tensor in rows.items()}
-                row["positions"][0], row["limits"][0] = 16 * index, 16 * index + 16 - index
-                runner.load(tokens=torch.randint(0, 101, (1, 16), generator=g), **row)
-            return ()
-
-        def one():
-            with reference_ops():
-                return runner.replay(3) if kind == "decode" else runner.replay()
-
-        return one, inputs
+        return simulated_step(engine(text, model={"device": "cuda"}), kind, limit=120)
 
     report = check_step(factory)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from engines import MODES, maker
+from engines import MODES, maker, simulated_step
 from models import smollm2_gguf
 from onegraph.api.llm import LLM
 from onegraph.check.api import check_step
-from onegraph.engine.choice import PLAIN
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.generate import Engine
-from onegraph.engine.inputs import row_inputs
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.short import Short, Sizes, page_size_of, sizes_of
@@ -24,7 +22,6 @@ from onegraph.engine.traffic import soak_traffic
 from onegraph.formats.turboquant import SHORT, parse_kv
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
-from onegraph.ops.registry import reference_ops
 from test_turboquant_cache import DIM, KV_HEADS, config, layer, new_cache, sequences
 from tiny_decoder import TinyDecoder
 
@@ -453,34 +450,7 @@ def test_the_exact_steps_may_be_captured(kind: str) -> None:
 
     def factory():
         made = Engine(TinyDecoder(head_dim=64, device="cuda"), kv=KV, capture=False, **SIZES)
-        runner = made.runner(kind, exact=True)
-        rows = {
-            "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
-            "limits": torch.tensor([60, 77, 9], dtype=torch.int32),
-            "table": torch.arange(1, 1 + 3 * made._per_row, dtype=torch.int32).view(3, -1),
-            "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
-        }
-        rows |= {
-            n: t.cpu()[:3] * 0
-            for n, t in row_inputs(3, made._per_row, PLAIN, torch.device("cpu")).items()
-            if n not in rows
-        }
-        g = torch.Generator().manual_seed(0)
-        if kind == "decode":
-            runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
-
-        def inputs(index):
-            if kind == "prefill":
-                row = {name: tensor[:1].clone() for name, tensor in rows.items()}
-                row["positions"][0], row["limits"][0] = 16 * index, 16 * index + 16 - index
-                runner.load(tokens=torch.randint(0, 101, (1, 16), generator=g), **row)
-            return ()
-
-        def one():
-            with reference_ops():
-                return runner.replay(3) if kind == "decode" else runner.replay()
-
-        return one, inputs
+        return simulated_step(made, kind, limit=60, exact=True)
 
     report = check_step(factory)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
