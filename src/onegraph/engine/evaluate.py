@@ -85,7 +85,7 @@ def evaluate(
     for part in parts:
         settings = (kv, None)[: len(models)]
         hidden = [
-            _hidden(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
+            read(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
         ]
         targets = part[:, 1:].flatten().to(model.devices[-1], torch.int64)
         for rows in _row_slices(len(targets), model.config.vocab_size):
@@ -124,9 +124,9 @@ def evaluate(
     )
 
 
-def _hidden(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: list[Tensor]) -> Tensor:
-    """tokens int [B, T] -> [B, T, D]: densely, or as decoding through a cache would give them, whose sums of errors go
-    to `squares` in mode `shadow`."""
+def read(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: list[Tensor]) -> Tensor:
+    """tokens int [B, T] -> hidden states [B, T, D]: densely, or as decoding through a cache of codes from the first
+    token on would give them, whose sums of errors go to `squares` in mode `shadow`."""
     tokens = tokens.to(model.devices[0], torch.int64)
     if kv is None and model.dense_attention is not None:
         return model(tokens, model.dense_attention)
