@@ -7,7 +7,7 @@ the model's layers (one kv head of each and the queries that share it), and get 
 that the sequence takes as many turns as the model's own context: beyond those its means attend to anything. All goes
 through a `TurboQuantCache`, in codes from the first token on. In the last tenth before several positions 64 decode
 steps attend to it: a head's error is |codes' output - exact output| / |exact output| over all of them. In a second pass
-each of the last queries meets one key that was planted so that it has half of the weight, at several distances.
+each of the last queries meets one key that was planted so that it has about half of the weight, at several distances.
 """
 
 import argparse
@@ -114,12 +114,17 @@ class Exact:
 
 def plant(attention: Attention, qkv: Tensor, at: dict[int, int]) -> None:
     """For each query t and distance d of `at` the keys of token t - d become such that the first query of each group
-    gives them half of its weight."""
-    exact, dim = Exact(attention, qkv), attention.head_dim
+    gives them about half of its weight, by what it has not in common with other queries."""
+    exact, dim, share = Exact(attention, qkv), attention.head_dim, attention.heads // attention.kv_heads
     keys = qkv.view(len(qkv), -1, dim)[:, attention.heads : attention.heads + attention.kv_heads]
-    for t, distance in at.items():
-        query, others = exact.query(t)[:, 0], exact.scores(t)[:, 0].logsumexp(-1, keepdim=True)
-        key = query * others / (attention.scale * query.square().sum(-1, keepdim=True))
+    common = torch.nn.functional.normalize(exact.before[:, ::share].mean(0), dim=-1)
+    for t, distance in [*at.items()] * 3:  # planted keys see each other, so what half is settles
+        own = exact.before[t, ::share]
+        own = exact.turned((own - (own * common).sum(-1, keepdim=True) * common)[None], t)[0]
+        scores = exact.scores(t)[:, 0]
+        scores[:, t - distance] = -math.inf
+        key = own * scores.logsumexp(-1, keepdim=True) / (attention.scale * own.square().sum(-1, keepdim=True))
+        exact.keys[:, t - distance] = key
         keys[t - distance] = exact.turned(key[None], t - distance, back=True)[0]
 
 
