@@ -36,7 +36,7 @@ PAGE = 16
 AT = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 FAR = (16, 100, 1_000, 10_000, 50_000, 99_000)  # distances of planted keys; 16 is within a window
 QUERIES = 64  # before each position
-PLANTED = 16  # queries at each distance
+PLANTED = 48  # queries at each distance
 SAMPLE = 4_096  # tokens of the text whose statistics are taken
 BLOCK = 4_096  # tokens written at once
 
