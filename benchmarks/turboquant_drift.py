@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("text")
     parser.add_argument("settings", nargs="+")
     parser.add_argument("--tokens", type=int, default=AT[-1])
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -190,7 +191,7 @@ def main() -> None:
     samples = groups(model, ids)
     sizes = {"heads": len(samples) * c.heads // c.kv_heads, "kv_heads": len(samples), "head_dim": c.head_dim}
     attention = Attention(index=0, **sizes, cos=cos, sin=sin)
-    qkv = drawn(samples, args.tokens, c.head_dim)
+    qkv = drawn(samples, args.tokens, c.head_dim, args.seed)
     places, far = [at for at in AT if at <= args.tokens], [d for d in FAR if d <= args.tokens - len(FAR) * PLANTED]
     steps = [range(at - at // 10, at, max(1, at // 10 // QUERIES)) for at in places]
     ends = [args.tokens - PLANTED * i for i in range(len(far), -1, -1)]
@@ -204,7 +205,7 @@ def main() -> None:
             parser.error("exact attention is what others are compared with; give settings of turboquant")
         along = drift(attention, qkv, new_cache(kv, attention, args.tokens), steps)
         behind = drift(attention, planted, new_cache(kv, attention, args.tokens), asking, first=True)
-        row: dict[str, Any] = {"bench": "turboquant drift", "kv": setting, "tokens": args.tokens}
+        row: dict[str, Any] = {"bench": "turboquant drift", "kv": setting, "tokens": args.tokens, "seed": args.seed}
         row |= {"positions": places, "errors": [round(e, 4) for e in along]}
         row |= {"distances": far, "planted_errors": [round(e, 4) for e in behind]}
         emit(row | {"seconds": round(time.monotonic() - started, 1)} | machine(device), args.out)
