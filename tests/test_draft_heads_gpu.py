@@ -1,5 +1,6 @@
 """Heads that go on from the target's hidden states, on a GPU: captured, split and eager rounds, the text as without."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 from test_eagle import GREEDY, LAYERS, PROMPTS, WARM, rate
-from test_speculate import round_inputs
+from test_speculate import CODES, TURNS, held, kept_and_not, round_inputs
 
 pytestmark = pytest.mark.gpu
 SIZES = {"max_batch": 4, "max_context": 64, "page_size": 16, "chunk": 16}
@@ -61,6 +62,23 @@ def test_the_text_with_a_head_is_that_without(eagle, capture):
     assert rate(engine) > 0.6
 
 
+@pytest.mark.parametrize("kv", [CODES, TURNS])
+@pytest.mark.parametrize("capture", [True, "split", False])
+def test_the_text_from_codes_with_a_head_is_that_without(eagle, capture, kv):
+    """Longer than what the head has learned, so that many drafts are wrong."""
+    model, head = eagle
+    sizes = SIZES | {"max_context": 96, "capture": capture} | held(kv)
+    for params in ([replace(each, max_tokens=70) for each in some] for some in (GREEDY, WARM)):
+        expected = Engine(model, **sizes).generate(PROMPTS, params)
+        exact = Engine(model, **sizes | {"kv": None}).generate(PROMPTS, params)
+        assert expected != exact, "the case would show no codes"
+        for tokens in (3, 7):
+            engine = Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=tokens)
+            assert engine.generate(PROMPTS, params) == expected
+            print("STATS", kv, tokens, engine.stats.drafted_tokens, engine.stats.accepted_tokens)
+            assert kept_and_not(engine) > 20
+
+
 @pytest.mark.parametrize("capture", [None, "split", False])
 def test_the_text_with_draft_layers_is_that_without(deepseek, capture):
     model, drafter = deepseek
@@ -72,7 +90,7 @@ def test_the_text_with_draft_layers_is_that_without(deepseek, capture):
         assert engine.stats.drafted_tokens > 0
 
 
-def proven(engine, vocabulary, pages, sampling):
+def proven(engine, vocabulary, pages, sampling, reach=60):
     g, place = torch.Generator().manual_seed(0), engine._speculation.place
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
     caches = engine._cache, engine._speculation.drafter._cache
@@ -81,31 +99,38 @@ def proven(engine, vocabulary, pages, sampling):
     def reset():
         g = torch.Generator().manual_seed(1)
         for tensor in state.values():
-            whole = torch.randint(0, 3, tensor.shape, generator=g)
+            # Of bytes in codes two may be a norm, which these make 0.1 to 1.
+            low, high = (0x30, 0x3C) if tensor.dtype == torch.uint8 else (0, 3)
+            whole = torch.randint(low, high, tensor.shape, generator=g)
             tensor.copy_(torch.randn(tensor.shape, generator=g) if tensor.is_floating_point() else whole)
 
+    # Page 0 and ring 0 take what is nobody's, several tokens in one place.
+    owned = {name: t if name in ("history", "drafts", "found") else t[1:] for name, t in state.items()}
     for drafts in (0, 3):
         (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
-        cases = [round_inputs(g, 20, torch.arange(1, 1 + n * pages).view(n, pages)) for n in (4, 1, 3)]
+        cases = [round_inputs(g, reach, torch.arange(1, 1 + n * pages).view(n, pages)) for n in (4, 1, 3)]
         for case in cases:
             case["drawn"] %= vocabulary
-        assert prove(runner, cases, reset=reset, state=state) == []
+        assert prove(runner, cases, reset=reset, state=owned) == []
 
 
+@pytest.mark.parametrize("kv", [None, CODES])
 @pytest.mark.parametrize("sampling", [False, True])
-def test_rounds_with_a_head_are_proven(eagle, sampling):
+def test_rounds_with_a_head_are_proven(eagle, sampling, kv):
     model, head = eagle
-    proven(Engine(model, **SIZES, draft=partial(HeadDrafter, head), draft_tokens=3), 131, 4, sampling)
+    sizes = SIZES | {"max_context": 96} | held(kv)
+    proven(Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=3), 131, 6, sampling)
 
 
 @pytest.mark.parametrize("sampling", [False, True])
 def test_rounds_with_draft_layers_are_proven(deepseek, sampling):
     model, drafter = deepseek
     engine = Engine(model, **SIZES | {"page_size": 128}, draft=drafter, draft_tokens=3)
-    proven(engine, model.config.vocab_size, 1, sampling)
+    proven(engine, model.config.vocab_size, 1, sampling, reach=20)
 
 
-def test_a_quantized_model_that_runs_in_chains_drafts_too(tmp_path):
+@pytest.mark.parametrize("kv", [None, CODES])
+def test_a_quantized_model_that_runs_in_chains_drafts_too(tmp_path, kv):
     """Fused E8P linears in bfloat16, one launch between attentions for a single token: taps are taken there too."""
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_e8p("llama", tmp_path / "model", rates={"bits": 4}, head_dim=64, **sizes)
@@ -114,8 +139,9 @@ def test_a_quantized_model_that_runs_in_chains_drafts_too(tmp_path):
     assert isinstance(model, ChainedLlama)
     vocabulary = torch.arange(131, device="cuda:0")
     head = load_head(write_head(tmp_path / "head", net_of(model, LAYERS, vocabulary), LAYERS, vocabulary), model)
-    engine = Engine(model, **SIZES, draft=partial(HeadDrafter, head), draft_tokens=3)
+    sizes = SIZES | {"max_context": 96} | held(kv)
+    engine = Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=3)
     for prompt, params in zip(PROMPTS, GREEDY, strict=True):
-        assert len(engine.generate([prompt], params)[0]) == 30
+        assert len(engine.generate([prompt], replace(params, max_tokens=70))[0]) == 70
         assert engine.stats.drafted_tokens > 0
-    proven(engine, 131, 4, False)
+    proven(engine, 131, 6, False)

@@ -29,12 +29,22 @@ from onegraph.ops.ranks import EXPIRED, MODE, ROUNDS
 from onegraph.ops.registry import reference_ops
 from test_eagle import rewritten
 from test_ranks import PARAMS, hasty, text
-from test_speculate import round_inputs
+from test_speculate import CODES, TURNS, held, kept_and_not, round_inputs
 
 PROMPTS = [text(19), text(3, 1), [7, 8, 9, 7, 8, 9, 7, 8]]
 GREEDY = [SamplingParams(max_tokens=14, seed=3 + i) for i in range(3)]
 WARM = [SamplingParams(max_tokens=14, temperature=0.9, top_k=20, top_p=0.95, seed=6 + i) for i in range(3)]
 SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 16, "chunk": 8}
+
+
+def sizes_of(kv: str | None) -> dict[str, Any]:
+    """Of an engine with this cache, for `longer` texts."""
+    return SIZES | held(kv) | {"max_context": 96}
+
+
+def longer(params: list[SamplingParams], kv: str | None) -> list[SamplingParams]:
+    """So that most of a text in codes is read from them."""
+    return params if kv is None else [replace(each, max_tokens=60) for each in params]
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +63,13 @@ def both(path: Path) -> tuple[Llama, Ranks]:
 @pytest.fixture(scope="module")
 def texts(both: tuple[Llama, Ranks]) -> dict[str | None, list[list[list[int]]]]:
     """By cache: greedy and sampled ones of one device, without drafts."""
-    return {
-        kv: [Engine(both[0], kv=kv, **SIZES).generate(PROMPTS, params) for params in (GREEDY, WARM)]
-        for kv in (None, "turboquant:4")
+    found = {
+        kv: [Engine(both[0], **sizes_of(kv)).generate(PROMPTS, longer(params, kv)) for params in (GREEDY, WARM)]
+        for kv in (None, CODES, TURNS)
     }
+    exact = Engine(both[0], **sizes_of(None)).generate(PROMPTS, longer(GREEDY, CODES))
+    assert exact not in (found[CODES][0], found[TURNS][0]), "the cases would show no codes"
+    return found
 
 
 def same_everywhere(engine: Engine) -> None:
@@ -94,19 +107,23 @@ def drafter(kind: str, model: Llama, answers: list[list[int]]) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "mode", "kv"),
-    [("ngram", "eager", None), ("same", "eager", "turboquant:4"), ("oracle", "captured", None)],
-)
+    [("ngram", "eager", None), ("oracle", "captured", None), ("ngram", "eager", CODES), ("same", "eager", CODES),
+     ("oracle", "captured", CODES), ("same", "eager", TURNS), ("oracle", "eager", TURNS)],
+)  # fmt: skip
 def test_the_text_is_that_of_one_device_without_drafts(
     both: tuple[Llama, Ranks], texts: Any, kind: str, mode: str, kv: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, model = both
-    make = maker(mode, model, monkeypatch, **SIZES, kv=kv)
+    make = maker(mode, model, monkeypatch, **sizes_of(kv))
     for answers, params in zip(texts[kv], (GREEDY, WARM), strict=True):
-        engine = make(draft=drafter(kind, one, answers), draft_tokens=3)
-        assert engine.generate(PROMPTS, params) == answers
-        same_everywhere(engine)
-        if kind != "ngram":
-            assert engine.stats.accepted_tokens > 12, "the case would show little"
+        for tokens in (3,) if kv is None else (3, 7):
+            engine = make(draft=drafter(kind, one, answers), draft_tokens=tokens)
+            assert engine.generate(PROMPTS, longer(params, kv)) == answers
+            same_everywhere(engine)
+            if kind != "ngram":
+                assert engine.stats.accepted_tokens > 12, "the case would show little"
+            if kind == "oracle" and kv is not None:
+                assert kept_and_not(engine) > 20
 
 
 def test_rows_that_take_one_token_a_round_do_so_on_all_ranks(both: tuple[Llama, Ranks]) -> None:
@@ -140,7 +157,10 @@ def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
     assert int(model.peers.states[0][ROUNDS]) - before == 4 * 2 * both[0].config.layers + 8
 
 
-def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(both: tuple[Llama, Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", [None, CODES, TURNS])
+def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(
+    both: tuple[Llama, Ranks], texts: Any, kv: str | None, tmp_path: Path
+) -> None:
     """It reads what is behind layers of all ranks, and names tokens with the model's own head, which they share."""
     one, model = both
     layers, vocabulary = (0, 1, 2), torch.arange(one.config.vocab_size)
@@ -149,12 +169,12 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(both: tuple[Llama, Ra
     heads = [load_head(tmp_path / "bare", target) for target in (one, *model.beside)]
     assert heads[1].lm_head is None
     engines = [
-        Engine(one, **SIZES, draft=partial(HeadDrafter, heads[0]), draft_tokens=3),
-        Engine(model, **SIZES, draft=[partial(HeadDrafter, head) for head in heads[1:]], draft_tokens=3),
+        Engine(one, **sizes_of(kv), draft=partial(HeadDrafter, heads[0]), draft_tokens=3),
+        Engine(model, **sizes_of(kv), draft=[partial(HeadDrafter, head) for head in heads[1:]], draft_tokens=3),
     ]
-    for params in (GREEDY, WARM):
-        texts = [engine.generate(PROMPTS, params) for engine in engines]
-        assert texts[0] == texts[1]
+    for answers, params in zip(texts[kv], (GREEDY, WARM), strict=True):
+        for engine in engines:
+            assert engine.generate(PROMPTS, longer(params, kv)) == answers
         drafts_like(engines[1], engines[0])
 
 

@@ -26,7 +26,19 @@ from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.ranks import part_of
 from test_exchange import summed
 from test_ranks import PARAMS, text
-from test_ranks_drafts import GREEDY, LONG, MIXED, PROMPTS, WARM, WIDE, drafts_like, same_everywhere
+from test_ranks_drafts import (
+    GREEDY,
+    LONG,
+    MIXED,
+    PROMPTS,
+    WARM,
+    WIDE,
+    drafts_like,
+    longer,
+    same_everywhere,
+    sizes_of,
+)
+from test_speculate import CODES, TURNS, kept_and_not
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -111,7 +123,7 @@ def test_the_engine_draws_the_tokens_of_one_gpu(folder: Path, count: int, kv: st
             assert [s.output for s in engine.complete(prompts, PARAMS)] == want, f"capture={capture}"
 
 
-@pytest.mark.parametrize("kv", [None, "turboquant:4"])
+@pytest.mark.parametrize("kv", [None, CODES, TURNS])
 @pytest.mark.parametrize("kind", ["ngram", "model", "oracle", "eagle"])
 def test_the_text_with_drafts_is_that_of_one_gpu_without(
     folder: Path, kind: str, kv: str | None, tmp_path: Path
@@ -121,7 +133,7 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
         one = Llama.load(checkpoint, "cuda:0", torch.float32)
         model = Ranks.load(checkpoint, devices(2), torch.float32)
         drafting = [Llama.load(checkpoint, device, torch.float32) for device in model.devices]
-    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 64, "chunk": 8, "page_size": 16, "kv": kv}
+    sizes = sizes_of(kv)
     draft: Any = NgramDrafter
     if kind == "model":
         draft = [partial(ModelDrafter, each) for each in drafting]
@@ -129,8 +141,10 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
         layers, vocabulary = (0, 0, 1), torch.arange(one.config.vocab_size, device="cuda:0")
         head = write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
         draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.beside]
-    for params in (GREEDY, WARM):
+    for params in (longer(GREEDY, kv), longer(WARM, kv)):
         want = Engine(one, **sizes).generate(PROMPTS, params)
+        if kv is not None:
+            assert want != Engine(one, **sizes_of(None)).generate(PROMPTS, params), "the case would show no codes"
         if kind == "oracle":
             texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, want, strict=True)]
             draft = partial(OracleDrafter, texts, 0.7, one.config.vocab_size)
@@ -138,6 +152,8 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
             engine = Engine(model, **sizes, capture=capture, draft=draft, draft_tokens=tokens)
             assert engine.generate(PROMPTS, params) == want, (capture, tokens)
             same_everywhere(engine)
+            if kind == "oracle" and kv is not None and tokens != "auto":
+                assert kept_and_not(engine) > 20
     if kind in ("model", "oracle"):
         assert engine.stats.accepted_tokens > 12
 

@@ -1,5 +1,6 @@
 """Rounds that check drafts: whoever drafts, the text is the one without drafts; eager and over recorded graphs."""
 
+import copy
 import random
 from collections import Counter
 from functools import partial
@@ -19,6 +20,16 @@ from test_engine import GREEDY, PROMPTS, WARM, dense
 from tiny_decoder import TinyDecoder
 
 KINDS = ["ngram", "same", "other", "oracle"]
+
+# Caches in which texts of 60 tokens are mostly read from codes, which begin behind 16 tokens and a round's 8. Rows are
+# in codes from the first token, or exact until they have 48.
+CODES, TURNS = "turboquant:4,window=16,short=0", "turboquant:4,window=16,short=48"
+
+
+def held(kv):
+    """Options of an engine with this cache. Rows that turn are alone: one that turns takes the others along, wherever
+    drafts have brought them."""
+    return {"kv": kv, "page_size": None if kv else 16} | ({"max_batch": 1} if kv == TURNS else {})
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +201,9 @@ def test_rows_with_penalties_and_logprobs_take_one_token_a_round(make, model):
 
 def near(model):
     """A model whose logits are those of `model` plus noise of half their standard deviation, fixed for each text."""
-    other, weight = TinyDecoder(), model.head.weight
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)) * weight.std()
-    other.head = linear(weight + 0.5 * noise)
+    other, weight = copy.copy(model), model.head.weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(9)).to(weight) * weight.std()
+    other._modules = other._modules | {"head": linear(weight + 0.5 * noise)}
     return other
 
 
@@ -278,20 +289,28 @@ def test_the_rounds_are_proven(make, model, kind, sampling):
         assert prove(runner, cases, reset=reset, state=state) == []
 
 
-def test_codes_roll_back_too(model):
-    """A TurboQuant cache, window crossed with wrong drafts under way: the text of rounds is that of single steps."""
+@pytest.mark.parametrize("kv", [CODES, TURNS])
+@pytest.mark.parametrize("kind", ["ngram", "near", "oracle"])
+def test_codes_roll_back_too(make, kind, kv):
+    """A TurboQuant cache, window and turn crossed with wrong drafts under way: the text of rounds is that of single
+    steps."""
     model = TinyDecoder(head_dim=64)
-    options = {"max_batch": 4, "max_context": 96, "page_size": 16, "chunk": 8, "kv": "turboquant:4,window=16"}
-    params = seeded(SamplingParams(max_tokens=60))
-    expected = Engine(model, **options).generate(PROMPTS, params)
+    options = held(kv) | {"model": model, "max_context": 96}
+    params = seeded(SamplingParams(max_tokens=70))
+    expected = make(**options).generate(PROMPTS, params)
+    assert expected != make(**options | {"kv": None}).generate(PROMPTS, params), "the case would show no codes"
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    drafting = partial(ModelDrafter, near(model)) if kind == "near" else drafter(kind, model, texts)
     for tokens in (1, 7):
-        for make_drafter in (
-            partial(OracleDrafter, texts, 0.7, 101),
-            partial(ModelDrafter, TinyDecoder(seed=5, head_dim=64)),
-        ):
-            engine = Engine(model, draft=make_drafter, draft_tokens=tokens, **options)
-            assert engine.generate(PROMPTS, params) == expected
+        engine = make(**options, draft=drafting, draft_tokens=tokens)
+        assert engine.generate(PROMPTS, params) == expected
+        assert kept_and_not(engine) > (5 if kind == "ngram" else 20)
+
+
+def kept_and_not(engine):
+    """How many drafts of a run were kept, or how many were not if these are fewer."""
+    accepted = engine.stats.accepted_tokens
+    return min(accepted, engine.stats.drafted_tokens - accepted)
 
 
 def test_auto_reads_as_many_as_pay():

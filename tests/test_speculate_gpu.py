@@ -11,7 +11,7 @@ from onegraph.ops.cuda import decode_round
 from onegraph.runtime.prove import prove
 from test_engine import dense
 from test_engine_gpu import PROMPTS, engine
-from test_speculate import round_inputs
+from test_speculate import CODES, TURNS, held, kept_and_not, near, round_inputs
 from tiny_decoder import TinyDecoder
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +47,27 @@ def test_the_text_is_that_without_drafts(model, kind, warm):
         assert e.stats.decode_steps < e.stats.decode_tokens
 
 
+@pytest.mark.parametrize("kv", [CODES, TURNS])
+@pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("kind", ["ngram", "near", "oracle"])
+def test_the_text_from_codes_is_that_without_drafts(kind, warm, kv):
+    """In float32; window and turn are crossed with wrong drafts under way."""
+    model = TinyDecoder(device="cuda:0", head_dim=64)
+    fields = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if warm else {}
+    params = [SamplingParams(max_tokens=60, seed=len(PROMPTS) * 5 + i, **fields) for i in range(len(PROMPTS))]
+    exact = engine(model).generate(PROMPTS, params)
+    for capture, counts in ((True, (3, 7)), ("split", (7,)), (False, (1,))):
+        expected = engine(model, **held(kv), capture=capture).generate(PROMPTS, params)
+        assert expected != exact, "the case would show no codes"
+        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+        draft = partial(ModelDrafter, near(model)) if kind == "near" else drafter(kind, model, texts)
+        for tokens in counts:
+            e = engine(model, **held(kv), draft=draft, draft_tokens=tokens, capture=capture)
+            assert e.generate(PROMPTS, params) == expected, (capture, tokens)
+            assert kept_and_not(e) > (5 if kind == "ngram" else 20)
+            assert {exact for *_, exact in e._runners} == ({True, False} if kv == TURNS else {False})
+
+
 @pytest.mark.parametrize("sampling", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounds_are_proven(model, kind, sampling):
@@ -63,13 +84,27 @@ def test_rounds_that_attend_in_one_launch_are_proven(drafts, monkeypatch):
     assert set(sizes) == {1 + drafts}
 
 
+@pytest.mark.usefixtures("kernel_family")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_rounds_from_codes_are_proven(drafts, dtype):
+    """Both ways to attend to them: in one launch in 16 bits, with the ring apart in float32."""
+    model = TinyDecoder(device="cuda:0", head_dim=64, dtype=dtype)
+    proven(engine(model, kv=CODES, draft=partial(ModelDrafter, near(model)), draft_tokens=drafts), drafts, False)
+
+
 def proven(e, most, sampling):
     """Replays of rounds of an engine without drafts, and with `most`, equal eager ones."""
     place = e._speculation.place
     caches = [e._cache, getattr(e._speculation.drafter, "_cache", e._cache)]
-    state = {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate([*cache.keys, *cache.values])}
+    state = {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors()) if t.numel()}
     g = torch.Generator().manual_seed(0)
-    start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
+    start = {
+        # Of bytes in codes two may be a norm, which these make 0.1 to 1.
+        name: torch.randn(t.shape, generator=g).to(t) if t.is_floating_point()
+        else torch.randint(0x30, 0x3C, t.shape, generator=g).to(t)
+        for name, t in state.items()
+    }  # fmt: skip
     for name, high in (("history", 3), ("drafts", 3), ("found", 4)):
         state[name] = getattr(place, name)
         start[name] = torch.randint(0, high, state[name].shape, generator=g).to(state[name])
@@ -78,8 +113,10 @@ def proven(e, most, sampling):
         for name, tensor in state.items():
             tensor.copy_(start[name])
 
+    # Page 0 and ring 0 take what is nobody's, several tokens in one place.
+    owned = {name: t if name in ("history", "drafts", "found") else t[1:] for name, t in state.items()}
     for drafts in (0, most):
         (runner,) = e.runner("decode", sampling=sampling, drafts=drafts).stages
         tables = [1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10) for n in (5, 1, 3)]
         cases = [round_inputs(g, 100, table) for table in tables]
-        assert prove(runner, cases, reset=reset, state=state) == []
+        assert prove(runner, cases, reset=reset, state=owned) == []
