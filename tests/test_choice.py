@@ -198,7 +198,7 @@ def test_without_such_rows_there_is_no_state_and_no_other_step(make):
     engine = make()
     engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.9, top_k=5, seed=1))
     assert engine._steps.choices is None
-    assert {choice for _, choice in engine._runners} == {Choice(sampling=True)}
+    assert {choice for _, choice, _ in engine._runners} == {Choice(sampling=True)}
     assert "repetition" not in engine.runner("decode", sampling=True).stages[0].inputs
 
 

@@ -17,7 +17,8 @@ INTS = "room", "rank"
 ARGUMENTS = build.Arguments(pointers=("x", "add", "out", *POINTERS), ints=(*INTS, "words", "rows", "part"))
 KERNEL = build.Source(
     "exchange",
-    ops=("all_reduce", "all_gather", "e8p_all_reduce"),  # the last where e8p_decode.cu does not run it
+    # The last two where e8p_decode.cu and deepseek_hyper_ranks.cu do not run them.
+    ops=("all_reduce", "all_gather", "e8p_all_reduce", "hyper_all_reduce"),
     functions=("all_reduce", "all_gather"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
