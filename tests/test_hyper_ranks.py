@@ -124,6 +124,17 @@ class Launches:
         build(**self.defines)(ctypes.c_char_p(b"".join(self.ranks)), self.blocks)
 
 
+def called(args: Any, logits: Tensor, group: Peers, x: list[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+    """Each rank's call, of its own copy of the streams and its part: the copies, and where results come."""
+    streams = [args[0].clone() for _ in x]
+    return streams, [
+        launcher.hyper_all_reduce(
+            streams[i], part, args[2], logits, *args[3:], group.inboxes, group.states[i], group.alarm, i
+        )
+        for i, part in enumerate(x)
+    ]
+
+
 @pytest.mark.parametrize(
     ("ranks", "tokens", "dim", "dtype", "wide"),
     [
@@ -133,17 +144,11 @@ class Launches:
         (2, 1, 5120, torch.bfloat16, True),  # two chunks a block, the second one in part
     ],
 )
-def test_the_kernel_sums_and_mixes_as_the_reference_does(build, monkeypatch, ranks, tokens, dim, dtype, wide) -> None:  # type: ignore[no-untyped-def]
+def test_the_kernel_sums_and_mixes_as_the_reference_does(build, monkeypatch, ranks, tokens, dim, dtype, wide) -> None:
     args, logits = given(tokens, dim, dtype, wide)
     group, x = peers(ranks, launcher.words(tokens, dim)), parts(ranks, tokens, dim, dtype=dtype)
     launches = Launches(monkeypatch)
-    streams = [args[0].clone() for _ in range(ranks)]
-    out = [
-        launcher.hyper_all_reduce(
-            streams[i], x[i], args[2], logits, *args[3:], group.inboxes, group.states[i], group.alarm, i
-        )
-        for i in range(ranks)
-    ]  # fmt: skip
+    streams, out = called(args, logits, group, x)
     want = one_behind_the_other(args, logits, x)
     rounds = 3 if dim == 1024 else 1
     for _ in range(rounds):
@@ -162,38 +167,26 @@ def test_the_kernel_sums_and_mixes_as_the_reference_does(build, monkeypatch, ran
         assert told == [1 + rounds] * len(told)
 
 
-def test_the_kernel_goes_on_alone_where_it_is_not_armed(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_kernel_goes_on_alone_where_it_is_not_armed(build, monkeypatch) -> None:
     args, logits = given(1, 1024, torch.bfloat16)
     group, launches = peers(2, launcher.words(1, 1024)), Launches(monkeypatch)
     group.arm(False)
-    streams = [args[0].clone() for _ in range(2)]
-    out = [
-        launcher.hyper_all_reduce(
-            each, args[1], args[2], logits, *args[3:], group.inboxes, group.states[i], group.alarm, i
-        )
-        for i, each in enumerate(streams)
-    ]
+    streams, out = called(args, logits, group, [args[1]] * 2)
     launches.run(build)
     want = one_behind_the_other(args, logits, [args[1]])
     for mine, right in zip((*out[1], streams[1]), want, strict=True):
         assert distance(mine, right) <= TOLERANCE[torch.bfloat16]
 
 
-def test_the_kernel_names_who_stays_away(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_kernel_names_who_stays_away(build, monkeypatch) -> None:
     args, logits = given(1, 1024, torch.bfloat16)
     group, launches = peers(2, launcher.words(1, 1024), patience=0.05), Launches(monkeypatch)
     group.states[1][0] = 0  # it sends nothing, and waits for nobody
-    streams = [args[0].clone() for _ in range(2)]
-    out = [
-        launcher.hyper_all_reduce(
-            each, args[1], args[2], logits, *args[3:], group.inboxes, group.states[i], group.alarm, i
-        )
-        for i, each in enumerate(streams)
-    ]
+    alive = called(args, logits, group, [args[1]] * 2)
     launches.run(build)
     with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange 1"):
         group.check()
-    assert len(out) == 2, "what the launches wrote to"
+    assert len(alive[1]) == 2, "what the launches wrote to"
 
 
 # --------------------------------------------------------------------------------------------------- GPUs

@@ -117,9 +117,7 @@ class Engine:
         self.ahead = 1 if captured else 0  # steps launched before the tokens of one are read
 
         kv = parse_kv(kv) if isinstance(kv, str) else kv
-        sizes = sizes_of(
-            model, kv, rows=max_batch, context=self.max_context, page_size=page_size, pages=pages
-        )  # fmt: skip
+        sizes = sizes_of(model, kv, rows=max_batch, context=self.max_context, page_size=page_size, pages=pages)
         page_size, total, self._per_row, self.short = sizes.page_size, sizes.pages, sizes.per_row, sizes.short
         self._speculation = None
         if draft is not None:

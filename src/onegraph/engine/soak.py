@@ -282,8 +282,8 @@ def append(path: Path, value: dict[str, Any]) -> None:
 def row_drift(
     engine: Engine, other: Engine, read: list[int], pages: Tensor, slot: int, exact: bool = False
 ) -> tuple[float, float, float, int]:
-    """Of one row, whose tokens `read` the engine has read into these pages and this slot, exact for
-    being short or not: drift, noise, plain and shaken, as of `Round`."""
+    """Of one row, whose tokens `read` the engine has read into these pages and this slot, exact for being short or not:
+    drift, noise, plain and shaken, as of `Round`."""
     mine = _logits(engine, read[-1:], len(read) - 1, pages, slot, exact)
     passes = [_from_nothing(other, read, *order, exact=exact) for order in ((CHUNK, 0), *ORDERS)]
     noise = [min(_error(one, two) for two in passes if two is not one) for one in passes]
