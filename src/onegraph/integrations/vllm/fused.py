@@ -22,9 +22,10 @@ from vllm.model_executor.models import llama, mistral, qwen2, qwen3
 from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.linear import OnegraphLinearMethod
-from onegraph.integrations.vllm.ranks import Exchange, exchange_of, linear_sum, sum_over_ranks
+from onegraph.integrations.vllm.ranks import exchange_of, linear_sum, sum_over_ranks
 from onegraph.integrations.vllm.rope import take_over
 from onegraph.nn.block import norm_inside, sum_inside
+from onegraph.nn.processes import PeerProcess
 
 LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2DecoderLayer, qwen3.Qwen3DecoderLayer)
 
@@ -129,7 +130,7 @@ class _Fused:
 
     def compute_logits(self, *args: Any, **named: Any) -> Tensor | None:
         """As vLLM's, which calls it after every step, outside of graphs. Raises PeerError (`ranks.py`)."""
-        exchange: Exchange | None = getattr(self, "onegraph_exchange", None)
+        exchange: PeerProcess | None = getattr(self, "onegraph_exchange", None)
         if exchange is not None:
             exchange.check()
         logits: Tensor | None = cast(Any, super()).compute_logits(*args, **named)

@@ -1,0 +1,136 @@
+"""Ranks that are processes: sums through inboxes that they open to each other, on CPUs and on GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onegraph.nn.processes import PeerProcess
+from onegraph.ops.ranks import MAX_RANKS
+
+PROGRAM = """
+import json, sys, torch
+import torch.distributed as distributed
+from onegraph.nn.peers import PeerError
+from onegraph.nn.processes import PeerProcess
+from onegraph.ops.exchange import all_reduce
+
+rank, count, store, device, leaves, out = json.loads(sys.argv[1])
+distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=count)
+
+def gather(told):
+    found = [None] * count
+    distributed.all_gather_object(found, told)
+    return found
+
+device = torch.device(device)
+with device:  # as vLLM builds its models
+    peer = PeerProcess(64 * 256, rank, count, device, gather, patience=2.0 if leaves else 60.0)
+
+def parts(tokens, round):
+    made = torch.Generator().manual_seed(1000 * tokens + round)
+    return torch.randn(count + 1, tokens, 256, generator=made).to(device)
+
+found = []
+for round in range(3):
+    for tokens in (1, 5, 64):
+        given = parts(tokens, round)
+        found.append(all_reduce(given[rank], given[count], *peer.group).tolist())
+if device.type == "cuda":
+    given = parts(2, 9)
+    held, graph = given[rank].clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    gather(None)  # what is compiled is so on all ranks
+    with torch.cuda.graph(graph):
+        summed = all_reduce(held, None, *peer.group)
+    for step in range(20):
+        held.copy_(given[rank] + step)
+        graph.replay()
+        found.append(summed.tolist())
+gather(None)
+error = ""
+if leaves and rank == 0:  # the others are gone
+    given = parts(1, 0)
+    all_reduce(given[0], None, *peer.group)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    try:
+        peer.check()
+    except PeerError as raised:
+        error = str(raised)
+else:
+    peer.check()
+with open(out, "w") as file:
+    json.dump([found, error], file)
+if leaves:
+    import os
+    os._exit(0)
+"""
+
+
+def run(count: int, devices: list[str], leaves: bool, folder: Path) -> list[Any]:
+    """What each rank found, and the error that it met."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    running = []
+    for rank in range(count):
+        given = [rank, count, str(folder / "store"), devices[rank], leaves, str(folder / f"{rank}")]
+        command = [sys.executable, "-c", PROGRAM, json.dumps(given)]
+        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in running:
+        told = process.communicate(timeout=200)[1]
+        assert process.returncode == 0, told[-3000:]
+    return [json.loads((folder / f"{rank}").read_text()) for rank in range(count)]
+
+
+def check(count: int, devices: list[str], folder: Path) -> None:
+    found = [rank[0] for rank in run(count, devices, False, folder)]
+    assert all(rank == found[0] for rank in found), "all ranks get the same bits"
+    sums = iter(found[0])
+    for turn in range(3):
+        for tokens in (1, 5, 64):
+            made = torch.Generator().manual_seed(1000 * tokens + turn)
+            want = torch.randn(count + 1, tokens, 256, generator=made).sum(0)
+            torch.testing.assert_close(torch.tensor(next(sums)), want, atol=1e-5, rtol=1e-5)
+    given = torch.randn(count + 1, 2, 256, generator=torch.Generator().manual_seed(2009))[:count]
+    for step, replayed in enumerate(sums):
+        torch.testing.assert_close(torch.tensor(replayed), (given + step).sum(0), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_sum_through_each_others_inboxes(count: int, tmp_path: Path) -> None:
+    check(count, ["cpu"] * count, tmp_path)
+
+
+def test_a_process_that_is_gone_is_named(tmp_path: Path) -> None:
+    left, _ = run(2, ["cpu"] * 2, True, tmp_path)
+    assert left[1] == (
+        "rank 0 waited 2 s for rank 1 at exchange 10: the other process stopped; start all of them again"
+    )
+
+
+@pytest.mark.gpu
+def test_processes_sum_on_gpus(tmp_path: Path) -> None:
+    """Two of one GPU, whose launches take turns, where there is no other; eager and captured."""
+    check(2, ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"], tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_process_that_is_gone_is_named_on_a_gpu(tmp_path: Path) -> None:
+    left, _ = run(2, ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"], True, tmp_path)
+    assert left[1].startswith("rank 0 waited 2 s for rank 1 at exchange ")
+
+
+def test_ranks_that_cannot_exchange_are_refused() -> None:
+    def elsewhere(told: Any) -> list[Any]:
+        return [told, ("another", None)]
+
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match="got ranks that exchange on 2 machines; allowed is one"):
+        PeerProcess(64, 0, 2, cpu, elsewhere)
+    with pytest.raises(ValueError, match=f"got {MAX_RANKS + 1} ranks that exchange; allowed are up to {MAX_RANKS}"):
+        PeerProcess(64, 0, MAX_RANKS + 1, cpu, elsewhere)
