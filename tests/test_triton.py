@@ -29,6 +29,7 @@ from onegraph.ops import (  # noqa: E402, F401
     deepseek_hyper,
     deepseek_index,
     deepseek_moe,
+    deepseek_prepare,
     e8p,
     e8p_experts,
     embedding,

@@ -13,8 +13,8 @@ from onegraph.formats.deepseek_kv import row_bytes
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
 from onegraph.ops.deepseek_block import deepseek_block_attention, deepseek_remember
-from onegraph.ops.deepseek_compress import deepseek_compress
 from onegraph.ops.deepseek_index import deepseek_index
+from onegraph.ops.deepseek_prepare import deepseek_prepare
 
 
 class DeepseekCache:
@@ -153,17 +153,23 @@ class DeepseekCache:
         gives it -> [B, Q, heads, head_dim]; the tokens' part of the state is written."""
         a, i = attention, attention.index
         rows = self.positions, self.counts, self.block_table
-        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
         selected = None
-        if a.compressor is not None and states is not None:
+        if a.compressor is None or states is None:
+            q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
+        else:
             main, rest = states.split((a.compressor.width, states.shape[2] - a.compressor.width), dim=2)
-            self._compress(a, a.compressor, main, self.rings[i], self.entries[i])
-            if a.indexer is not None and index_q is not None:
-                helper, gain = rest.split((a.indexer.width, rest.shape[2] - a.indexer.width), dim=2)
-                pool = self.index_entries[i]
-                self._compress(a, a.indexer, helper, self.index_rings[i], pool)
-                heads = index_q.unflatten(2, (gain.shape[2], -1))
-                selected = deepseek_index(heads, gain, a.cos, a.sin, *rows, pool, a.indexer.ratio, a.top_k)
+            c, indexer, gain = a.compressor, a.indexer, rest
+            index: tuple[Tensor | None, ...] = (None,) * 5
+            if indexer is not None:
+                helper, gain = rest.split((indexer.width, rest.shape[2] - indexer.width), dim=2)
+                index = helper, self.index_rings[i], indexer.bias, indexer.norm, self.index_entries[i]
+            q, kv = deepseek_prepare(
+                q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.fp8, self.slots, *rows,
+                main, self.rings[i], c.bias, c.norm, self.entries[i], *index,
+            )  # fmt: skip
+            if indexer is not None and index_q is not None:
+                heads, pool = index_q.unflatten(2, (gain.shape[2], -1)), self.index_entries[i]
+                selected = deepseek_index(heads, gain, a.cos, a.sin, *rows, pool, indexer.ratio, a.top_k)
         return deepseek_attention(
             q, kv, self.windows[i], a.sinks, a.cos, a.sin, self.slots, *rows, self.entries[i], selected,
             0 if a.compressor is None else a.compressor.ratio, a.window, a.scale,
@@ -186,14 +192,6 @@ class DeepseekCache:
         return deepseek_block_attention(
             q, kv, ring, a.sinks, a.cos, a.sin, self.slots, self.positions, a.window, a.scale
         )
-
-    def _compress(
-        self, a: DeepseekAttention, c: Compressor, states: Tensor, ring: Tensor | None, pool: Tensor | None
-    ) -> None:
-        deepseek_compress(
-            states, ring, c.bias, c.norm, a.eps, a.cos, a.sin,
-            self.slots, self.positions, self.counts, self.block_table, pool,
-        )  # fmt: skip
 
 
 class PlacedCache:

@@ -310,6 +310,54 @@ class DeepseekCompress(Call):
 
 
 @dataclass(eq=False)
+class DeepseekPrepare(Call):
+    """See `ops.deepseek_prepare.deepseek_prepare`."""
+
+    q: Tensor
+    kv: Tensor
+    kv_norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    fp8: bool
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    states: Tensor
+    ring: Written
+    bias: Tensor
+    norm: Tensor
+    entries: Written
+    index_states: Tensor | None
+    index_ring: Written | None
+    index_bias: Tensor | None
+    index_norm: Tensor | None
+    index_entries: Written | None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, bool]:
+        """The arguments of `deepseek_qkv`."""
+        return self.q, self.kv, self.kv_norm, self.eps, self.cos, self.sin, self.positions, self.fp8
+
+    @property
+    def compressed(self) -> list[DeepseekCompress]:
+        """What is to be compressed: the attention's states, and the indexer's where there are such."""
+        index = self.index_states, self.index_ring, self.index_bias, self.index_norm, self.index_entries
+        found = [
+            (self.states, self.ring, self.bias, self.norm, self.entries),
+            *([index] if self.index_states is not None else []),
+        ]
+        return [
+            DeepseekCompress(
+                states, ring, bias, norm, self.eps, self.cos, self.sin,  # type: ignore[arg-type]  # none of them is None
+                self.slots, self.positions, self.counts, self.block_table, entries,  # type: ignore[arg-type]
+            )
+            for states, ring, bias, norm, entries in found
+        ]  # fmt: skip
+
+
+@dataclass(eq=False)
 class DeepseekIndex(Call):
     """See `ops.deepseek_index.deepseek_index`."""
 

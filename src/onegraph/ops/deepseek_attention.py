@@ -85,7 +85,7 @@ def attend_to(q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, rope: int
     return ((weight / total).flatten(1, 2) @ every).view(batch, length, heads, dim)
 
 
-def _check_qkv(
+def check_qkv(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, fp8: bool
 ) -> None:
     name = "deepseek_qkv"
@@ -209,7 +209,7 @@ deepseek_qkv = register(
             else kv.new_empty(kv.shape),
         ),
         kernel="onegraph.ops.triton.deepseek_attention:deepseek_qkv",
-        check=_check_qkv,
+        check=check_qkv,
         cases=(_qkv_case("flash", 2, 1, 64, 512, 32), _qkv_case("chunk", 3, 7, 3, 40, 4)),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
         bytes_moved=lambda q, kv, *rest: 2 * nbytes(q, kv),

@@ -106,7 +106,7 @@ def check_tables(op: str, dim: int, cos: Tensor, sin: Tensor) -> None:
             )
 
 
-def _check(call: DeepseekCompress) -> None:
+def check_compress(call: DeepseekCompress) -> None:
     op, states, bias, dim = "deepseek_compress", call.states, call.bias, call.norm.numel()
     if states.dim() != 3 or states.dtype not in FLOATS or states.stride(-1) != 1:
         raise ValueError(f"{op}: states is {states.dtype} {tuple(states.shape)}; it must be a float [B, Q, 2 c d]")
@@ -201,7 +201,7 @@ deepseek_compress = register(
         reference=_deepseek_compress,
         fake=lambda call: None,
         kernel="onegraph.ops.triton.deepseek_compress:deepseek_compress",
-        check=_check,
+        check=check_compress,
         cases=(
             _case(
                 "csa_decode", ratio=4, overlap=True, dim=512, half=32, per_page=32,

@@ -16,15 +16,13 @@ TILE = 128  # columns whose splits a program merges
 PROGRAMS = 256  # that a decode step is split into, if it has keys enough
 
 
-@triton.jit(do_not_specialize=["length", "last"])
-def _qkv(
-    q, kv, norm, cos, sin, positions, q_out, kv_out, eps, length, q_stride, kv_stride, last,
+@triton.jit
+def unit_head(
+    q, kv, norm, cos, sin, positions, q_out, kv_out, eps, row, head, length, q_stride, kv_stride, last,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token, or (head HEADS) its latent vector."""
-    let_next_start(PDL)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One head of one token, or (head HEADS) its latent vector, by all of a program."""
     column = tl.arange(0, WIDTH)
     inside = column < DIM
     latent = head == HEADS
@@ -42,23 +40,44 @@ def _qkv(
         tl.store(q_out + (row * HEADS + head) * DIM + column, x.to(q_out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["length", "last"])
+def _qkv(
+    q, kv, norm, cos, sin, positions, q_out, kv_out, eps, length, q_stride, kv_stride, last,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    unit_head(
+        q, kv, norm, cos, sin, positions, q_out, kv_out, eps, tl.program_id(0).to(tl.int64), tl.program_id(1), length,
+        q_stride, kv_stride, last, HEADS, DIM, WIDTH, HALF, ROW, PDL,
+    )  # fmt: skip
+
+
+def qkv_out(q: Tensor, kv: Tensor, half: int, fp8: bool) -> tuple[Tensor, Tensor]:
+    """What `deepseek_qkv` fills."""
+    (batch, length, width), dim = q.shape, kv.shape[2]
+    out = q.new_empty((batch, length, width // dim, dim))
+    if not fp8:
+        return out, kv.new_empty((batch, length, dim))
+    # codes, bfloat16 rotary part, a scale for 64 codes, up to a multiple of 16
+    row = triton.cdiv(dim + 2 * half + triton.cdiv(dim - 2 * half, 64), 16) * 16
+    return out, kv.new_zeros((batch, length, row), dtype=torch.uint8)
+
+
 def deepseek_qkv(
     q: Tensor, kv: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor, positions: Tensor, fp8: bool
 ) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.deepseek_attention.deepseek_qkv`."""
-    (batch, length, width), dim = q.shape, kv.shape[2]
-    heads = width // dim
-    half = cos.shape[1]  # FP8: codes, bfloat16 rotary part, a scale for 64 codes, up to a multiple of 16
-    row = triton.cdiv(dim + 2 * half + triton.cdiv(dim - 2 * half, 64), 16) * 16 if fp8 else dim
-    out = q.new_empty((batch, length, heads, dim))
-    latent = kv.new_zeros((batch, length, row), dtype=torch.uint8) if fp8 else kv.new_empty((batch, length, row))
+    batch, length, dim, half = *q.shape[:2], kv.shape[2], cos.shape[1]
+    out, latent = qkv_out(q, kv, half, fp8)
     if batch * length == 0:
         return out, latent
-    q, kv = rows(q), rows(kv)
+    q, kv, heads = rows(q), rows(kv), out.shape[2]
     with on_device(q):
         _qkv[(batch * length, heads + 1)](
             q, kv, norm, cos, sin, positions, out, latent, eps, length, q.stride(1), kv.stride(1), cos.shape[0] - 1,
-            HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), HALF=half, ROW=row, num_warps=1, **options(q),
+            HEADS=heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), HALF=half, ROW=latent.shape[2], num_warps=1,
+            **options(q),
         )  # fmt: skip
     return out, latent
 

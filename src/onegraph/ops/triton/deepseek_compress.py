@@ -80,22 +80,20 @@ def load_rows(at, column, valid, DIM: tl.constexpr, ROPE: tl.constexpr, kind: tl
         return tl.load(at[:, None] + column[None, :], mask=valid, other=0.0)
 
 
-@triton.jit(do_not_specialize=["length", "table_stride", "capacity", "last"])
-def _compress(
+@triton.jit
+def compress_entry(
     states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
-    length, row_stride, table_stride, capacity, last,
+    batch, number, length, row_stride, table_stride, capacity, last,
     RATIO: tl.constexpr, REACH: tl.constexpr, RING: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr,
-    ROW: tl.constexpr, PDL: tl.constexpr,
+    ROW: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    batch = tl.program_id(1).to(tl.int64)
+    """Of row `batch` the entry so many behind the one that its first token falls into, by all of a program."""
     column = tl.arange(0, WIDTH)
     inside = column < DIM
-    wait_for_previous(PDL)
     position, count = tl.load(positions + batch), tl.load(counts + batch)
     slot = tl.load(slots + batch).to(tl.int64)
-    entry = position // RATIO + tl.program_id(0)
+    entry = position // RATIO + number
     page = tl.load(block_table + batch * table_stride + entry // PER_PAGE, mask=entry < capacity, other=0)
     if ((entry + 1) * RATIO <= position + count) & (page > 0):
         best = tl.full((WIDTH,), float("-inf"), dtype=tl.float32)
@@ -135,6 +133,23 @@ def _compress(
     # A decode step's token takes the place of the one RING before it, which no entry of this call sees.
     if WRITE:
         put(states, ring, slot, position, count > 0, batch, row_stride, RING, 2 * WIDE, 1024)
+
+
+@triton.jit(do_not_specialize=["length", "table_stride", "capacity", "last"])
+def _compress(
+    states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
+    length, row_stride, table_stride, capacity, last,
+    RATIO: tl.constexpr, REACH: tl.constexpr, RING: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, PER_PAGE: tl.constexpr, TOKENS: tl.constexpr, WRITE: tl.constexpr,
+    ROW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    compress_entry(
+        states, ring, bias, norm, cos, sin, slots, positions, counts, block_table, entries, eps,
+        tl.program_id(1).to(tl.int64), tl.program_id(0), length, row_stride, table_stride, capacity, last,
+        RATIO, REACH, RING, WIDE, DIM, WIDTH, HALF, PER_PAGE, TOKENS, WRITE, ROW,
+    )  # fmt: skip
 
 
 @triton.jit
