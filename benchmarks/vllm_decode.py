@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,8 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    hidden = {"--one", args.one, "--turn", str(args.turn), "--out", str(args.out)}
-    args.shown = [word for word in sys.argv[1:] if word not in hidden]
+    hidden = {"--one", "--turn", "--out"}
+    args.shown = [word for before, word in pairwise(sys.argv) if not {before, word} & hidden]
     if args.one:
         from onegraph.engine.record import emit
 

@@ -87,7 +87,7 @@ def _made(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Any]:
         torch.zeros(1, device=device)  # a context is there
         address = int(build.check(driver.cuMemAlloc(8 * _count(shape))))  # torch's own allocations have no handle
         handle = build.check(driver.cuIpcGetMemHandle(address))
-        made = _at(address, shape).zero_()
+        made = _at(address, shape, device).zero_()
         torch.cuda.synchronize(device)  # before anybody writes into it
     return made, bytes(handle.reserved)
 
@@ -100,7 +100,7 @@ def _opened(told: Any, shape: Sequence[int], device: torch.device) -> Tensor:
     handle = driver.CUipcMemHandle()
     handle.reserved = told
     with torch.cuda.device(device):
-        return _at(int(build.check(driver.cuIpcOpenMemHandle(handle, PEER_ACCESS))), shape)
+        return _at(int(build.check(driver.cuIpcOpenMemHandle(handle, PEER_ACCESS))), shape, device)
 
 
 class _Memory:
@@ -112,12 +112,9 @@ class _Memory:
         }  # fmt: skip
 
 
-def _at(address: int, shape: Sequence[int]) -> Tensor:
-    """The memory as a tensor of the GPU that it is on, which is the other rank's where that one made it."""
-    driver = build.bindings()[0]
-    ordinal = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    where = int(build.check(driver.cuPointerGetAttribute(ordinal, address)))
-    tensor = torch.as_tensor(_Memory(address, shape), device=torch.device("cuda", where))
+def _at(address: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The memory as a tensor of this rank's GPU, whose kernels reach it there: another rank's too."""
+    tensor = torch.as_tensor(_Memory(address, shape), device=device)
     assert tensor.data_ptr() == address, "it was copied"
     return tensor
 
