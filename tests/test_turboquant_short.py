@@ -474,7 +474,8 @@ class OnGpu:
         ("turboquant:4", 8, 1024, None, (64, 1 + 8 * 64, 16, 64, 1024)),  # what 8,192 exact tokens need
         ("turboquant:4", 1, 100, None, (64, 1 + 7, 2, 7, 100)),
         ("turboquant:4", 256, 1024, None, (64, 1 + 256 * 16, 16, 64, 1024)),
-        ("turboquant:4", 16, 1024, None, (64, 1 + 512 + 16, 16, 64, 1024)),
+        ("turboquant:4", 16, 1024, None, (64, 1 + 16 * 64, 16, 64, 1024)),
+        ("turboquant:4", 32, 1024, None, (64, 1 + 1024 + 32, 16, 64, 1024)),  # 16,384 tokens are exact together
         ("turboquant:4", 8, 4096, 1 + 8 * 16, (64, 1 + 8 * 16, 64, 64, 1024)),
         ("turboquant:4,short=0", 8, 4096, None, (16, 1 + 8 * 256, 256, 256, 0)),
         ("turboquant:4,short=2048", 2, 4096, None, (64, 1 + 2 * 128, 64, 128, 2048)),

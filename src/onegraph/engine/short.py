@@ -18,7 +18,7 @@ from onegraph.formats.turboquant import TurboQuantConfig
 if TYPE_CHECKING:
     from onegraph.engine.sequence import Sequence
 
-TOGETHER = 8192  # tokens of all rows, from which on codes are worth it
+TOGETHER = 16384  # tokens of all rows, from which on codes are worth it
 
 
 @dataclass(frozen=True)
