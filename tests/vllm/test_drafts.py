@@ -21,8 +21,10 @@ from test_kv_cache import TEXT, turboquant
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
+from onegraph.api.llm import LLM
 from onegraph.check import check_step
 from onegraph.check.report import Verdict
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.turboquant_layout import TurboQuantLayout
 
 DIM, HEADS, KV_HEADS, SIZE, PAGES = 64, 4, 2, 16, 4  # pages of a request
@@ -352,3 +354,21 @@ def poisoned(patch: pytest.MonkeyPatch, builder: Any) -> list[int]:
 
     patch.setattr(builder, "build", between)
     return counts
+
+
+@pytest.mark.slow
+def test_a_head_of_ours_drafts_as_in_our_own_engine(smollm2_4bit: Path) -> None:
+    """An EAGLE-3 head as `onegraph draft-head` writes it, beside weights in codes, whose layers hand vLLM the hidden
+    states that it reads: the same text, and as many drafts right in each place."""
+    head = Path(__file__).parents[2] / "heads" / "smollm2-135m-instruct-4bit"
+    prompt = [1, 504, 4723, 282, 4649, 314]  # "The capital of France is"
+    with LLM(smollm2_4bit, device="cpu", dtype="float32", draft=f"eagle:{head}", draft_tokens=3) as own:
+        text = list(own.engine.generate([prompt], SamplingParams(max_tokens=40, temperature=0))[0])
+        wanted = [own.stats.accepted_at[place] for place in range(3)]
+    assert sum(wanted) > 5
+    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    with serving(smollm2_4bit, speculative_config=drafts, disable_log_stats=False) as llm:
+        assert tokens_of(llm, [prompt], 40) == [text]
+        found = next(m.values for m in llm.get_metrics() if m.name.endswith("accepted_tokens_per_pos"))
+    # vLLM counts those too that stand behind the last token.
+    assert all(0 <= got - want <= 1 for got, want in zip(found, wanted, strict=True))
