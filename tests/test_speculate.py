@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -185,18 +186,47 @@ def test_rows_come_and_go_and_are_preempted(make, model):
         assert engine.stats.preemptions > 0, kind
 
 
-def test_rows_with_penalties_and_logprobs_take_one_token_a_round(make, model):
+def alike(found, expected):
+    """Texts, and the log-probabilities of their tokens, but for what a round's width rounds otherwise."""
+    assert [s.output for s in found] == [s.output for s in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert [told.token for told in a.logprobs] == [told.token for told in b.logprobs]
+        for one, other in zip(a.logprobs, b.logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-5)
+
+
+def test_rows_with_penalties_take_one_token_a_round(make, model):
     params = [
         SamplingParams(max_tokens=12, repetition_penalty=1.5),
         SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2),
+        SamplingParams(max_tokens=12, temperature=1.3, seed=5, min_p=0.3),
         GREEDY,
-        SamplingParams(max_tokens=6),
     ]
     expected = make(draft=None).complete(PROMPTS, params)
     engine = make(draft=partial(ModelDrafter, model), draft_tokens=3)
-    found = engine.complete(PROMPTS, params)
-    assert [s.output for s in found] == [s.output for s in expected]
-    assert [s.logprobs for s in found] == [s.logprobs for s in expected]
+    alike(engine.complete(PROMPTS, params), expected)
+    assert engine.stats.drafted_tokens == 0
+
+
+def test_rounds_know_min_p_and_log_probabilities(make, model):
+    """Each token of a round is told with its own place's logits; the drafter draws by min-p, too."""
+    params = [
+        SamplingParams(max_tokens=24, temperature=1.5, seed=3, logprobs=2, min_p=0.2),
+        SamplingParams(max_tokens=17, logprobs=0),
+        SamplingParams(max_tokens=20, temperature=1.5, seed=5, min_p=0.4, top_p=0.9),
+        GREEDY,
+    ]
+    expected = make(draft=None).complete(PROMPTS, params)
+    without = [replace(p, min_p=0.0) for p in params]
+    assert [s.output for s in make(draft=None).complete(PROMPTS, without)] != [s.output for s in expected]
+    engine = make(draft=partial(ModelDrafter, model), draft_tokens=3)
+    alike(engine.complete(PROMPTS, params), expected)
+    assert engine.stats.accepted_tokens > 0.8 * engine.stats.drafted_tokens > 0
+    noisy = make(draft=partial(ModelDrafter, near(model)), draft_tokens=3)
+    alike(noisy.complete(PROMPTS, params), expected)
+    assert 0 < noisy.stats.accepted_tokens < 0.7 * noisy.stats.drafted_tokens
 
 
 def near(model):

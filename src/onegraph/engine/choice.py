@@ -40,21 +40,28 @@ Constrain = Callable[[SamplingParams], Constraint]
 
 
 class Choice(NamedTuple):
-    """The parts of a step's end: draw or take the likeliest, change logits before, tell log-probabilities."""
+    """The parts of a step's end: draw or take the likeliest, change logits before by what stands before, draw with
+    min-p, tell log-probabilities."""
 
     sampling: bool = False
     shaping: bool = False
+    min_p: bool = False
     logprobs: bool = False
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> "Choice":
         """What these rows need together. A row's token does not depend on what others need."""
-        found = [(p.sampling, p.shaping, p.logprobs is not None) for p in params]
-        return cls(*(any(column) for column in zip(*found, strict=True))) if found else cls()
+        found = [(p.sampling, p.shaping, p.sampling and p.min_p > 0, p.logprobs is not None) for p in params]
+        return cls(*(any(column) for column in zip(*found, strict=True))).settled if found else cls()
+
+    @property
+    def settled(self) -> "Choice":
+        """One of `CHOICES` that does as much: what changes logits and draws knows min-p, so that graphs are fewer."""
+        return self._replace(min_p=self.sampling and (self.min_p or self.shaping))
 
 
 PLAIN = Choice()
-CHOICES = tuple(Choice(*parts) for parts in product((False, True), repeat=3))
+CHOICES = tuple(dict.fromkeys(Choice(*parts).settled for parts in product((False, True), repeat=4)))
 
 
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
@@ -64,9 +71,10 @@ def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]
         "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
         "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
     }
+    if choice.min_p:
+        values["min_p"] = torch.tensor([p.min_p for p in params], dtype=torch.float32)
     if choice.shaping:
         values |= {
-            "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32),
             "repetition": torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
             "presence": torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
             "frequency": torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
@@ -82,9 +90,13 @@ def row_buffers(rows: int, choice: Choice, device: torch.device) -> dict[str, Te
 
 
 def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:
-    """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions."""
+    """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions. With min-p where inputs have it."""
     if not sampling:
         return greedy(logits)
+    if "min_p" in inputs:
+        logits = logits.to(torch.float32, copy=True)  # min-p cuts in place
+        top_p = min_p(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+        inputs = {**inputs, "top_p": top_p}
     return sample(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "seed")), after)
 
 
@@ -93,7 +105,7 @@ class ChoiceState:
 
     Args:
         slots: of sequences, the one of padding rows included.
-        rows: of a step at most.
+        rows: of a step at most, one for each token that a row may draw in it.
         depth: steps of a kind under way whose log-probabilities the host has not read.
     """
 
@@ -123,16 +135,15 @@ class ChoiceState:
                 logits, last, inputs["slots"], self.seen, self.allowed, inputs["repetition"], inputs["presence"],
                 inputs["frequency"], inputs["constrained"],
             )  # fmt: skip
-            if choice.sampling:
-                top_p = min_p(shaped, *(inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")))
-                inputs = inputs | {"top_p": top_p}
         tokens = draw(shaped, after, inputs, sampling=choice.sampling)
         if choice.logprobs:
-            self._tell(logits.float(), tokens)
+            self.tell(logits, tokens)
         return tokens
 
-    def _tell(self, logits: Tensor, tokens: Tensor) -> None:
-        """The drawn token's log-probability, those of the likeliest, and their ids: float64, which holds all three."""
+    def tell(self, logits: Tensor, tokens: Tensor) -> None:
+        """Of tokens int64 [B] drawn from logits [B, V]: the log-probability, those of the likeliest, and their ids, in
+        float64, which holds all three."""
+        logits = logits.float()
         drawn = logits.gather(1, tokens.unsqueeze(1))
         values, ids = logits.topk(self.top, dim=1)
         norm = logits.logsumexp(dim=1, keepdim=True)
@@ -159,8 +170,8 @@ class ChoiceState:
             self._upload(self._masks[: max(constraints) + 1])
 
     def fetch(self, kind: str, rows: int) -> Callable[[], Tensor]:
-        """Begin to copy the log-probabilities that a step of this kind told of its first rows; what it returns waits
-        for them."""
+        """Begin to copy the log-probabilities that a step of this kind told of its first rows, a line for each token of
+        a row; what it returns waits for them."""
         return self._downloads[kind].start(self.told[:rows])
 
     def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:

@@ -235,14 +235,15 @@ class Engine:
         *,
         sampling: bool = False,
         shaping: bool = False,
+        min_p: bool = False,
         logprobs: bool = False,
         drafts: int = 0,
         exact: bool = False,
     ) -> Pipeline | Beside:
         """A step, built when first asked for, one graph for each device and bucket: greedy or sampling, with or without
-        what changes logits before, with log-probabilities or without, reading up to so many drafts; of a cache in codes
-        for rows that are, or that are exact for being short."""
-        choice = Choice(sampling, shaping, logprobs)
+        what changes logits before, with min-p, with log-probabilities or without, reading up to so many drafts; of a
+        cache in codes for rows that are, or that are exact for being short."""
+        choice = Choice(sampling, shaping, min_p, logprobs).settled
         if (kind, choice, exact) not in self._runners:
             started = perf_counter()
             if shaping or logprobs:
@@ -409,9 +410,9 @@ class Engine:
         return lambda: speculation.learn(rows, drafts, report(), self.stats), told
 
     def _drafts(self, rows: list[Sequence], at: At, choice: Choice) -> int:
-        """How many drafts the next step reads: none where what may follow a token depends on those before it, where
-        the host must know more of a token than its name, or where it knows the token already."""
-        plain = choice.shaping or choice.logprobs or any(s.repeating for s in rows)
+        """How many drafts the next step reads: none where what may follow a token depends on those before it, or where
+        the host knows the token already."""
+        plain = choice.shaping or any(s.repeating for s in rows)
         return 0 if self._speculation is None or plain else self._speculation.choose(rows, at)
 
     def _measure(self, runner: Pipeline | Beside, rows: int, choice: Choice, exact: bool) -> None:
@@ -419,7 +420,7 @@ class Engine:
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
         at = bucket, choice.sampling, exact
-        if choice.shaping or choice.logprobs or self._speculation.measured(at):
+        if choice.shaping or self._speculation.measured(at):
             return
         started = perf_counter()
         padding = {name: tensor[:bucket] for name, tensor in runner.stages[0].padding.items()}
@@ -438,8 +439,9 @@ class Engine:
 
     def _fetch(self, kind: Literal["decode", "prefill"], report: Tensor, choice: Choice) -> Report:
         """Begin to copy what a step tells the host: `ahead` + 1 of a kind at once at most."""
-        told = self.choice_state().fetch(kind, len(report)) if choice.logprobs else None
         said = report.numel() // len(report)
+        tokens = 1 if report.dim() == 1 else said - 1  # of a round, which says how many drafts wait, too
+        told = self.choice_state().fetch(kind, len(report) * tokens) if choice.logprobs else None
         if (kind, said) not in self._downloads:
             like = torch.zeros(self.max_batch * said, dtype=torch.int64, device=report.device)
             self._downloads[kind, said] = Download(like, depth=self.ahead + 1)
@@ -462,7 +464,7 @@ class Engine:
         """Of each rank, made when first asked for."""
         slots, vocabulary = self.max_batch + 1, self.model.config.vocab_size
         return self._together.choices(
-            lambda device: ChoiceState(slots, self.max_batch, vocabulary, device, depth=self.ahead + 1)
+            lambda device: ChoiceState(slots, self.max_batch * self.reach, vocabulary, device, depth=self.ahead + 1)
         )
 
     def _trim(self, length: int, reach: int, exact: bool) -> None:

@@ -107,9 +107,9 @@ class SamplingParams:
 
     @property
     def shaping(self) -> bool:
-        """Whether logits are changed before a token is drawn from them: penalties, min-p, a constraint."""
+        """Whether logits are changed by the tokens before, ahead of the draw: penalties, a constraint."""
         off = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
-        return not off or (self.min_p > 0 and self.sampling) or self.constrained
+        return not off or self.constrained
 
 
 def _is_schema(value: object) -> bool:

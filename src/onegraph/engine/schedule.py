@@ -318,7 +318,7 @@ class Scheduler:
         """Wait for the oldest step under way. A row that was done before has run one too many, in its own pages: all
         that it tells is whether a NaN lies there."""
         rows, (tokens, told) = self._under_way.popleft()
-        drawn, known = tokens().tolist(), None if told is None else told()
+        drawn, known = tokens().tolist(), None if told is None else told().unflatten(0, (len(rows), -1))
         for row, (sequence, new) in enumerate(zip(rows, drawn, strict=True)):
             if sequence in self._dirty:  # it starts over from what it had
                 continue
@@ -328,11 +328,12 @@ class Scheduler:
             if sequence.done:
                 self._poisoned |= BROKEN in new
                 continue
-            for token in new:
+            for place, token in enumerate(new):
                 if token <= NOTHING or sequence.done:
                     break
                 sequence.read += 1
-                self.stats.decode_tokens += self._hand_out(sequence, token, None if known is None else known[row])
+                own = None if known is None else known[row, place]
+                self.stats.decode_tokens += self._hand_out(sequence, token, own)
             self._ended |= sequence.exact and sequence.read >= self.engine.short.tokens
 
     def _hand_out(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:

@@ -79,7 +79,7 @@ class Steps:
         if decoding and self.rounds is not None:
             # Where the last stage alone knows how far a row has come, it tells the others.
             shared, state = ("drawn", "positions"), self.rounds.waiting
-            counts = (0,) if choice.shaping or choice.logprobs else self.counts
+            counts = (0,) if choice.shaping else self.counts
         return {
             count: Pipeline(
                 [
@@ -183,6 +183,9 @@ class Steps:
             if drafts:
                 logits = model.logits(hidden.flatten(0, 1))
                 new = draw_each(logits, places, inputs, sampling=choice.sampling)
+                if choice.logprobs:
+                    assert self.choices is not None
+                    self.choices.tell(logits, new.view(-1))
             else:
                 first, logits = self._draw(model, hidden, counts, places.view(-1), inputs, choice)
                 new = first.unsqueeze(1)

@@ -47,7 +47,7 @@ class Worker:
 
     def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int, prepare: Literal["all", "plain"] = "all") -> None:
         self.llm, self.limit = llm, llm.engine.max_batch + queue
-        self._choices = [choice for choice in CHOICES if prepare == "all" or not (choice.shaping or choice.logprobs)]
+        self._choices = [choice for choice in CHOICES if prepare == "all" or not any(choice[1:])]
         self.counts: Counter[str] = Counter()
         self.failure: str | None = None
         self._scheduler: Scheduler | None = None
