@@ -84,7 +84,7 @@ def test_the_command_line(model: Path) -> None:
     status, _, errors = invoke([*command, "--draft", model, "--draft-tokens", 1])
     assert status == 0
     assert "drafts right" in errors
-    status, _, errors = invoke([*command, "--draft", model, "--min-p", 0.1, "--temperature", 1])
+    status, _, errors = invoke([*command, "--draft", model, "--presence-penalty", 0.1])
     assert status == 0
     assert "no drafts read" in errors
 
