@@ -128,7 +128,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         metavar="WHO",
         help="who drafts tokens that the model checks several at once: 'ngram' (the text itself), 'eagle:PATH' (an "
         "EAGLE-3 head), 'mtp' (DeepSeek-V4's own draft layers), or a smaller model directory of the same tokens; the "
-        "text stays the same",
+        "text stays the same but for near-ties",
     )
     parser.add_argument(
         "--draft-tokens",
