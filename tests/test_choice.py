@@ -26,7 +26,7 @@ from test_sampling import filtered
 from tiny_decoder import TinyDecoder
 
 VOCABULARY = 101
-ALL = Choice(sampling=True, shaping=True, logprobs=True)
+ALL = Choice(sampling=True, shaping=True, min_p=True, logprobs=True)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,10 @@ from onegraph.engine.params import SamplingParams  # noqa: E402
 from onegraph.formats.checkpoint import Checkpoint  # noqa: E402
 from onegraph.formats.deepseek_kv import pack_rows, row_bytes, unpack_rows  # noqa: E402
 from onegraph.models.deepseek_v4 import DeepseekV4  # noqa: E402
-from onegraph.ops.calls import DeepseekCompress  # noqa: E402
+from onegraph.ops.calls import DeepseekCompress, DeepseekPrepare  # noqa: E402
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv  # noqa: E402
 from onegraph.ops.deepseek_compress import deepseek_compress  # noqa: E402
+from onegraph.ops.deepseek_prepare import deepseek_prepare  # noqa: E402
 from onegraph.ops.registry import reference_ops  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -100,6 +101,26 @@ def test_the_kernels_write_the_rows_of_the_reference():
         near(mine[11], theirs[11], dim, rope)
         assert torch.equal(mine[1], theirs[1])
         assert not torch.equal(mine[11].cpu(), args[11]), "something was written"
+
+
+@both_ways
+@pytest.mark.parametrize("case", [c for c in deepseek_prepare.cases if "decode" in c.name], ids=lambda c: c.name)
+def test_one_launch_writes_the_rows_of_the_reference(case):
+    """Keys and entries of a token in one launch."""
+    from onegraph.ops.triton.deepseek_prepare import deepseek_prepare as kernel
+
+    args = list(case.make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(3)))
+    dim, rope = args[1].shape[2], 2 * args[4].shape[1]
+    args[6], args[15] = True, pack_rows(args[15], rope)
+    mine, theirs = ([a.clone().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args] for _ in range(2))
+    q, kv = kernel(DeepseekPrepare(*mine))
+    wanted = deepseek_prepare.reference(*theirs)
+    torch.testing.assert_close(q, wanted[0], atol=2e-6, rtol=2e-6)
+    near(kv, wanted[1], dim, rope)
+    near(mine[15], theirs[15], dim, rope)
+    assert not torch.equal(mine[15].cpu(), args[15]), "something was written"
+    if args[20] is not None:
+        torch.testing.assert_close(mine[20], theirs[20], atol=2e-6, rtol=2e-6)
 
 
 @both_ways

@@ -15,6 +15,7 @@ from engines import maker
 from models import save_hf
 from onegraph.api.drafting import own_layers
 from onegraph.check import check_step
+from onegraph.engine.choice import PLAIN
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.generate import Engine
@@ -133,12 +134,29 @@ def test_rows_that_take_one_token_a_round_do_so_on_all_ranks(both: tuple[Llama, 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("kind", ["ngram", "oracle"])
+def test_rounds_tell_log_probabilities_on_ranks(both: tuple[Llama, Ranks], kind: str) -> None:
+    params = [
+        SamplingParams(max_tokens=14, temperature=1.2, min_p=0.2, top_p=0.9, seed=3, logprobs=3),
+        SamplingParams(max_tokens=12, logprobs=0, min_p=0.3),
+        SamplingParams(max_tokens=13, temperature=0.9, seed=5, logprobs=20),
+    ]
+    want = Engine(both[0], **SIZES).complete(PROMPTS, params)
+    draft = drafter(kind, both[0], [s.output for s in want])
+    engine = Engine(both[1], **SIZES, draft=draft, draft_tokens=3)
+    for found, wanted in zip(engine.complete(PROMPTS, params), want, strict=True):
+        assert [told.token for told in found.logprobs] == found.output == wanted.output
+        told = [[one.logprob for one in sequence.logprobs] for sequence in (found, wanted)]
+        assert told[0] == pytest.approx(told[1], abs=2e-3)
+    assert engine.stats.drafted_tokens > 0
+
+
 def test_auto_chooses_for_all_ranks(both: tuple[Llama, Ranks], texts: Any) -> None:
     """Rounds are timed on all of them together."""
     engine = Engine(both[1], **SIZES, draft=drafter("oracle", both[0], texts[None][0]))
     assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
     assert engine._speculation is not None
-    assert engine._speculation.measured((2, False, False))
+    assert engine._speculation.measured((2, PLAIN, False))
 
 
 def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(

@@ -11,6 +11,7 @@ import torch
 
 from engines import MODES, maker
 from onegraph.engine.acceptance import Acceptance
+from onegraph.engine.choice import Choice
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
@@ -291,9 +292,9 @@ def round_inputs(g, reach, table):
     }
 
 
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("choice", [Choice(), Choice(sampling=True), Choice(sampling=True, min_p=True, logprobs=True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rounds_are_proven(make, model, kind, sampling):
+def test_the_rounds_are_proven(make, model, kind, choice):
     """Replay equals eager on outputs, buffers, caches and the drafter's state."""
     engine = make(draft=drafter(kind, model, PROMPTS), draft_tokens=3)
     if engine.mode == "eager":
@@ -314,8 +315,12 @@ def test_the_rounds_are_proven(make, model, kind, sampling):
             tensor.copy_(fresh)
 
     for drafts in (0, 3):
-        (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
+        (runner,) = engine.runner("decode", **choice._asdict(), drafts=drafts).stages
+        if choice.logprobs:
+            state["told"] = engine.choice_state().told
         cases = [round_inputs(g, 20, torch.randint(1, 64, (n, 16), generator=g)) for n in (4, 1, 3)]
+        for case in cases if choice.min_p else ():
+            case["min_p"] = torch.rand(len(case["seed"]), generator=g)
         assert prove(runner, cases, reset=reset, state=state) == []
 
 

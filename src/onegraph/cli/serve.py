@@ -97,7 +97,7 @@ def add_parser(commands: Any) -> None:
         choices=("all", "plain"),
         default="all",
         help="steps to capture before it serves: all that requests may ask for (default), or plain ones: those with "
-        "penalties, constraints or log-probabilities when a first request asks, which everybody waits for",
+        "penalties, constraints, min-p or log-probabilities when a first request asks, which everybody waits for",
     )
     parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
     add_draft(parser)

@@ -1,8 +1,8 @@
 """How a step chooses its tokens: which of its parts the rows need, the state behind them, and the host's share.
 
-A step of which no row asks for more than temperature, top-k and top-p has none of this. Counts of tokens and masks
-belong to slots, which a sequence keeps while rows move; the host writes them when a sequence begins, the step counts
-from there.
+A step of which no row asks for penalties, a constraint or log-probabilities has none of this state. Counts of tokens
+and masks belong to slots, which a sequence keeps while rows move; the host writes them when a sequence begins, the step
+counts from there.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,8 +40,8 @@ Constrain = Callable[[SamplingParams], Constraint]
 
 
 class Choice(NamedTuple):
-    """The parts of a step's end: draw or take the likeliest, change logits before by what stands before, draw with
-    min-p, tell log-probabilities."""
+    """The parts of a step's end: draw or take the likeliest, change logits by the tokens before, draw with min-p, tell
+    log-probabilities."""
 
     sampling: bool = False
     shaping: bool = False
@@ -89,12 +89,14 @@ def row_buffers(rows: int, choice: Choice, device: torch.device) -> dict[str, Te
     return {name: torch.zeros(rows, dtype=value.dtype, device=device) for name, value in values.items()}
 
 
-def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:
-    """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions. With min-p where inputs have it."""
+def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool, own: bool = False) -> Tensor:
+    """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions. With min-p where inputs have it. own:
+    logits are float32 and nobody reads them again."""
     if not sampling:
         return greedy(logits)
     if "min_p" in inputs:
-        logits = logits.to(torch.float32, copy=True)  # min-p cuts in place
+        if not own:  # min-p cuts in place
+            logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         top_p = min_p(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")))
         inputs = {**inputs, "top_p": top_p}
     return sample(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "seed")), after)
@@ -135,7 +137,7 @@ class ChoiceState:
                 logits, last, inputs["slots"], self.seen, self.allowed, inputs["repetition"], inputs["presence"],
                 inputs["frequency"], inputs["constrained"],
             )  # fmt: skip
-        tokens = draw(shaped, after, inputs, sampling=choice.sampling)
+        tokens = draw(shaped, after, inputs, sampling=choice.sampling, own=choice.shaping)
         if choice.logprobs:
             self.tell(logits, tokens)
         return tokens

@@ -384,7 +384,7 @@ class Engine:
         _, bucket = runner.load(drawn=drawn, **host_rows(rows, self._per_row, limits=limits, choice=choice))
         if self._speculation is not None:
             self._speculation.load(runner, len(rows))
-        self._loaded = self._runners["decode", choice, exact], (bucket, choice.sampling, exact), choice, rows
+        self._loaded = self._runners["decode", choice, exact], (bucket, choice, exact), choice, rows
 
     def encode(self, rows: list[Sequence]) -> None:
         """Those that are exact for being short turn into codes, in their first pages; nothing of them is under way."""
@@ -419,11 +419,13 @@ class Engine:
         """What rounds of each count of drafts cost, once for each batch size: on padding, which stands still."""
         assert self._speculation is not None
         bucket = runner.stages[0].bucket_for(rows)
-        at = bucket, choice.sampling, exact
+        at = bucket, choice, exact
         if choice.shaping or self._speculation.measured(at):
             return
         started = perf_counter()
         padding = {name: tensor[:bucket] for name, tensor in runner.stages[0].padding.items()}
+        for name in {"temperature", "min_p"} & padding.keys():  # of greedy rows a draw costs less
+            padding[name] = torch.full_like(padding[name], 0.5)
         runner.load(**padding)
         self._trim(1, 1, True)
         for count in self._speculation.counts:

@@ -17,6 +17,7 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
+from onegraph.engine.choice import Choice
 from onegraph.engine.decoder import Decoder
 from onegraph.engine.draft import MOST, UNKNOWN, Drafter, MakeDrafter, Place
 from onegraph.engine.params import Stats
@@ -31,7 +32,7 @@ AUTO = (0, 1, 3, 7)  # drafts of a round that `auto` chooses among: a graph each
 RUNS = 3  # of a round that is timed
 
 DraftTokens = int | Literal["auto"]
-At = tuple[int | None, bool, bool]  # a batch size, whether tokens are drawn, and whether rows are exact for being short
+At = tuple[int | None, Choice, bool]  # a batch size, what its rows need, and whether they are exact for being short
 
 
 def check_draft_tokens(tokens: object) -> None:

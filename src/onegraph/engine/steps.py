@@ -31,7 +31,7 @@ class Steps:
     """Of one engine.
 
     Attributes:
-        choices: made when a row first asks for more than temperature, top-k and top-p.
+        choices: made when a row first asks for penalties, a constraint or log-probabilities.
         decoder: what decode steps run: the model, or a form of it.
         width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
 

@@ -49,13 +49,15 @@ class PeerProcess:
         words = -(-words // 4) * 4
         shape = 2, count, words
         own, told = _made(shape, device)
-        found = gather((socket.gethostname(), told))
-        if len(hosts := {host for host, _ in found}) > 1:
-            raise ValueError(f"got ranks that exchange on {len(hosts)} machines; allowed is one")
-        inboxes = [own if i == rank else _opened(each, shape, device) for i, (_, each) in enumerate(found)]
-        gather(None)  # everybody has opened all
-        if device.type == "cpu":
-            os.unlink(told)
+        try:
+            found = gather((socket.gethostname(), told))
+            if len(hosts := {host for host, _ in found}) > 1:
+                raise ValueError(f"got ranks that exchange on {len(hosts)} machines; allowed is one")
+            inboxes = [own if i == rank else _opened(each, shape, device) for i, (_, each) in enumerate(found)]
+            gather(None)  # everybody has opened all
+        finally:
+            if device.type == "cpu":
+                os.unlink(told)
         state = new_state(device, patience, words)
         state[MODE] = ARMED
         # The host reads it, whatever torch's default device is.

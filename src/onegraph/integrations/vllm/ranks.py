@@ -18,7 +18,7 @@ from onegraph.ops.exchange import all_reduce
 SETTING = "onegraph_exchange"
 TOKENS = 64  # of a sum that crosses through inboxes
 
-_LINEARS: dict[str, tuple[Any, PeerProcess]] = {}  # what an op's name stands for
+_LINEARS: dict[str, tuple[Any, PeerProcess, Any]] = {}  # what an op's name stands for
 
 
 def exchange_of(vllm_config: Any, hidden: int, dtype: torch.dtype) -> PeerProcess | None:
@@ -42,12 +42,13 @@ def exchange_of(vllm_config: Any, hidden: int, dtype: torch.dtype) -> PeerProces
 
 def sum_over_ranks(linear: Any, exchange: PeerProcess) -> None:
     """From now on `linear`, a row-parallel one whose parts are one layer, has a name for `linear_sum`."""
-    linear.onegraph_sum = f"{linear.prefix}@{get_tp_group().unique_name}"
-    _LINEARS[linear.onegraph_sum] = linear, exchange
+    ranks = get_tp_group()
+    linear.onegraph_sum = f"{linear.prefix}@{ranks.unique_name}"
+    _LINEARS[linear.onegraph_sum] = linear, exchange, ranks
 
 
 def _run(x: Tensor, add: Tensor | None, silu: bool, name: str) -> Tensor:
-    linear, exchange = _LINEARS[name]
+    linear, exchange, ranks = _LINEARS[name]
     part = linear.onegraph_slots.parts[0]
     weight, first = linear.onegraph_slots.given(linear, None, after_norm=False), exchange.group[3] == 0
     bias, tokens = linear.bias if first else None, x.shape[:-1].numel()
@@ -63,7 +64,7 @@ def _run(x: Tensor, add: Tensor | None, silu: bool, name: str) -> Tensor:
             )
         return found
     own = part.ops.linear(part.format, x, weight, bias, add if first else None, None, silu, False)
-    whole: Tensor = get_tp_group().all_reduce(own)
+    whole: Tensor = ranks.all_reduce(own)
     return whole
 
 

@@ -22,7 +22,7 @@ def _prepare(
     RATIO: tl.constexpr, REACH: tl.constexpr, RING: tl.constexpr, WIDE: tl.constexpr, PER_PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     INDEXED: tl.constexpr, REACH2: tl.constexpr, RING2: tl.constexpr, WIDE2: tl.constexpr, DIM2: tl.constexpr,
-    WIDTH2: tl.constexpr, PER_PAGE2: tl.constexpr, TOKENS2: tl.constexpr,
+    WIDTH2: tl.constexpr, PER_PAGE2: tl.constexpr, TOKENS2: tl.constexpr, ROW2: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Program 0 of a row compresses its states, with INDEXED program 1 the indexer's; the others have a head each."""
@@ -41,7 +41,7 @@ def _prepare(
             compress_entry(
                 states2, ring2, bias2, norm2, cos, sin, slots, positions, counts, block_table, entries2, eps,
                 row, 0, 1, stride2, table_stride, capacity2, last,
-                RATIO, REACH2, RING2, WIDE2, DIM2, WIDTH2, HALF, PER_PAGE2, TOKENS2, True, DIM2,
+                RATIO, REACH2, RING2, WIDE2, DIM2, WIDTH2, HALF, PER_PAGE2, TOKENS2, True, ROW2,
             )  # fmt: skip
     else:
         unit_head(
@@ -84,6 +84,6 @@ def deepseek_prepare(call: DeepseekPrepare) -> tuple[Tensor, Tensor]:
             PER_PAGE=main.entries.shape[1], TOKENS=tokens,
             INDEXED=int(indexed), REACH2=reach2, RING2=index.ring.shape[1], WIDE2=index.bias.shape[1],
             DIM2=index.norm.shape[0], WIDTH2=triton.next_power_of_2(index.norm.shape[0]),
-            PER_PAGE2=index.entries.shape[1], TOKENS2=tokens2, num_warps=4, **options(q),
+            PER_PAGE2=index.entries.shape[1], TOKENS2=tokens2, ROW2=index.entries.shape[2], num_warps=4, **options(q),
         )  # fmt: skip
     return out, latent
