@@ -139,6 +139,8 @@ def test_a_schema_and_a_regex_hold_rows_beside_free_ones(llm: LLM) -> None:
         ({"regex": "a(b"}, "^regex: .*regex parse error"),
         ({"json_schema": {"type": "strin"}}, "^json_schema: .*strin"),
         ({"json_schema": '{"if": {}}'}, "^json_schema: .*Unimplemented keys"),
+        ({"regex": "[^\\s\\S]"}, "^regex: no text matches it; give one that some text matches$"),
+        ({"json_schema": {"$ref": "#"}}, "^json_schema: no text matches it;"),
     ],
 )
 def test_what_llguidance_refuses_is_one_line(llm: LLM, options: dict[str, Any], says: str) -> None:
@@ -146,6 +148,8 @@ def test_what_llguidance_refuses_is_one_line(llm: LLM, options: dict[str, Any], 
     with pytest.raises(ValueError, match=says) as raised:
         llm.generate(PROMPT, **options)
     assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=says):
+        list(llm.stream(PROMPT, **options))
     assert llm.generate(PROMPT, max_tokens=1).tokens
 
 

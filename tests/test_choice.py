@@ -275,3 +275,28 @@ def test_a_parity_constraint_is_one():
     constraint.fill(allowed)
     bits = [i for i, word in itertools.product(range(VOCABULARY), [allowed]) if word[i // 32].item() >> i % 32 & 1]
     assert bits == [*range(1, VOCABULARY, 3)]
+
+
+class Breaks(Parity):
+    """Breaks off behind its third token."""
+
+    @property
+    def done(self):
+        return bool(self.problem)
+
+    def take(self, token):
+        super().take(token)
+        if len(self.taken) == 3:
+            self.problem = "regex: beyond its limits"
+
+
+def test_a_constraint_that_breaks_off_is_an_error(make):
+    engine = make()
+    engine.constrain = Breaks
+    params = [SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, regex="9")]
+    with pytest.raises(ValueError, match="^prompt 1: regex: beyond its limits$"):
+        engine.generate(PROMPTS[:2], params)
+    found = []
+    with pytest.raises(ValueError, match="^prompt 0: regex: beyond its limits$"):
+        found.extend(engine.stream(PROMPTS[:1], params[1:]))
+    assert engine.generate(PROMPTS[:1], params[:1]) == make().generate(PROMPTS[:1], params[:1])

@@ -348,6 +348,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
             "frequency_penalty: got 3; allowed is -2 to 2",
         ),
         ({"model": "plain", "prompt": "a", "regex": "("}, 400, "regex: "),
+        ({"model": "plain", "prompt": "a", "regex": "[^\\s\\S]"}, 400, "regex: no text matches it"),
         ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
         ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
         (

@@ -31,7 +31,7 @@ class Constraints:
         self._tokens: LLTokenizer | None = None
 
     def __call__(self, params: SamplingParams) -> GrammarConstraint:
-        """Raises ValueError where llguidance is missing, or refuses what is asked for."""
+        """Raises ValueError where llguidance is missing or refuses what is asked for, or where no text matches it."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -49,8 +49,11 @@ class Constraints:
             self._tokens = self._read()
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"{name}: {' '.join(matcher.get_error().split())[:300]}")
-        return GrammarConstraint(name, matcher)
+            raise ValueError(f"{name}: {_why(matcher)}")
+        constraint = GrammarConstraint(name, matcher)
+        if constraint.problem:
+            raise ValueError(constraint.problem)
+        return constraint
 
     def _read(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -78,11 +81,15 @@ class _Vocabulary:
 
 
 class GrammarConstraint:
-    """What may follow in one row. `problem` is what ended it before its time: a grammar beyond llguidance's limits."""
+    """What may follow in one row. `problem` is what ended it before its time: a grammar that nothing matches, or beyond
+    llguidance's limits. What may follow is found as soon as the token before is known, so that a row is never ended by
+    looking."""
 
     def __init__(self, name: str, matcher: LLMatcher) -> None:
         self._name, self._matcher = name, matcher
+        self._words = torch.zeros(0, dtype=torch.int32)
         self.problem = ""
+        self._look()
 
     @property
     def done(self) -> bool:
@@ -91,14 +98,22 @@ class GrammarConstraint:
 
     def fill(self, allowed: Tensor) -> None:
         """A bit a token, the lowest first, into int32 [ceil(V / 32)] on the host."""
-        words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
-        allowed.copy_(words[: len(allowed)])
-        self._look()
+        allowed.copy_(self._words[: len(allowed)])
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._look()
 
     def _look(self) -> None:
+        if not self.done:
+            self._words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         if self._matcher.is_error():
-            self.problem = f"{self._name}: {' '.join(self._matcher.get_error().split())[:300]}"
+            self.problem = f"{self._name}: {_why(self._matcher)}"
+
+
+def _why(matcher: LLMatcher) -> str:
+    """llguidance's error in a line."""
+    error = " ".join(matcher.get_error().split())
+    if error.startswith("NoExtensionBias"):  # and its parser's state
+        return "no text matches it; give one that some text matches"
+    return error[:300]

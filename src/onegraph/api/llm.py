@@ -425,8 +425,6 @@ def _joined(answers: list[Completion]) -> Completion:
 def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
     """Of a sequence that is done. `ended`: at a stop text."""
     constraint = made.constraint
-    if constraint is not None and constraint.problem:
-        raise ValueError(constraint.problem)
     stopped = ended or made.output[-1] in made.params.stop or (constraint is not None and constraint.done)
     return Completion(
         text=text,

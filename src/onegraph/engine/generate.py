@@ -346,6 +346,8 @@ class Engine:
                         scheduler.cancel(sequence)
                     elif sequence.error is not None:
                         raise sequence.error
+                    elif sequence.constraint is not None and sequence.constraint.problem:
+                        raise ValueError(f"prompt {sequence.index}: {sequence.constraint.problem}")
 
     # What the scheduler has done on the devices. It works inside of `running()`.
 
