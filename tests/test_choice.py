@@ -294,9 +294,9 @@ def test_a_constraint_that_breaks_off_is_an_error(make):
     engine = make()
     engine.constrain = Breaks
     params = [SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, regex="9")]
-    with pytest.raises(ValueError, match="^prompt 1: regex: beyond its limits$"):
+    with pytest.raises(ValueError, match=r"^prompt 1: regex: beyond its limits$"):
         engine.generate(PROMPTS[:2], params)
     found = []
-    with pytest.raises(ValueError, match="^prompt 0: regex: beyond its limits$"):
+    with pytest.raises(ValueError, match=r"^prompt 0: regex: beyond its limits$"):
         found.extend(engine.stream(PROMPTS[:1], params[1:]))
     assert engine.generate(PROMPTS[:1], params[:1]) == make().generate(PROMPTS[:1], params[:1])

@@ -303,7 +303,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         (b"{", 400, "the body is not JSON"),
         (b"\xff\xfe{}", 400, "the body is not JSON"),
         (b"[" * 15000, 400, "the body is not JSON"),
-        ([], 400, "a JSON list; an object is expected"),
+        ([], 400, "the body is []; a JSON object is expected"),
         ({"prompt": "a"}, 400, "model is missing"),
         ({"model": "gpt-4", "prompt": "a"}, 404, "the model 'gpt-4' is not served here"),
         ({"model": "plain"}, 400, "prompt is missing"),
@@ -368,6 +368,29 @@ def test_what_cannot_be_is_refused_in_a_sentence(server: Running, body: Any, sta
     assert (response.status_code, says in error["message"]) == (status, True), error
     assert "\n" not in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": "a" * 200}, "prompt"),
+        ({"prompt": "a", "max_tokens": 96}, "max_tokens"),
+        ({"prompt": "a", "temperature": 1e300}, "temperature"),
+        ({"prompt": "a", "regex": "("}, "regex"),
+        (
+            {
+                "prompt": "a",
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 5}}},
+            },
+            "response_format",
+        ),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(server: Running, fields: dict[str, Any], param: str) -> None:
+    error = server.post({"model": "plain"} | fields).json()["error"]
+    assert error["param"] == param, error
 
 
 def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> None:

@@ -185,6 +185,8 @@ FACTORIES = {
     "host": "import torch\ndef factory():\n    return (lambda x: x * 2), (lambda i: (torch.ones(2),))\n",
     "import": "import no_such_module_anywhere\n",
     "exit": "import sys\nsys.exit(3)\n",
+    "leave": "import os\ndef factory():\n    os._exit(0)\n",
+    "leave in a step": "import os\ndef factory():\n    return os._exit, lambda i: (0,)\n",
 }
 
 

@@ -96,8 +96,8 @@ def number(
         except ValueError:
             value = None
         if value is None or not (low < value if open_low else low <= value) or not value <= high:
-            bounds = f"{'more than ' if open_low else ''}{low:g} to {high:g}"
-            what = "an integer" if kind is int else "a number"
+            what, form = ("an integer", "d") if kind is int else ("a number", "g")
+            bounds = f"{'more than ' if open_low else ''}{low:{form}} to {high:{form}}"
             raise argparse.ArgumentTypeError(f"{one_line(repr(text), 60)} is not {what} from {bounds}")
         return value
 

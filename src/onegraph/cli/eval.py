@@ -170,7 +170,8 @@ def tell(result: Mapping[str, Any], kv: str) -> None:
         print(f"top-1           {100 * result['top1']:.2f} %")
     if result["kv_bytes"] is not None:
         times = result["exact_kv_bytes"] / result["kv_bytes"]
-        print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {times:.2f} times less")
+        beside = f"{times:.2f} times less than" if times >= 1 else f"{1 / times:.2f} times as much as"
+        print(f"KV cache        {result['kv_bytes']} bytes a token of a window in all layers, {beside} exact ones")
         tell_exact_layers(kv, result["kv"])
     if result["shadow_errors"] is not None:
         worst = max(result["shadow_errors"])

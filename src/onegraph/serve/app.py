@@ -202,7 +202,7 @@ class Server:
     def _sequences(self, asked: Asked) -> tuple[list[EngineSequence], int]:
         """What the engine is to do, and how many tokens the prompts have."""
         llm = self.worker.llm
-        name = "prompt" if asked.messages is None else "messages"
+        name = _field("prompt", asked) or ""
         try:
             if asked.messages is not None:
                 if asked.speaks_of_tools and self.form is None:
@@ -228,8 +228,7 @@ class Server:
             ]
             return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except ValueError as error:  # a TemplateError or CheckpointError, too
-            found = str(error).partition(":")[0]
-            raise Refused(str(error), param=name or (found if found in asked.sampling else None)) from None
+            raise Refused(str(error), param=_field(str(error).partition(":")[0], asked, name)) from None
 
     def _length(self, asked: Asked, prompt: list[int]) -> int:
         context = self.worker.llm.max_context
@@ -237,7 +236,8 @@ class Server:
         wanted = asked.max_tokens or max(room, 1)
         if wanted > room:
             message = f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}"
-            raise Refused(message, param="max_tokens", code="context_length_exceeded")
+            param = "max_tokens" if room > 0 else _field("prompt", asked)
+            raise Refused(message, param=param, code="context_length_exceeded")
         return wanted
 
     async def _whole(
@@ -308,6 +308,17 @@ async def _until_over(pieces: asyncio.Queue[Piece], count: int) -> AsyncIterator
         yield piece
         if piece.error is not None:
             return
+
+
+def _field(what: str, asked: Asked, otherwise: str = "") -> str | None:
+    """The request's field that an error's first word is about."""
+    text = "prompt" if asked.messages is None else "messages"
+    forms = {"thinking": "chat_template_kwargs", "json_schema": "tools" if asked.tools else "response_format"}
+    if what in forms:
+        return forms[what]
+    if what.split(" ")[0] == "prompt":
+        return text
+    return otherwise or (what if what in asked.sampling else None)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -68,7 +68,7 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
         raise Refused(f"the body is not JSON: {what}") from None
     if not isinstance(fields, dict):
-        raise Refused(f"the body is a JSON {type(fields).__name__}; an object is expected")
+        raise Refused(f"the body is {_shown(fields)}; a JSON object is expected")
     fields = {name: value for name, value in fields.items() if value is not None}
     for name in [name for name in fields if name in _OFF or name in _IGNORED]:
         if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
@@ -213,7 +213,7 @@ def _is_int(value: Json) -> bool:
 
 
 def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e9 < value < 1e9
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e308 < value < 1e308
 
 
 def _is_ids(value: Json) -> bool:
