@@ -47,6 +47,21 @@ def test_the_text_is_that_without_drafts(model, kind, warm):
         assert e.stats.decode_steps < e.stats.decode_tokens
 
 
+@pytest.mark.parametrize("kind", ["ngram", "same", "oracle"])
+def test_rounds_know_min_p_and_log_probabilities(model, kind):
+    fields = {"temperature": 1.2, "top_p": 0.95, "min_p": 0.1}
+    params = [SamplingParams(max_tokens=30, seed=i, logprobs=3, **fields if i else {}) for i in range(len(PROMPTS))]
+    expected = engine(model).complete(PROMPTS, params)
+    texts = [[*prompt, *s.output] for prompt, s in zip(PROMPTS, expected, strict=True)]
+    for capture in (None, False):
+        e = engine(model, draft=drafter(kind, model, texts), draft_tokens=3, capture=capture)
+        for found, wanted in zip(e.complete(PROMPTS, params), expected, strict=True):
+            assert [told.token for told in found.logprobs] == found.output == wanted.output
+            values = [[told.logprob for told in s.logprobs] for s in (found, wanted)]
+            assert values[0] == pytest.approx(values[1], abs=1e-3)
+        assert e.stats.accepted_tokens > (0 if kind == "ngram" else 10)
+
+
 @pytest.mark.parametrize("kv", [CODES, TURNS])
 @pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("kind", ["ngram", "near", "oracle"])
