@@ -7,10 +7,10 @@ step does not depend on them. All load and compile at once, then they are timed 
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
 the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, [+exchange], which sums over
---ranks through our own inboxes, and [+draft=ngram:K] or [+draft=SHAPE/WEIGHTS:K], K drafts a round by vLLM's drafters;
-a step is then one token's share of a round, and `tokens_per_round` says how many a round gave. With --accept A each
-draft is taken with probability A if those before it were, whatever it is (vLLM's synthetic acceptance), since random
-weights agree with nobody.
+--ranks through our own inboxes, and [+draft=ngram:K], [+draft=eagle3:K] (a random head) or [+draft=SHAPE/WEIGHTS:K], K
+drafts a round by vLLM's drafters; a step is then one token's share of a round, and `tokens_per_round` says how many a
+round gave. With --accept A each draft is taken with probability A if those before it were, whatever it is (vLLM's
+synthetic acceptance), since random weights agree with nobody.
 --context is the length of the prompts; long ones are computed once and found in the prefix cache.
 --profile adds a line that names the launches of a step: how many, and the microseconds of each. A launch that may start
 before the one in front of it has ended (PDL) counts the time that it waits there, so they add up to more than the step.
@@ -37,6 +37,8 @@ from typing import Any
 from step import SHAPES
 
 from onegraph.formats.e8p import E8PConfig
+from onegraph.models.config import LlamaConfig
+from onegraph.models.eagle_net import head_config
 
 VARIANTS = "bf16,e8p-2,e8p-4,e8p-2-head-4,e8p-4-head-4"
 LONG = 4096  # tokens of a prompt that is not computed again for each sample
@@ -56,6 +58,12 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
     return config
 
 
+def written(folder: Path, config: dict[str, Any]) -> None:
+    """A model of random weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def drafts_of(variant: str, args: argparse.Namespace, folder: Path, length: int) -> dict[str, Any] | None:
     """vLLM's `speculative_config` of a variant that drafts; a drafting model is written below `folder`."""
     option = next((o.removeprefix("draft=") for o in variant.split("+") if o.startswith("draft=")), None)
@@ -63,13 +71,17 @@ def drafts_of(variant: str, args: argparse.Namespace, folder: Path, length: int)
         return None
     drafter, count = option.rsplit(":", 1)
     settings: dict[str, Any] = {"num_speculative_tokens": int(count)}
+    path = folder / "draft"
     if drafter == "ngram":
         settings |= {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    elif drafter == "eagle3":
+        model = LlamaConfig.from_dict(config_of("bf16", SHAPES[args.shape], length))
+        layers = 2, model.layers // 2, model.layers - 3
+        written(path, head_config(model, layers, model.vocab_size, "random"))
+        settings |= {"method": "eagle3", "model": str(path)}
     else:
         shape, weights = drafter.split("/")
-        path = folder / "draft"
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(config_of(weights, SHAPES[shape], length)))
+        written(path, config_of(weights, SHAPES[shape], length))
         settings |= {"method": "draft_model", "model": str(path)}
     if args.accept is not None:
         rates = [args.accept ** (i + 1) for i in range(int(count))]
