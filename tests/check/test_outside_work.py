@@ -247,7 +247,7 @@ def test_names_taken_from_torch_cuda_are_the_simulated_ones() -> None:
     module = types.ModuleType("onegraph_taken_names")
     module.__file__ = "/taken.py"
     late = "def later():\n    global Event\n    from torch.cuda import Event"
-    exec(f"from torch.cuda import Stream, current_stream\n{late}", module.__dict__)
+    exec(f"from torch.cuda import ExternalStream, Stream, current_stream\n{late}", module.__dict__)
     sys.modules[module.__name__] = module
     real = module.current_stream
 
@@ -267,6 +267,8 @@ def test_names_taken_from_torch_cuda_are_the_simulated_ones() -> None:
     try:
         assert codes(factory) == set()
         assert module.current_stream is real is torch.cuda.current_stream
+        assert module.Stream is torch.cuda.Stream  # one stand-in for both
+        assert module.ExternalStream is torch.cuda.ExternalStream
         assert module.Event is torch.cuda.Event  # imported by the factory: the stand-in does not stay
         assert codes(factory) == set()
     finally:

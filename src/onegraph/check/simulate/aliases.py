@@ -16,20 +16,26 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 @contextmanager
 def rebound(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    """While the context lasts, every global of a module that is the first of a pair is the second one. Afterwards none
-    is: what a factory imported meanwhile took the stand-in, which belongs to one simulation."""
-    _rebind({id(real): (real, stand_in) for real, stand_in in pairs})
+    """While the context lasts, every global of a module that is the first of a pair is the second one. Afterwards all
+    are what they were; what a factory imported meanwhile took the stand-in, which belongs to one simulation, and gets
+    the first name that it stood for."""
+    before = _rebind({id(real): stand_in for real, stand_in in pairs})
     try:
         yield
     finally:
-        _rebind({id(stand_in): (stand_in, real) for real, stand_in in pairs})
+        ours = {id(stand_in) for _, stand_in in pairs}
+        for module, name, value in before:
+            if id(vars(module).get(name)) in ours:
+                setattr(module, name, value)
+        _rebind({id(stand_in): real for real, stand_in in reversed(pairs)})
 
 
-def _rebind(pairs: dict[int, tuple[Any, Any]]) -> None:
-    for module in _modules():
-        names = [(name, value) for name, value in vars(module).items() if id(value) in pairs]
-        for name, value in names:
-            setattr(module, name, pairs[id(value)][1])
+def _rebind(others: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
+    """Globals by identity become others; what they were."""
+    found = [(m, name, value) for m in _modules() for name, value in vars(m).items() if id(value) in others]
+    for module, name, value in found:
+        setattr(module, name, others[id(value)])
+    return found
 
 
 def _modules() -> Iterator[ModuleType]:
