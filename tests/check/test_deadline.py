@@ -1,5 +1,7 @@
 """The bound on code under check, where it rings at an awkward place."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -26,3 +28,29 @@ def test_a_finalizer_that_is_stopped_says_nothing_and_the_next_ring_ends_the_ste
 
     with pytest.raises(CheckError, match="still running"), deadline(0.2, "it"):
         step()
+
+
+STUBBORN = """
+import time
+from onegraph.check import deadline
+from onegraph.check.simulate.calling import guarded
+
+def step():
+    while True:
+        try:
+            time.sleep(10)
+        except BaseException:
+            pass
+
+deadline.AGAIN = 0.05
+with deadline.deadline(0.2, "it"):
+    guarded("step 0", step)
+"""
+
+
+def test_code_that_catches_everything_ends_with_the_process() -> None:
+    """Although `os._exit` is kept from code under check."""
+    done = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("onegraph: error: it: still running")
+    assert done.stderr.count("\n") == 1

@@ -100,6 +100,6 @@ def draw_each(logits: Tensor, places: Tensor, inputs: Mapping[str, Tensor], *, s
     """The target's own token at each of places int32 [B, W], from logits [B * W, V] -> int64 [B, W]."""
     wide = {}
     if sampling:
-        names = {"temperature", "top_k", "top_p", "min_p", "seed"} & inputs.keys()
-        wide = {name: inputs[name].repeat_interleave(places.shape[1]) for name in names}
+        names = "temperature", "top_k", "top_p", "min_p", "seed"
+        wide = {name: inputs[name].repeat_interleave(places.shape[1]) for name in names if name in inputs}
     return draw(logits, places.view(-1), wide, sampling=sampling).view(places.shape)

@@ -23,10 +23,9 @@ _LINEARS: dict[str, tuple[Any, PeerProcess, Any]] = {}  # what an op's name stan
 
 def exchange_of(vllm_config: Any, hidden: int, dtype: torch.dtype) -> PeerProcess | None:
     """Of the model whose ranks' sums are [tokens, hidden] of `dtype`; None where it is not asked for."""
-    asked = vllm_config.additional_config
-    if not isinstance(asked, dict) or not asked.get(SETTING) or get_tp_group().world_size == 1:
+    asked, ranks = vllm_config.additional_config, get_tp_group()
+    if not isinstance(asked, dict) or not asked.get(SETTING) or ranks.world_size == 1:
         return None
-    ranks = get_tp_group()
 
     def gather(told: Any) -> list[Any]:
         found = [None] * ranks.world_size
