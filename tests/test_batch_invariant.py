@@ -161,11 +161,11 @@ def test_tritons_attention_of_a_token_is_that_of_any_round(what: dict[str, float
 
 @pytest.mark.parametrize("device", [H200, replace(H200, sms=114), replace(H200, sms=78)], ids=lambda d: f"{d.sms}")
 def test_the_batch_kernel_cuts_up_to_16_tokens_alike(device: build.Device) -> None:
-    """Its sums are of integers within a block, and in the order of a cluster's blocks beyond."""
+    """Its sums are of integers within a block, and in the order of a cluster's blocks, then of clusters, beyond."""
     for n, k in SHAPES:
         for bits in (2, 3, 4):
             plans = {e8p_batch.plan(n, k, bits, tokens, device) for tokens in range(1, invariant.AT_ONCE + 1)}
-            assert len({(plan.cluster, plan.per_block, plan.tiles, plan.groups) for plan in plans}) == 1
+            assert len({(plan.cluster, plan.parts, plan.per_block, plan.tiles, plan.groups) for plan in plans}) == 1
 
 
 @pytest.mark.parametrize("had", [{"e8p_decode", "e8p_batch"}, {"e8p_portable"}, {"e8p_decode", "e8p_portable"}, set()])

@@ -262,12 +262,12 @@ def test_plans_that_were_measured(n: int, k: int, tokens: int) -> None:
     assert found == MEASURED[n, k, tokens]
 
 
-# The same from 5 tokens on: of 5 to 32 tokens, of 33 to 64: (cluster, slices of a block).
+# The same from 5 tokens on, where clusters do not meet in memory: of 5 to 32 tokens, of 33 to 64: (cluster, slices of a
+# block).
 BATCH = {
     (6144, 4096): ((4, 4), (2, 8)),
     (4096, 4096): ((6, 3), (3, 6)),
     (28672, 4096): ((1, 16), (1, 16)),
-    (4096, 14336): ((6, 10), (3, 19)),
     (128256, 4096): ((1, 16), (1, 16)),
     (960, 576): ((3, 1), (3, 1)),
     (576, 576): ((3, 1), (3, 1)),
@@ -282,6 +282,16 @@ def test_plans_of_a_batch_that_were_measured(shape: tuple[int, int]) -> None:
     for bits, tokens in product((2, 3, 4), (5, 8, 16, 32, 33, 64)):
         plan = e8p_batch.plan(*shape, bits, tokens, H200)
         assert (plan.cluster, plan.per_block) == BATCH[shape][tokens > 32]
+        assert plan.parts == 1
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_clusters_meet_in_memory_where_that_measured_best(bits: int) -> None:
+    """14336 -> 4096: 128 SMs for 96. But for 32 tokens at 2 bits."""
+    of_32 = (6, 1, 10) if bits == 2 else (2, 4, 7)
+    for tokens, cut in ((5, (2, 4, 7)), (16, (2, 4, 7)), (32, of_32), (64, (2, 2, 14))):
+        plan = e8p_batch.plan(4096, 14336, bits, tokens, H200)
+        assert (plan.cluster, plan.parts, plan.per_block) == cut
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -294,7 +304,9 @@ def test_plan_of_a_batch_covers_every_slice_once(shape: tuple[int, int], bits: i
     assert H200.shared // 2 < plan.shared(bits) <= H200.shared  # one block an SM, as `Plan.cost` has it
     assert plan.tiles * plan.rows >= n > (plan.tiles - 1) * plan.rows
     slices = -(-k // e8p_common.SLICE)
-    assert (plan.cluster - 1) * plan.per_block < slices <= plan.cluster * plan.per_block  # each is owned
+    assert (plan.cuts - 1) * plan.per_block < slices <= plan.cuts * plan.per_block  # each is owned
+    assert plan.rotating <= 512
+    assert plan.parts == 1 or plan.tiles * plan.cuts <= H200.sms
 
 
 @pytest.mark.parametrize(

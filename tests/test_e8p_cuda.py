@@ -1,6 +1,7 @@
 """The CUDA E8P linear against float64: all rates, token counts and tails, under capture, the same bits each time."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_decode, e8p_dequantize, e8p_portable
+from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode as decode_op
 
@@ -117,6 +118,25 @@ def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypat
         y = cuda_e8p.linear(*args, add, 1e-5)
         assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
         assert torch.equal(cuda_e8p.linear(*args, add, 1e-5), y)
+
+
+@gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_clusters_that_meet_in_memory(parts: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever cluster comes last, with the same bits."""
+    monkeypatch.setattr(e8p_batch, "_kernels", e8p_batch._kernels.__wrapped__)  # which remembers the shape's own plan
+    n, k = 320, 3840
+    planned = e8p_batch.plan
+    for tokens in (9, 16, 32, 64):
+        own = planned(n, k, bits, tokens, build.device(0))
+        plan = replace(own, cluster=2, parts=parts, per_block=-(-15 // (2 * parts)))
+        monkeypatch.setattr(e8p_batch, "plan", lambda *_, plan=plan: plan)
+        args, add = _arguments(tokens, n, k, bits, bias=True), torch.randn(tokens, n, device="cuda").bfloat16()
+        _poison((tokens, n), torch.bfloat16)
+        y = cuda_e8p.linear(*args, add, 1e-5)
+        assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
+        assert all(torch.equal(cuda_e8p.linear(*args, add, 1e-5), y) for _ in range(50))
 
 
 @gpu

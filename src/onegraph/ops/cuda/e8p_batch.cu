@@ -3,11 +3,13 @@
 // so is the trick by which bytes of two nibbles are multiplied as they are: u8 weights by s8 activations, of which each
 // token has two columns, high and low byte.
 //
-//   e8p_rotate   a block a token: x -> H_k(in_scale * x) on a scale of the token's own, in the very bytes that a stage
-//               of shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units swizzled, columns of
-//               x in the order in which a lane's codes come.
+//   e8p_rotate   a block for a token and each share of k: x -> H_k(in_scale * x) on a scale of their own, in the very
+//               bytes that a stage of shared memory holds: [stage of 128 columns][COLUMNS][128 bytes], 16-byte units
+//               swizzled, columns of x in the order in which a lane's codes come.
 //   e8p_batch     GROUPS warpgroups of 64 rows each by TOKENS; the blocks of a cluster share k, and sums meet in their
-//               shared memory. Each warp has a ring of its own rows' codes, one more warp copies activations.
+//               shared memory. Each warp has a ring of its own rows' codes, one more warp copies activations. Where
+//               clusters would leave many SMs idle, PARTS of them share k: their sums meet in memory (L2), and of 128
+//               rows of a token the cluster that comes last adds what all brought, always in the same order.
 //
 // Two kernels that agree on one layout of activations, which is why this file is long.
 //
@@ -16,6 +18,7 @@
 // made of.
 
 #include "e8p_common.cuh"
+#include "wgmma_bytes.cuh"
 
 constexpr int COLUMNS = 2 * TOKENS;             // of the product: high byte, low byte
 constexpr int STAGE_BYTES = COLUMNS * 128;      // 128 columns of x: half a slice
@@ -34,13 +37,15 @@ constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
 // With a shape that is known at run time 16 tokens on 14336 -> 4096 take 15.5 us at 2 bits in place of 13.8.
 struct Shape {
   static constexpr int n = N, k = K, slices = (K + SLICE - 1) / SLICE,
-                       per_block = PER_BLOCK,  // slices that a block of the cluster owns
+                       per_block = PER_BLOCK,  // slices that a block owns
                        tiles = (N + TILE_ROWS - 1) / TILE_ROWS,
                        silu = SILU,  // x is [tokens, 2 k], gate beside up
                        wide = WIDE;  // y and add are float
-  static constexpr u32 cluster = CLUSTER;  // blocks that share k
+  static constexpr u32 cluster = CLUSTER, parts = PARTS,  // blocks of a cluster, and clusters, that share k
+                       cuts = CLUSTER * PARTS;            // shares of k
 };
-constexpr int MOST = (Shape::slices + 15) / 16;  // slices that a warp of e8p_rotate holds
+// Of e8p_rotate: slices that a warp holds, and warps of a block.
+constexpr int MOST = (PER_BLOCK + 15) / 16, ROTATING = (PER_BLOCK + MOST - 1) / MOST;
 
 struct Arguments : Shape {
   TensorMap codes_map;      // of codes, boxes of 16 rows x 256 columns
@@ -53,47 +58,45 @@ struct Arguments : Shape {
   const void* add;          // [tokens, n] of y's type, or null
   void* y;                  // [tokens, n], x's type, or float if wide
   u8* bytes;                // [2 slices, STAGE_BYTES]
-  float2* scales;           // [tokens]: of a sum, and what is added to it
+  float4* scales;           // [tokens, cuts]: of a sum, what is added to it, sum of squares of x
+  float* sums;              // [parts, tiles, TOKENS, TILE_ROWS] where there are several
+  u32* arrived;             // [tiles, TOKENS, BLOCKS]: parts whose sums are there
   int tokens;
   float norm;               // of both Hadamard transforms
   float eps;                // of the RMSNorm in front; negative: none
 };
 
-__device__ __forceinline__ float sum_of_16(float v, float* exchange) {  // over 512 threads
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) v += __shfl_xor_sync(~0u, v, o);
-  if (threadIdx.x % 32 == 0) exchange[threadIdx.x / 32] = v;
-  __syncthreads();
-  float sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < 16; w++) sum += exchange[w];
-  return sum;
-}
 __device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7FFFFFFFu; }
 
-// Grid: tokens. 16 warps; a lane has eight columns of each of its slices.
-extern "C" __global__ void __launch_bounds__(512, 1) e8p_rotate(const __grid_constant__ Arguments p) {
-  __shared__ float exchange[2][16];
-  __shared__ u32 top_of[16];
-  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Grid: for each token its shares of k. A lane has eight columns of each of its slices.
+extern "C" __global__ void __launch_bounds__(ROTATING * 32, 1) e8p_rotate(const __grid_constant__ Arguments p) {
+  __shared__ float squares_of_warp[ROTATING], sum_of_warp[ROTATING];
+  __shared__ u32 top_of_warp[ROTATING];
+  const int token = blockIdx.x / p.cuts, cut = blockIdx.x % p.cuts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = cut * p.per_block + warp, end = min((cut + 1) * p.per_block, p.slices);
   let_next_start();
   float in_scale[MOST][8], v[MOST][8];
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
-    const int column = (i * 16 + warp) * SLICE + lane * 8;
-    load8(in_scale[i], p.in_scale + column, column < p.k);
+    const int slice = first + i * ROTATING, column = slice * SLICE + lane * 8;
+    load8(in_scale[i], p.in_scale + column, slice < end && column < p.k);
   }
   wait_for_previous();
+  if (p.parts > 1) {
+    const int threads = ROTATING * 32;
+    for (int i = blockIdx.x * threads + threadIdx.x; i < p.tiles * TOKENS * BLOCKS; i += gridDim.x * threads)
+      p.arrived[i] = 0;
+  }
   float squares = 0.f;
   u32 top = 0;
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
-    const int column = (i * 16 + warp) * SLICE + lane * 8;
-    load_x(v[i], p, token, column, column < p.k);
+    const int slice = first + i * ROTATING, column = slice * SLICE + lane * 8;
+    load_x(v[i], p, token, column, slice < end && column < p.k);
   }
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
-    if (i * 16 + warp >= p.slices) continue;
+    if (first + i * ROTATING >= end) continue;
 #pragma unroll
     for (int e = 0; e < 8; e++) squares = fmaf(v[i][e], v[i][e], squares);
     rotate(v[i], in_scale[i], p.k % 128 ? 64 : 128, lane);
@@ -111,10 +114,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_rotate(const __grid_con
     }
   }
   top = __reduce_max_sync(~0u, top);
-  if (lane == 0) top_of[warp] = top;
-  squares = sum_of_16(squares, exchange[0]);
+  squares = over_lanes(squares);
+  if (lane == 0) top_of_warp[warp] = top, squares_of_warp[warp] = squares;
+  __syncthreads();
 #pragma unroll
-  for (int w = 0; w < 16; w++) top = max(top, top_of[w]);  // as integers NaN is the largest of all
+  for (int w = 0; w < ROTATING; w++) top = max(top, top_of_warp[w]);  // as integers NaN is the largest of all
   const float largest = __uint_as_float(top), inverse = largest > 0.f ? __fdividef(LEVELS, largest) : 0.f;
   // Adding 1.5 * 2^23 + 128 leaves q + 128 in the low bits: byte 1 is the high part, byte 0 the low part plus 128.
   const float magic = 12582912.f + 128.f;
@@ -123,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_rotate(const __grid_con
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
-    const int slice = i * 16 + warp;
-    if (slice >= p.slices) continue;
+    const int slice = first + i * ROTATING;
+    if (slice >= end) continue;
     u32 q[8];
     int mine = 0;
 #pragma unroll
@@ -144,11 +148,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) e8p_rotate(const __grid_con
       *(u32*)(stage + (n + 1) * 128 + (unit ^ (n % 8 + 1)) * 16) = low;
     }
   }
-  sum = sum_of_16(sum, exchange[1]);
+  sum = over_lanes(sum);
+  if (lane == 0) sum_of_warp[warp] = sum;
+  __syncthreads();
   if (threadIdx.x == 0) {
-    float scale = largest * (1.f / LEVELS) * p.norm;
-    if (p.eps >= 0.f) scale *= rsqrtf(squares / (float)p.k + p.eps);
-    p.scales[token] = make_float2(scale * (BITS == 3 ? 1.f : 2.f), OFFSET * sum * scale);
+    sum = squares = 0.f;
+#pragma unroll
+    for (int w = 0; w < ROTATING; w++) sum += sum_of_warp[w], squares += squares_of_warp[w];
+    const float scale = largest * (1.f / LEVELS) * p.norm;
+    p.scales[blockIdx.x] = make_float4(scale * (BITS == 3 ? 1.f : 2.f), OFFSET * sum * scale, squares, 0.f);
   }
 }
 
@@ -157,33 +165,6 @@ __device__ __forceinline__ void sync_consumers() { some_meet(1, WARPS * 32); }
 __device__ __forceinline__ void keep(u32 (&a)[2][4]) {
 #pragma unroll
   for (int j = 0; j < 2; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
-}
-
-#define ACC4(i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
-#define ACC16(i) ACC4(i), ACC4(i + 4), ACC4(i + 8), ACC4(i + 12)
-__device__ __forceinline__ void wgmma(int (&c)[8], const u32 (&a)[4], u64 b) {  // 64 rows, 16 columns, 32 deep
-  asm volatile("wgmma.mma_async.sync.aligned.m64n16k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, 1;"
-               : ACC4(0), ACC4(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma(int (&c)[16], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "{%16,%17,%18,%19}, %20, 1;"
-      : ACC16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma(int (&c)[32], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, 1;"
-      : ACC16(0), ACC16(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-__device__ __forceinline__ void wgmma(int (&c)[64], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n128k32.s32.u8.s8 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1;"
-      : ACC16(0), ACC16(16), ACC16(32), ACC16(48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 template <int I> struct Index { static constexpr int value = I; };
@@ -207,14 +188,22 @@ __device__ __forceinline__ void operand(u32 (&a)[4], u32 top, u32 low) {
   a[0] = top, a[1] = low, a[2] = top << 4, a[3] = low << 4;
 }
 
-// Grid: clusters; with clusters of one block each walks over several tiles. Shared memory: tables,
-// barriers, stages of activations, rings of codes, sums [TOKENS][PITCH].
+// What 128 rows of a token, a warp's job at the end, are multiplied with and added to.
+struct Around {
+  float4 scale;  // of the lane's share of k, see Arguments
+  float4 out_scale, bias;
+  uint4 add;
+};
+__device__ __forceinline__ float over_cuts(float v) { return Shape::cuts == 1 ? v : over_lanes(v); }
+
+// Grid: of each tile its shares of k, those of a cluster beside each other; where k is not shared each block walks over
+// several tiles. Shared memory: tables, barriers, stages of activations, rings of codes, sums [TOKENS][PITCH].
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const __grid_constant__ Arguments p) {
-  const u32 cluster = p.cluster;
-  const u32 rank = cluster > 1 ? cluster_rank() : 0;
-  const u32 first_tile = blockIdx.x / cluster, tile_step = gridDim.x / cluster;
+  const u32 cluster = p.cluster, rank = cluster > 1 ? cluster_rank() : 0;
+  const u32 first_cut = blockIdx.x / cluster % p.parts * cluster;  // of the cluster
+  const u32 first_tile = blockIdx.x / p.cuts, tile_step = gridDim.x / p.cuts;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int begin = rank * p.per_block, end = min(begin + p.per_block, p.slices), count = end - begin;
+  const int begin = (first_cut + rank) * p.per_block, end = min(begin + p.per_block, p.slices), count = end - begin;
   const u32 base = address(smem), barriers = base + TABLE_BYTES, full = barriers,
             empty = full + 8 * AHEAD, arrived = empty + 8 * AHEAD;
   const u32 stages = barriers + 1024, rings = stages + AHEAD * STAGE_BYTES;
@@ -267,6 +256,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const
 #pragma unroll
   for (int d = 0; d < DEPTH; d++) fetch(d);
   build_tables(p.codebook, words, warp, WARPS, lane);
+  if (warp == 0 && lane < TILE_ROWS / 32) {  // whole lines, which are needed at the end
+    const int row = min((int)first_tile * TILE_ROWS + lane * 32, p.n - 1);
+    prefetch(p.out_scale + row);
+    if (p.bias) prefetch(p.bias + row);
+  }
   __syncthreads();
   wait_for_previous();
   let_next_start();
@@ -380,37 +374,82 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const
         if (SETS == 2) q = fmaf((float)RATIO, q, fmaf(256.f, (float)acc[SETS - 1][i], (float)acc[SETS - 1][i + 1]));
         sums[(j * 4 + t) * PITCH + warp * 16 + h * 8 + g] = q;
       }
-    if (cluster > 1) cluster_sync(); else sync_consumers();
-#pragma unroll 1
-    for (int job = rank + warp * cluster; job < p.tokens * BLOCKS; job += WARPS * cluster) {  // 128 rows of a token
-      const int token = job / BLOCKS, block = job % BLOCKS;
-      const int row = tile * TILE_ROWS + block * ROWS + lane * 4;
-      const bool own = row < p.n;
-      const u32 from = address(sums + token * PITCH + block * ROWS + lane * 4);
+    const int jobs = p.tokens * BLOCKS, first_job = rank + warp * cluster, job_step = WARPS * cluster;
+    auto ask = [&](int job) {
+      const int token = job / BLOCKS, row = tile * TILE_ROWS + job % BLOCKS * ROWS + lane * 4;
+      const int cut = p.cuts == 1 ? 0 : lane;
+      Around a;
+      a.scale = a.out_scale = a.bias = make_float4(0.f, 0.f, 0.f, 0.f);
+      a.add = make_uint4(0, 0, 0, 0);
+      if (job >= jobs) return a;
+      if (cut < p.cuts) a.scale = __ldcg(p.scales + token * p.cuts + cut);
+      if (row < p.n) {
+        a.out_scale = *(const float4*)(p.out_scale + row);
+        if (p.bias) a.bias = *(const float4*)(p.bias + row);
+        if (p.add) a.add = ask_add(p, (size_t)token * p.n + row);
+      }
+      return a;
+    };
+    auto over_cluster = [&](int job, float scales) {
+      const u32 from = address(sums + job / BLOCKS * PITCH + job % BLOCKS * ROWS + lane * 4);
       float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
+#pragma unroll
       for (int r = 0; r < cluster; r++) {
         const float4 u = pull(at_rank(from, r));
-        v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
+        const float scale = p.cuts == 1 ? scales : __shfl_sync(~0u, scales, first_cut + r);
+        v.x = fmaf(u.x, scale, v.x), v.y = fmaf(u.y, scale, v.y);
+        v.z = fmaf(u.z, scale, v.z), v.w = fmaf(u.w, scale, v.w);
       }
-      const float2 scale = __ldcg(p.scales + token);
+      return v;
+    };
+    auto finish = [&](int job, const Around& a, float4 v) {
+      const int token = job / BLOCKS, row = tile * TILE_ROWS + job % BLOCKS * ROWS + lane * 4;
       const size_t at = (size_t)token * p.n + row;
-      float4 s = make_float4(0.f, 0.f, 0.f, 0.f), c = s;
-      if (own) {
-        s = *(const float4*)(p.out_scale + row);
-        if (p.bias) c = *(const float4*)(p.bias + row);
-        add4(c, p, at);
-      }
-      v.x = fmaf(v.x, scale.x, scale.y), v.y = fmaf(v.y, scale.x, scale.y);
-      v.z = fmaf(v.z, scale.x, scale.y), v.w = fmaf(v.w, scale.x, scale.y);
-      pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
-#pragma unroll
-      for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
-      if (p.n % 128 == 0) across_lanes(v, lane, 16);
-      if (!own) continue;
+      const float offset = over_cuts(a.scale.y), squares = over_cuts(a.scale.z);
+      const float rms = p.eps < 0.f ? 1.f : rsqrtf(squares / (float)p.k + p.eps);
+      v.x = (v.x + offset) * rms, v.y = (v.y + offset) * rms, v.z = (v.z + offset) * rms, v.w = (v.w + offset) * rms;
+      rotate_rows(v, p.n % 128 ? 64 : 128, lane);
+      if (row >= p.n) return;
+      const float4& s = a.out_scale;
+      float4 c = a.bias;
+      if (p.add) take_add(c, p, a.add);
       v.x = fmaf(v.x, s.x, c.x), v.y = fmaf(v.y, s.y, c.y), v.z = fmaf(v.z, s.z, c.z), v.w = fmaf(v.w, s.w, c.w);
       store4(p, at, v);
-    }
+    };
+    Around around = ask(first_job);  // on its way while the others come
     if (cluster > 1) cluster_sync(); else sync_consumers();
+    if constexpr (Shape::parts == 1) {
+#pragma unroll 1
+      for (int job = first_job; job < jobs; job += job_step) {
+        const float4 v = over_cluster(job, around.scale.x);
+        const Around next = ask(job + job_step);
+        finish(job, around, v);
+        around = next;
+      }
+    } else {
+      constexpr size_t PART = (size_t)Shape::tiles * TOKENS * TILE_ROWS;
+      float* const of_first = p.sums + (size_t)tile * TOKENS * TILE_ROWS + lane * 4;
+      float* const own = of_first + first_cut / cluster * PART;
+#pragma unroll 1
+      for (int job = first_job; job < jobs; job += job_step)
+        __stcg((float4*)(own + job * ROWS), over_cluster(job, (job == first_job ? around : ask(job)).scale.x));
+      __syncwarp();
+      const int counted = first_job + lane * job_step;  // by this lane: a warp has fewer jobs than lanes
+      const bool last = counted < jobs && count_in(p.arrived + tile * TOKENS * BLOCKS + counted) + 1 == p.parts;
+      u32 left = __ballot_sync(~0u, last);
+      __syncwarp();
+#pragma unroll 1
+      for (; left; left &= left - 1) {
+        const int job = first_job + (__ffs(left) - 1) * job_step;
+        float4 v = make_float4(0.f, 0.f, 0.f, 0.f), u[Shape::parts];
+#pragma unroll
+        for (int i = 0; i < p.parts; i++) u[i] = __ldcg((const float4*)(of_first + i * PART + job * ROWS));
+#pragma unroll
+        for (int i = 0; i < p.parts; i++) add_to(v, u[i]);
+        finish(job, job == first_job ? around : ask(job), v);
+      }
+    }
+    // Whoever has stored what it made of others' sums has read them: no memory is to be ordered.
+    if (cluster > 1) cluster_begun(), all_begun(); else sync_consumers();
   }
 }

@@ -1,7 +1,7 @@
 """E8P linear for 5 to 64 tokens: how `e8p_batch.cu` is cut over the GPU, and which calls it takes.
 
 The codes are read once for up to 64 tokens; what a call needs beside its result is the rotated activations in two bytes
-each and a scale a token.
+each, a scale for a token and share of k, and sums where several clusters share k.
 """
 
 from dataclasses import dataclass
@@ -10,16 +10,20 @@ from functools import cache, lru_cache
 import torch
 
 from onegraph.ops.cuda import build
-from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, SLOT, TABLES, Linear
+from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, SLICE, SLOT, TABLES, Linear
 from onegraph.ops.cuda.tensor_map import tensor_map
 
 MAX_TOKENS = 64
 LARGEST = 8  # blocks of a cluster
-SHAPE = "N", "K", "PER_BLOCK", "CLUSTER", "SILU", "WIDE"  # what `Shape` of e8p_batch.cu is made of
+CUTS = *((cluster, 1) for cluster in range(1, LARGEST + 1)), (2, 2), (2, 4)  # of k: blocks of a cluster, clusters
+# Microseconds that a block takes for a slice on an H200, by tokens and bits: how the cuts of 14336 -> 4096 and those of
+# 4096 -> 4096 differ.
+SLICE_US = {16: {2: 0.84, 3: 1.33, 4: 1.52}, 32: {2: 1.18, 3: 1.72, 4: 1.77}, 64: {2: 0.84, 3: 1.12, 4: 1.21}}
+SHAPE = "N", "K", "PER_BLOCK", "CLUSTER", "PARTS", "SILU", "WIDE"  # what `Shape` of e8p_batch.cu is made of
 
 ARGUMENTS = build.Arguments(
     maps=("codes_map", "residual_map"),
-    pointers=("x", "codebook", "in_scale", "out_scale", "bias", "add", "y", "bytes", "scales"),
+    pointers=("x", "codebook", "in_scale", "out_scale", "bias", "add", "y", "bytes", "scales", "sums", "arrived"),
     ints=("tokens",),
     floats=("norm", "eps"),
 )
@@ -27,11 +31,12 @@ ARGUMENTS = build.Arguments(
 
 @dataclass(frozen=True, order=True)
 class Plan:
-    """`tiles` of rows, each of a cluster of `cluster` blocks that own `per_block` slices of k. A block's share is
-    `groups` warpgroups of 64 rows by `tokens`; each warp has `depth` slices of codes under way, and the block `stages`
-    of activations, 128 columns each."""
+    """`tiles` of rows, each of `parts` clusters of `cluster` blocks, which own `per_block` slices of k. A block's share
+    is `groups` warpgroups of 64 rows by `tokens`; each warp has `depth` slices of codes under way, and the block
+    `stages` of activations, 128 columns each."""
 
     cluster: int
+    parts: int
     per_block: int
     tiles: int
     tokens: int
@@ -44,19 +49,32 @@ class Plan:
         return self.groups * 64
 
     @property
+    def cuts(self) -> int:
+        """Shares of k."""
+        return self.cluster * self.parts
+
+    @property
     def threads(self) -> int:
         return self.groups * 128 + 32
+
+    @property
+    def rotating(self) -> int:
+        """Threads of a block of e8p_rotate: a warp holds as few slices as 16 warps allow."""
+        return 32 * -(-self.per_block // -(-self.per_block // 16))
 
     def shared(self, bits: int) -> int:
         """Bytes of shared memory: tables, barriers, stages, rings, sums."""
         rings = self.groups * 4 * self.depth * SLOT[bits]
         return TABLES[bits] + 1024 + self.stages * self.tokens * 256 + rings + self.tokens * (self.rows + 8) * 4
 
-    def cost(self, device: build.Device) -> float:
+    def cost(self, bits: int, device: build.Device) -> float:
         """Estimated microseconds on an H200, up to what all plans have in common. One block an SM: it takes more than
         half of its shared memory."""
-        waves = -(-self.tiles // max(1, device.clusters[self.cluster - 1]))
-        return waves * (self.per_block * 0.9 + 1.5) + (0.5 + 0.15 * self.cluster if self.cluster > 1 else 0.0)
+        tokens = max(self.tokens, 16)  # 8 are cut as 16 are (ops/invariant.py)
+        waves = -(-self.tiles * self.parts // max(1, device.clusters[self.cluster - 1]))
+        clustered = 0.5 + 0.15 * self.cluster if self.cluster > 1 else 0.0
+        met = 1.4 + 1e-4 * self.parts * tokens * self.rows if self.parts > 1 else 0.0
+        return waves * (self.per_block * SLICE_US[tokens][bits] + 1.5) + clustered + met
 
 
 def share(bits: int, tokens: int) -> tuple[int, int, int, int]:
@@ -74,10 +92,11 @@ def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
     """The plan that costs least."""
     own = share(bits, tokens)
     slices, tiles = -(-k // SLICE), -(-n // (own[1] * 64))
-    plans = [Plan(c, -(-slices // c), tiles, *own) for c in range(1, LARGEST + 1)]
+    plans = [Plan(cluster, parts, -(-slices // (cluster * parts)), tiles, *own) for cluster, parts in CUTS]
+    plans = [plan for plan in plans if (plan.cuts - 1) * plan.per_block < slices]  # every block has something to do
     return min(
-        (plan for plan in plans if (plan.cluster - 1) * plan.per_block < slices),  # every block has something to do
-        key=lambda plan: (plan.cost(device), plan),
+        (plan for plan in plans if plan.parts == 1 or tiles * plan.parts <= device.clusters[plan.cluster - 1]),
+        key=lambda plan: (plan.cost(bits, device), plan),
     )
 
 
@@ -90,7 +109,7 @@ def defines(plan: Plan, n: int, k: int, bits: int, half: bool, silu: bool, wide:
     """What e8p_batch.cu is compiled with."""
     made = {"BITS": bits, "HALF": int(half), "TOKENS": plan.tokens, "GROUPS": plan.groups}
     made |= {"DEPTH": plan.depth, "AHEAD": plan.stages}
-    return made | dict(zip(SHAPE, (n, k, plan.per_block, plan.cluster, int(silu), int(wide)), strict=True))
+    return made | dict(zip(SHAPE, (n, k, plan.per_block, plan.cluster, plan.parts, int(silu), int(wide)), strict=True))
 
 
 KERNELS = build.Source(
@@ -99,7 +118,7 @@ KERNELS = build.Source(
     functions=("e8p_batch", "e8p_rotate"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
-    example=defines(Plan(1, 16, 16, *share(2, MAX_TOKENS)), 2048, 4096, 2, False, False, False),
+    example=defines(Plan(1, 1, 16, 16, *share(2, MAX_TOKENS)), 2048, 4096, 2, False, False, False),
 )
 
 
@@ -125,7 +144,11 @@ def launch(call: Linear) -> None:
     n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
     batch, rotate, plan, shared = _kernels(n, k, bits, call.tokens, call.half, call.silu, call.wide, device)
     data = torch.empty(-(-k // SLICE) * plan.tokens * 512, dtype=torch.uint8, device=call.out.device)
-    scales = torch.empty(call.tokens * 2, dtype=torch.float32, device=call.out.device)
+    scales = torch.empty(call.tokens * plan.cuts * 4, dtype=torch.float32, device=call.out.device)
+    counters, sums = plan.tiles * plan.tokens * plan.rows // ROWS, 0
+    if plan.parts > 1:
+        meeting = torch.empty(counters * (1 + plan.parts * ROWS), dtype=torch.float32, device=call.out.device)
+        sums = meeting.data_ptr()
     codes_map = tensor_map(call.codes.data_ptr(), n, k // 4, 16, SLICE // 4)
     residual_map, width = codes_map, 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     if call.residual is not None:
@@ -142,12 +165,13 @@ def launch(call: Linear) -> None:
         y=call.out.data_ptr(),
         bytes=data.data_ptr(),
         scales=scales.data_ptr(),
+        sums=sums,
+        arrived=sums and sums + 4 * counters * plan.parts * ROWS,
         tokens=call.tokens,
         norm=call.norm,
         eps=call.eps,
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
-    rotate.launch((call.tokens, 1, 1), 512, 0, 1, stream, arguments)
-    sms = build.device(device).sms
-    blocks = min(plan.tiles, sms) if plan.cluster == 1 else plan.tiles * plan.cluster
+    rotate.launch((call.tokens * plan.cuts, 1, 1), plan.rotating, 0, 1, stream, arguments)
+    blocks = min(plan.tiles, build.device(device).sms) if plan.cuts == 1 else plan.tiles * plan.cuts
     batch.launch((blocks, 1, 1), plan.threads, shared, plan.cluster, stream, arguments)

@@ -188,6 +188,11 @@ PTX float2 load_now(const float* p) {  // not moved behind a wait, as the compil
   asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
   return v;
 }
+PTX u32 count_in(u32* counter) {  // what it was; what was stored before, here and where it was counted up, is there
+  u32 old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory");
+  return old;
+}
 
 // Copies from memory that a lane asks for itself. With `there`: zeros where it is false, without a read.
 enum Fetch { ALONE, LINE, TWO_LINES };  // what comes to the L2 with it: 128 bytes, 256 bytes

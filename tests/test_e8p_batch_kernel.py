@@ -1,0 +1,48 @@
+"""The E8P linear of 5 to 64 tokens on a CPU: its own source, each thread a fiber, blocks of a cluster at once.
+
+What this proves: every index, mask, shuffle and copy, the bits of decoding, that stages and rings are handed on as
+their barriers say, and that the order of clusters changes no bit. What it cannot: that the GPU's instructions do what
+`ptx.cuh` and `wgmma_bytes.cuh` say, and that nobody reads too early; the tests marked gpu do.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernel_table
+from h200 import H200
+from onegraph.ops.cuda import build, e8p_batch
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_every_case_is_right_in_either_order_of_clusters(tmp_path: Path) -> None:
+    cuda, own = e8p_batch.KERNELS.path.parent, HERE / "e8p_batch_on_cpu"
+    for file in (e8p_batch.KERNELS.path, cuda / "e8p_common.cuh", *own.glob("*.c*")):
+        shutil.copy(file, tmp_path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    command = [sys.executable, own / "host.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"2", "3", "4"}
+    assert {line.split()[2] for line in lines} == {"8", "16", "32", "64"}
+    assert {line.split()[-2] for line in lines} == {"1", "2", "4"}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_nothing_spills(bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    for tokens in (8, 16, 32, 64):
+        for n, k in ((4096, 14336), (28672, 4096)):
+            plan = e8p_batch.plan(n, k, bits, tokens, H200)
+            found = kernel_table.usage(
+                e8p_batch.KERNELS, (9, 0), e8p_batch.defines(plan, n, k, bits, False, True, False)
+            )
+            assert (found.spilled, found.stack) == (0, 0)
+            assert found.registers * plan.threads <= 65536
