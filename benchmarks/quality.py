@@ -3,8 +3,9 @@
     python benchmarks/texts.py TEXTS
     python benchmarks/quality.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts TEXTS --device cuda --out quality.jsonl
 
-Each line of the output is one run: KL divergence to the unquantized model (nats a token), top-1 agreement, perplexity,
-the bits that are stored, seconds, the recipe, and where it ran. `--run NAME` picks some; `--set` changes a lever.
+Each line of the output is one run on one evaluation text: KL divergence to the unquantized model (nats a token), top-1
+agreement, perplexity, the bits that are stored, seconds, GPU memory, the recipe, and where it ran. `--run NAME` picks
+some; `--set` changes a lever.
 """
 
 import argparse
@@ -178,7 +179,9 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="directory made by benchmarks/texts.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=32768, help="for calibration")
-    parser.add_argument("--eval-tokens", type=int, default=16384)
+    parser.add_argument("--calibration", default="calibration.txt", help="its name in TEXTS")
+    parser.add_argument("--evaluation", nargs="+", default=["evaluation.txt"], help="names in TEXTS")
+    parser.add_argument("--eval-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument(
         "--run", nargs="*", default=["ladder"], help="presets or rungs, e.g. good@4 +descent@3 ladder@2"
@@ -203,32 +206,31 @@ def main() -> None:
         ids = tokenizer.encode((args.texts / name).read_text(encoding="utf-8")[: limit * 12])
         return torch.tensor(ids[:limit]).view(-1, args.length)
 
-    calibration = rows("calibration.txt", args.tokens)
-    evaluation = Evaluation(model, rows("evaluation.txt", args.eval_tokens))
+    calibration = rows(args.calibration, args.tokens)
+    evaluations = {name: Evaluation(model, rows(name, args.eval_tokens)) for name in args.evaluation}
     cuda = torch.device(args.device).type == "cuda"
-    where = {
-        **machine(args.device),
-        "reference_perplexity": evaluation.reference_ppl,
-        "calibration_tokens": calibration.numel(),
-        "evaluation_tokens": evaluation.tokens.numel(),
-    }
-    baseline = {}
+    where = {**machine(args.device), "calibration": args.calibration, "calibration_tokens": calibration.numel()}
+    baseline: dict[str, float] = {}
 
-    def report(name: str, result: dict[str, Any]) -> None:
-        result["kl_over_rtn4"] = result["kl"] / baseline[4]
-        if args.out:
-            with args.out.open("a") as stream:
-                stream.write(json.dumps(with_id({"bench": "quality", "run": name, **result, **where})) + "\n")
-        print(
-            f"{name:14} {result['bpw']:.3f} bits  KL {result['kl']:.4f} ({result['kl_over_rtn4']:.3f})  "
-            f"top-1 {result['top1']:.4f}  perplexity {result['perplexity']:.3f}  {result['seconds']:.1f} s",
-            flush=True,
-        )
+    def report(name: str, weight: Any, about: dict[str, Any]) -> None:
+        """A line for each evaluation text; the first run of all is the yardstick."""
+        for text, evaluation in evaluations.items():
+            found = evaluation.of(weight)
+            ratio = found["kl"] / baseline.setdefault(text, found["kl"])
+            told = {"bench": "quality", "run": name, "text": text, **found, "kl_over_rtn4": ratio, **about, **where}
+            told |= {"reference_perplexity": evaluation.reference_ppl, "evaluation_tokens": evaluation.tokens.numel()}
+            if args.out:
+                with args.out.open("a") as stream:
+                    stream.write(json.dumps(with_id(told)) + "\n")
+            print(
+                f"{name:14} {about['bpw']:.3f} bits  {text}: KL {found['kl']:.4f} ({ratio:.3f})  "
+                f"top-1 {found['top1']:.4f}  perplexity {found['perplexity']:.3f}  {about['seconds']:.1f} s",
+                flush=True,
+            )
 
     for bits in (4, 3, 2):
-        result = evaluation.of(lambda name, w, b=bits: round_to_nearest(w, b))
-        baseline[bits] = result["kl"]
-        report(f"rtn@{bits}", {**result, "bpw": bits + 0.5, "seconds": 0.0})
+        about = {"bpw": bits + 0.5, "seconds": 0.0}
+        report(f"rtn@{bits}", lambda name, w, b=bits: round_to_nearest(w, b), about)
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
     partial = Partial(scratch, args.model, keep_inputs=False)  # each run gathers its own, so that its time counts that
     chooser = Chooser(checkpoint, model, calibration, args.probed)
@@ -239,14 +241,17 @@ def main() -> None:
         bits = float(name.partition(":")[0].rpartition("@")[2])
         if bits != int(bits):
             recipe = chooser.recipe(recipe, bits)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
         start = time.time()
         # Tuning starts from the blocks that the rung before it left, so its time is what it adds.
         made = quantize(model, calibration, recipe, partial)
         if cuda:
             torch.cuda.synchronize()
-        seconds = time.time() - start
-        result = evaluation.of(weight_of(made))
-        report(name, {**result, "bpw": bits_per_weight(model, made), "seconds": seconds, "recipe": recipe.to_dict()})
+        about = {"bpw": bits_per_weight(model, made), "seconds": time.time() - start, "recipe": recipe.to_dict()}
+        if cuda:
+            about["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        report(name, weight_of(made), about)
     partial.remove()
 
 

@@ -18,6 +18,7 @@ import torch
 from onegraph.formats.checkpoint import SHARD_BYTES
 from onegraph.quant.e8p import encode
 from onegraph.quant.experts import SHARED_ROWS
+from onegraph.quant.fisher import LARGEST, batch_tokens
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.recipe import Recipe
 
@@ -32,7 +33,7 @@ class Work:
 
     Args:
         levers: None for NVFP4, which reads no text; search: of its scales.
-        groups: linears that are rounded side by side: outputs in all, inputs, rate.
+        groups: linears that are rounded side by side: outputs in all, inputs, rate. outputs: of each linear of them.
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
@@ -42,6 +43,7 @@ class Work:
 
     levers: Recipe | None
     groups: Sequence[tuple[int, int, int]]
+    outputs: Sequence[int] = ()
     search: bool = True
     block: int = 0
     blocks: int = 0
@@ -66,10 +68,15 @@ class Work:
         return sum(4 * k * k for _, k, _ in self.groups) + self.routed * self.stream
 
     @property
-    def factors(self) -> int:
-        """Bytes of the Hessians' second factors: of siblings together, at the most."""
+    def squares(self) -> list[int]:
+        """Numbers of the second factor of each linear that has one."""
         asked = self.levers is not None and self.levers.fisher and self.levers.fisher_outputs
-        return sum(4 * n * n for n, _, _ in self.groups) if asked else 0
+        return [n * n for n in self.outputs if n <= LARGEST] if asked else []
+
+    @property
+    def factors(self) -> int:
+        """Bytes of the Hessians' second factors on disk, in float16."""
+        return 2 * sum(self.squares)
 
     @property
     def stream(self) -> int:
@@ -120,7 +127,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
     if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
         work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
-        work_done += 2.0 * work.tokens * levers.fisher * work.factors / 4
+        work_done += 2.0 * work.tokens * levers.fisher * sum(work.squares)
     if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate
@@ -184,6 +191,11 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
+    if levers.fisher:  # a block's activations with what its backward passes read, and sums of its factors in float64
+        most, graph = max(work.squares, default=0), 8 * work.inner + 16 * work.hidden
+        at_once = min(work.tokens, batch_tokens(device))
+        gathering = max(gathering, 4 * at_once * graph + 8 * sum(work.squares) // max(work.blocks, 1) + 12 * most)
+        rounding += 48 * most
     kept = 2 if levers.correct or levers.tune else 1
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
     if work.spilled:  # batches on their way from and to the disk

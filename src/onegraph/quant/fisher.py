@@ -15,7 +15,7 @@ share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others 
 of a text would count, and rounding fits those (docs/log.md).
 
 The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
-backward block by block: memory holds one block, its activations for `BATCH_TOKENS` tokens, and its factors.
+backward block by block: memory holds one block, its activations for `batch_tokens` tokens, and its factors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,12 +32,18 @@ from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
-BATCH_TOKENS = 2048
+LARGEST = 16384  # outputs that a linear with a second factor may have: it takes 2 n^2 bytes on disk, 50 n^2 to round by
+HALF = torch.finfo(torch.float16).max
+
+
+def batch_tokens(device: torch.device) -> int:
+    """Tokens that go through a block at once: on a GPU as many as keep it busy behind the host's launches."""
+    return 8192 if device.type == "cuda" else 2048
 
 
 @dataclass
 class Factors:
-    """By full name of a linear: H_O [n, n] float32 of mean diagonal 1, and |d|^2 of tokens, float32 [N, T]."""
+    """By full name of a linear: H_O [n, n] float16 of mean diagonal 1, and |d|^2 of tokens, float32 [N, T]."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, Tensor] = field(default_factory=dict)
@@ -76,10 +82,11 @@ def kl_factors(
             tokens alone, which take next to no room.
         progress: called with the number of blocks that are done.
 
-    Routed experts have none: they are rounded as without. Deterministic on one machine.
+    Routed experts have none, linears of more than `LARGEST` outputs no H_O: they are rounded as without. Deterministic
+    on one machine.
     """
     spill = spill or Spill()
-    rows = max(1, BATCH_TOKENS // tokens.shape[1])
+    rows = max(1, batch_tokens(model.embed(tokens[:1, :1]).device) // tokens.shape[1])
     before: list[Batches] = []
     with torch.no_grad():
         stream = spill.batches(model.embed(part) for part in tokens.split(rows))
@@ -127,7 +134,7 @@ class _Sums:
     def add(self, name: str, gradient: Tensor) -> None:
         d = gradient.detach().float()
         flat = d.reshape(-1, d.shape[-1])
-        if self.outputs:
+        if self.outputs and d.shape[-1] <= LARGEST:
             outer = (flat.T @ flat).double()
             self.outer[name] = self.outer[name] + outer if name in self.outer else outer
         power, found = flat.square().sum(-1), self.power.setdefault(name, [])
@@ -140,7 +147,8 @@ class _Sums:
         """Of a text [rows, length]; a linear that not every token reaches has no weights of tokens."""
         made = Factors()
         for name, outer in self.outer.items():
-            made.outputs[name] = (outer / outer.diagonal().mean().clamp_min(1e-30)).float()
+            unit = outer / outer.diagonal().mean().clamp_min(1e-30)
+            made.outputs[name] = unit.clamp(-HALF, HALF).half()
         for name, found in self.power.items():
             power = torch.cat(found)
             if power.numel() == rows * length:

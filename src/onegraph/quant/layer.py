@@ -119,7 +119,7 @@ def _round_both(
     """Round target [k, n] under both factors; and H_O [n, n] with its damping, for weights as they are."""
     n = target.shape[1]
     block = hadamard_block(n)
-    rotated = hadamard(out.unsqueeze(1) * factor * out, block)
+    rotated = hadamard(out.unsqueeze(1) * factor.float() * out, block)
     rotated = hadamard(rotated.T.contiguous(), block)
     damped_o, lower = damped((rotated + rotated.T) / 2, recipe.output_damping)
     coupling = wave.output_coupling(lower)

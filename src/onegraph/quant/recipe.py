@@ -44,11 +44,12 @@ class Recipe:
     lm_head, embed_tokens: their rates; None leaves them alone.
     seed: of the random signs and the order of tuning.
     damping: added to the Hessian's diagonal, relative to its mean; output_damping: to that of its second factor.
-    fisher: random directions a calibration token along which the model's KL is differentiated for the Hessians' second
-        factors (`quant/fisher.py`); 0: rows of a linear are rounded apart. Routed experts always are. fisher_tokens:
-        share of the moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what
-        earlier layers' error is corrected under is plain. fisher_outputs: whether there are second factors.
-    descent: passes of coordinate descent after LDLQ.
+    fisher: random directions a calibration token along which the model's KL is differentiated for Hessians of KL
+        (`quant/fisher.py`); 0: those of a layer's output. Routed experts always have those. fisher_tokens: share of the
+        moments of inputs under tokens' gradients in the first factors, 0 to 1, the rest is plain; what earlier layers'
+        error is corrected under is plain. fisher_outputs: whether there are second factors, of a linear's outputs;
+        without them its rows are rounded apart.
+    descent: passes of coordinate descent after LDLQ, of linears without a second factor.
     wide: choose among eight first stages rather than two; a GPU hardly notices, a CPU takes three times as long.
     channel_scale: exponent of the input channels' RMS weight in in_scale; row_scale: the same for rows. 0 is off.
     rho: see `RHO`; only rates that differ from it.
@@ -125,13 +126,13 @@ class Recipe:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "Recipe":
-        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: tokens weigh by the model's KL,
-        and scales are tuned."""
+        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: Hessians of the model's KL, and scales
+        are tuned."""
         presets: dict[str, dict[str, Any]] = {
             "quick": {"descent": 0, "inputs": "reference"},
             "good": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5},
-            "best": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5, "fisher": 4, "tune": Tune()},
         }
+        presets["best"] = presets["good"] | {"fisher": 4, "fisher_outputs": True, "tune": Tune()}
         if name not in presets:
             raise ValueError(f"there is no recipe {name!r}; recipes: {', '.join(presets)}")
         return cls(**(presets[name] | changes))
