@@ -92,11 +92,11 @@ def codebook(device: torch.device | str = "cpu") -> Tensor:
 
 def sign_masks(device: torch.device | str = "cpu") -> Tensor:
     """int8 [256, 8]: what a codebook row is XORed with, by sign byte; for kernels that rather look it up."""
-    signs = torch.arange(256)
-    bits = (signs[:, None] >> torch.arange(8)) & 1
+    signs = torch.arange(256, device=device)  # made there: a copy from the host has no place in a captured step
+    bits = (signs[:, None] >> torch.arange(8, device=device)) & 1
     parity = bits.sum(1, keepdim=True) & 1
     bits[:, :1] ^= parity
-    return (bits * 0xFC ^ parity * 0x02).to(torch.uint8).view(torch.int8).to(device)
+    return (bits * 0xFC ^ parity * 0x02).to(torch.uint8).view(torch.int8)
 
 
 def residual_dtype(bits: int) -> torch.dtype | None:
