@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from onegraph.quant import wave
+from onegraph.api import cost
+from onegraph.quant import fisher, wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.fisher import kl_factors
 from onegraph.quant.hessian import gather
@@ -153,3 +155,22 @@ def test_factors_leave_nothing_in_the_room_for_activations(tmp_path: Path) -> No
     assert spill.held == 0
     assert not list((tmp_path / "spilled").iterdir())
     assert all(torch.equal(t, spilled[i].tokens[name]) for i in held for name, t in held[i].tokens.items())
+
+
+def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    recipe, model = Recipe(bits=2, descent=0, inputs="block", fisher=1, fisher_outputs=True), Tiny()
+    outputs = [shape[0] for i in range(2) for shape in model.shapes(i).values()]
+    for largest in (max(outputs), max(outputs) - 1):
+        for module in (fisher, cost):
+            monkeypatch.setattr(module, "LARGEST", largest)
+        planned = cost.Work(levers=recipe, groups=[], outputs=outputs).factors
+        partial = Partial(f"{tmp_path}/{largest}", "x")
+        made = quantize(Tiny(), tokens, recipe, partial)
+        kept = [load_file(tmp_path / str(largest) / f"fisher-{i:05d}.safetensors") for i in range(2)]
+        assert sum(t.nbytes for piece in kept for name, t in piece.items() if name.startswith("o.")) == planned
+        assert set(made.layers) == {f"blocks.{i}.{name}" for i in range(2) for name in model.shapes(i)}
+        partial.close()
+    assert planned == 2 * sum(n * n for n in outputs if n < max(outputs))
