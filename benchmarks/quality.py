@@ -46,7 +46,9 @@ LADDER: list[tuple[str, dict[str, Any]]] = [
     ("+group", {"inputs": "group"}),
     ("+correct", {"correct": 0.5}),
     ("+wide", {"wide": True}),  # the recipe "good"
-    ("+tune", {"tune": Tune()}),  # the recipe "best"
+    ("+tune", {"tune": Tune()}),
+    ("+fisher", {"fisher": 4}),
+    ("+outputs", {"fisher_outputs": True}),  # the recipe "best"
 ]
 
 
