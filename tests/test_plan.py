@@ -189,6 +189,27 @@ def test_activations_of_a_killed_job_count_as_free(
     assert not stale.exists()
 
 
+def test_pieces_of_a_killed_job_need_no_second_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, folder = tmp_path / "out", tmp_path / "out.partial"
+    whole = plan(model, **SMALL)
+    kept = whole.disk - whole.after.total_bytes
+    folder.mkdir()
+    for size, free, enough in ((kept - 1, whole.disk - kept, False), (kept, whole.disk - kept, True)):
+        (folder / "fisher-00000.safetensors").write_bytes(bytes(size))
+        monkeypatch.setattr(room.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        if enough:
+            plan(model, out, **SMALL)
+        else:
+            with pytest.raises(ValueError, match="of this disk and"):
+                plan(model, out, **SMALL)
+    (folder / "fisher-00000.safetensors").write_bytes(bytes(10 * whole.disk))  # the result needs its own
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=whole.after.total_bytes - 1))
+    with pytest.raises(ValueError, match="of this disk and"):
+        plan(model, out, **SMALL)
+
+
 def test_available_memory_heeds_the_limits_of_the_process() -> None:
     code = "import resource, sys, torch; from onegraph.api.cost import available_memory as free\n"
     code += "resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, -1)); print(free(torch.device('cpu')))"

@@ -138,10 +138,12 @@ def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
     calls = Tiny()
     quantize(calls, tokens, recipe)
     for at in (5, calls.calls // 2, calls.calls - 1):
-        partial = Partial(f"{tmp_path}/{at}", "x")
+        told: list[str] = []
+        partial = Partial(f"{tmp_path}/{at}", "x", remark=told.append)
         with pytest.raises(KeyboardInterrupt):
             quantize(Tiny(kill_at=at), tokens, recipe, partial)
         assert same(quantize(Tiny(), tokens, recipe, partial), whole)
+        assert any("keeps the gradients of" in line for line in told)
         partial.close()
     assert not same(quantize(Tiny(), tokens, Recipe(bits=2, descent=0, inputs="block", correct=0.5)), whole)
 
@@ -162,15 +164,28 @@ def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
 ) -> None:
     tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
     recipe, model = Recipe(bits=2, descent=0, inputs="block", fisher=1, fisher_outputs=True), Tiny()
-    outputs = [shape[0] for i in range(2) for shape in model.shapes(i).values()]
-    for largest in (max(outputs), max(outputs) - 1):
+    linears = [(*shape, 2) for i in range(2) for shape in model.shapes(i).values()]
+    widest = max(n for n, _, _ in linears)
+    for largest in (widest, widest - 1):
         for module in (fisher, cost):
             monkeypatch.setattr(module, "LARGEST", largest)
-        planned = cost.Work(levers=recipe, groups=[], outputs=outputs).factors
+        planned = cost.Work(levers=recipe, groups=[], linears=linears).factors
         partial = Partial(f"{tmp_path}/{largest}", "x")
         made = quantize(Tiny(), tokens, recipe, partial)
         kept = [load_file(tmp_path / str(largest) / f"fisher-{i:05d}.safetensors") for i in range(2)]
         assert sum(t.nbytes for piece in kept for name, t in piece.items() if name.startswith("o.")) == planned
         assert set(made.layers) == {f"blocks.{i}.{name}" for i in range(2) for name in model.shapes(i)}
         partial.close()
-    assert planned == 2 * sum(n * n for n in outputs if n < max(outputs))
+    assert planned == 2 * sum(n * n for n, _, _ in linears if n < widest)
+
+
+def test_a_linear_that_kl_does_not_depend_on_is_rounded_plainly() -> None:
+    model, tokens = Tiny(), torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model.blocks[1].down.weight.zero_()  # nothing behind it asks what `up` gives
+    recipe = Recipe(bits=2, descent=0, inputs="block", fisher=1, fisher_outputs=True)
+    found = dict(kl_factors(model, tokens, seed=0))
+    assert "blocks.1.up" not in found[1].outputs | found[1].tokens
+    assert "blocks.1.down" in found[1].outputs
+    made = quantize(model, tokens, recipe)
+    assert made.layers["blocks.1.up"]["codes"].any()

@@ -21,6 +21,7 @@ from onegraph.quant.experts import SHARED_ROWS
 from onegraph.quant.fisher import LARGEST, batch_tokens
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.wave import ROWS
 
 # A GPU's rounding waits for launches: seconds for each step of eight columns, by rate (H200).
 STEP = {2: 3.3e-4, 3: 3.8e-4, 4: 5.5e-4}
@@ -33,7 +34,7 @@ class Work:
 
     Args:
         levers: None for NVFP4, which reads no text; search: of its scales.
-        groups: linears that are rounded side by side: outputs in all, inputs, rate. outputs: of each linear of them.
+        groups: linears that are rounded side by side: outputs in all, inputs, rate. linears: each of them likewise.
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
@@ -43,7 +44,7 @@ class Work:
 
     levers: Recipe | None
     groups: Sequence[tuple[int, int, int]]
-    outputs: Sequence[int] = ()
+    linears: Sequence[tuple[int, int, int]] = ()
     search: bool = True
     block: int = 0
     blocks: int = 0
@@ -68,10 +69,20 @@ class Work:
         return sum(4 * k * k for _, k, _ in self.groups) + self.routed * self.stream
 
     @property
+    def both(self) -> list[tuple[int, int, int]]:
+        """Linears that are rounded one by one, under a Hessian of two factors."""
+        asked = self.levers is not None and self.levers.fisher and self.levers.fisher_outputs
+        return [one for one in self.linears if one[0] <= LARGEST] if asked else []
+
+    @property
+    def apart(self) -> Sequence[tuple[int, int, int]]:
+        """What is rounded row by row."""
+        return [one for one in self.linears if one[0] > LARGEST] if self.both else self.groups
+
+    @property
     def squares(self) -> list[int]:
         """Numbers of the second factor of each linear that has one."""
-        asked = self.levers is not None and self.levers.fisher and self.levers.fisher_outputs
-        return [n * n for n in self.outputs if n <= LARGEST] if asked else []
+        return [n * n for n, _, _ in self.both]
 
     @property
     def factors(self) -> int:
@@ -120,11 +131,12 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     # unquantized model runs beside it.
     runs = {"reference": 1, "block": 2, "group": 5}[levers.inputs] * (2 if levers.correct else 1)
     work_done = 2.0 * work.block * work.blocks * work.tokens * runs
-    rounded = [*work.groups, *work.experts]
+    rounded = [*work.apart, *work.experts]
     work_done += sum(2 * k * k * work.tokens * (2 if levers.correct else 1) for _, k, _ in work.groups)
     shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
     work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
+    work_done += sum(2 * n * k * (n + k) + 6 * k**3 + 8 * n**3 for n, k, _ in work.both)
     if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
         work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
         work_done += 2.0 * work.tokens * levers.fisher * sum(work.squares)
@@ -132,7 +144,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
     seconds = work_done / rate
     if device.type == "cpu":
-        rates = {bits for _, _, bits in rounded}
+        rates = {bits for _, _, bits in (*rounded, *work.both)}
         vectors = _normal(8, 1024, device)
         metric = torch.eye(8)
         each = {
@@ -140,8 +152,11 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
             for bits in rates
         }
         seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
+        seconds += sum(n * k / 8 * each[bits] for n, k, bits in work.both)
     else:
-        seconds += sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded) * (WIDE_STEP if levers.wide else 1)
+        steps = sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded)
+        steps += sum((k / 8 + n / ROWS) * STEP[bits] for n, k, bits in work.both)
+        seconds += steps * (WIDE_STEP if levers.wide else 1)
     if work.parts:
         seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
@@ -192,9 +207,10 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
     if levers.fisher:  # a block's activations with what its backward passes read, and sums of its factors in float64
-        most, graph = max(work.squares, default=0), 8 * work.inner + 16 * work.hidden
-        at_once = min(work.tokens, batch_tokens(device))
-        gathering = max(gathering, 4 * at_once * graph + 8 * sum(work.squares) // max(work.blocks, 1) + 12 * most)
+        most, scores = max(work.squares, default=0), 3 * work.hidden // 64 * work.sequence
+        at_once = min(work.tokens, max(batch_tokens(device), work.sequence))
+        graph = 4 * at_once * (8 * work.inner + 16 * work.hidden + scores)
+        gathering = max(gathering, graph + 8 * sum(work.squares) // max(work.blocks, 1) + 16 * most)
         rounding += 48 * most
     kept = 2 if levers.correct or levers.tune else 1
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled

@@ -360,7 +360,7 @@ def nvfp4_config(checkpoint: Checkpoint, chosen: Collection[str]) -> dict[str, A
 
 def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, after: Size, choices: Choices) -> Work:
     groups: dict[tuple[str, str, int], tuple[int, int, int]] = {}
-    experts, outputs = [], []
+    experts, linears = [], []
     for prefix, names in found.blocks.items():
         for name, shape in names.items():
             format = formats.get(prefix + name)
@@ -372,11 +372,11 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
             else:  # siblings share an input, and nearly always a parent and its number of inputs
                 key = prefix + name.rpartition(".")[0], "o_proj" * name.endswith("o_proj"), k
                 groups[key] = groups.get(key, (0, 0, 0))[0] + n, k, format.rate
-                outputs.append(n)
+                linears.append((n, k, format.rate))
     return Work(
         levers=choices.levers,
         groups=list(groups.values()),
-        outputs=outputs,
+        linears=linears,
         experts=experts,
         routed=sum(len(shape) == 3 for names in found.blocks.values() for shape in names.values()) // 2,
         block=found.weights,

@@ -100,8 +100,8 @@ def quantize(
             measured, and each gets the rate with which they cost least and are so many bits a weight on average.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
         format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
-        recipe: "quick" (one pass; the default on a CPU), "good" (the default on a GPU), or "best" (also weighs
-            tokens by the model's KL and tunes scales; holds the whole model).
+        recipe: "quick" (one pass; the default on a CPU), "good" (the default on a GPU), or "best" (under
+            Hessians of the model's KL, by backward passes; tunes scales; holds the whole model).
         calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
             most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.

@@ -37,9 +37,9 @@ def unfinished(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_in(folder: Path, pattern: str = "*") -> int:
     total = 0
-    for file in folder.glob("*"):
+    for file in folder.glob(pattern):
         with suppress(FileNotFoundError):  # a job that still runs drops its files meanwhile
             total += file.stat().st_size
     return total
@@ -54,7 +54,8 @@ def check_room(found: Plan, out: Path) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
     stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
-    free = shutil.disk_usage(parent).free + _bytes_in(stale)
+    pieces = min(_bytes_in(unfinished(out), "*.safetensors"), found.disk - found.after.total_bytes)
+    free = shutil.disk_usage(parent).free + _bytes_in(stale) + pieces  # which are gone on with, or thrown away
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "

@@ -133,8 +133,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="how hard to try: quick (one pass; default on a CPU), good (default on a GPU), best (also weighs "
-        "tokens by the model's KL and tunes scales; holds the whole model)",
+        help="how hard to try: quick (one pass; default on a CPU), good (default on a GPU), best (under "
+        "Hessians of the model's KL, by backward passes; tunes scales; holds the whole model)",
     )
     parser.add_argument(
         "--activation-memory",

@@ -33,7 +33,6 @@ from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
 LARGEST = 16384  # outputs that a linear with a second factor may have: it takes 2 n^2 bytes on disk, 50 n^2 to round by
-HALF = torch.finfo(torch.float16).max
 
 
 def batch_tokens(device: torch.device) -> int:
@@ -43,7 +42,8 @@ def batch_tokens(device: torch.device) -> int:
 
 @dataclass
 class Factors:
-    """By full name of a linear: H_O [n, n] float16 of mean diagonal 1, and |d|^2 of tokens, float32 [N, T]."""
+    """By full name of a linear: H_O [n, n] float16 of mean diagonal 1 (so no number of it is above n), and |d|^2 of
+    tokens, float32 [N, T]. A linear whose outputs KL does not depend on has neither."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, Tensor] = field(default_factory=dict)
@@ -82,8 +82,8 @@ def kl_factors(
             tokens alone, which take next to no room.
         progress: called with the number of blocks that are done.
 
-    Routed experts have none, linears of more than `LARGEST` outputs no H_O: they are rounded as without. Deterministic
-    on one machine.
+    Routed experts have none, linears of more than `LARGEST` outputs no H_O: they, and those that share an input with
+    them, are rounded as without. Deterministic on one machine.
     """
     spill = spill or Spill()
     rows = max(1, batch_tokens(model.embed(tokens[:1, :1]).device) // tokens.shape[1])
@@ -136,7 +136,10 @@ class _Sums:
         flat = d.reshape(-1, d.shape[-1])
         if self.outputs and d.shape[-1] <= LARGEST:
             outer = (flat.T @ flat).double()
-            self.outer[name] = self.outer[name] + outer if name in self.outer else outer
+            if name in self.outer:
+                self.outer[name] += outer
+            else:
+                self.outer[name] = outer
         power, found = flat.square().sum(-1), self.power.setdefault(name, [])
         if self.fresh:
             found.append(power)
@@ -146,12 +149,13 @@ class _Sums:
     def factors(self, rows: int, length: int) -> Factors:
         """Of a text [rows, length]; a linear that not every token reaches has no weights of tokens."""
         made = Factors()
-        for name, outer in self.outer.items():
-            unit = outer / outer.diagonal().mean().clamp_min(1e-30)
-            made.outputs[name] = unit.clamp(-HALF, HALF).half()
+        for name in list(self.outer):
+            outer = self.outer.pop(name)
+            if (mean := outer.diagonal().mean()) > 0:
+                made.outputs[name] = outer.div_(mean).half()
         for name, found in self.power.items():
             power = torch.cat(found)
-            if power.numel() == rows * length:
+            if power.numel() == rows * length and power.any():
                 made.tokens[name] = power.view(rows, length)
         return made
 

@@ -150,6 +150,15 @@ class Partial:
             raise ValueError(f"{file} is damaged (its digest is another); remove it, and it is made again")
         return tensors
 
+    def has(self, name: str, key: str) -> bool:
+        """Whether `load` would look at the piece, by its label alone."""
+        self._asked[name] = key
+        try:
+            with safe_open(self._file(name), framework="pt") as piece:
+                return (piece.metadata() or {}).get("key") == key
+        except (SafetensorError, OSError):
+            return False
+
     def save(self, name: str, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a piece: to another name, to the disk, then renamed."""
         self._asked[name] = key
@@ -196,10 +205,11 @@ def _counted(names: list[str]) -> str:
     """Pieces by kind: "the sampled text, the Hessians of 3 blocks, 3 blocks"."""
     kinds = {"text": "the sampled text", "costs": "what layers cost", "tuned": "the tuned scales"}
     kinds |= {"tuning": "half of the tuning", "embed": "the embedding", "head": "the head"}
-    counts = {kind: sum(name.startswith(f"{kind}-") for name in names) for kind in ("inputs", "block")}
+    counts = {kind: sum(name.startswith(f"{kind}-") for name in names) for kind in ("inputs", "fisher", "block")}
     some = {kind: f"{count} block{'s' if count > 1 else ''}" for kind, count in counts.items() if count}
     found = [text for kind, text in kinds.items() if kind in names]
     found += [f"the Hessians of {some['inputs']}"] if "inputs" in some else []
+    found += [f"the gradients of {some['fisher']}"] if "fisher" in some else []
     return ", ".join([*found, some["block"]] if "block" in some else found)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
-from onegraph.quant.fisher import Factors, kl_factors
+from onegraph.quant.fisher import LARGEST, Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, Piece, key_of
@@ -120,7 +120,8 @@ class _Job:
                 chain = made
             keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
             if recipe.fisher:
-                keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, recipe.fisher, recipe.seed, recipe.fisher_outputs)
+                asked = recipe.fisher, recipe.seed, recipe.fisher_outputs and ("float16", LARGEST)
+                keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, asked)
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
         keys["tuning"] = keys["tuned"]
         keys["embed"] = key_of(levers, recipe.embed_tokens)
@@ -235,9 +236,7 @@ class _Job:
         there, names = self.partial, range(self.model.num_blocks)
 
         def missing(kind: str) -> bool:
-            return there is None or any(
-                there.load(f"{kind}-{i:05d}", self.keys[f"{kind}-{i:05d}"]) is None for i in names
-            )
+            return there is None or not all(there.has(f"{kind}-{i:05d}", self.keys[f"{kind}-{i:05d}"]) for i in names)
 
         if not missing("block") or not missing("fisher"):
             return
