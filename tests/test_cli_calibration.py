@@ -1,12 +1,22 @@
 """`onegraph quantize` without a text: calibration on the text of onegraph itself, or on what the model samples."""
 
+import importlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.api.quantize import BUNDLED
+from onegraph.api.tokenizer import Tokenizer
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.quant.quantize import quantize as quantize_blocks
+
+api = importlib.import_module("onegraph.api.quantize")  # the package's `quantize` is the function
 
 OPTIONS = ["--tokens", 256, "--sequence", 64, "--recipe", "quick", "--bits", 2]
 
@@ -49,6 +59,49 @@ def test_self_gives_the_same_bytes_for_the_same_seed(model: Path) -> None:
     first = made(model, "first", "--calibration", "self")
     assert made(model, "again", "--calibration", "self") == first
     assert made(model, "other", "--calibration", "self", "--seed", 1) != first
+
+
+def test_the_model_goes_on_with_a_text_that_is_too_short(model: Path, tmp_path: Path) -> None:
+    """Rows of the text are the first, and each of the others begins with a quarter from it."""
+    text = tmp_path / "short.txt"
+    text.write_text(BUNDLED.read_text()[:150])
+    with Checkpoint.open(model) as checkpoint:
+        given = Tokenizer(checkpoint).encode(text.read_text())
+    assert 64 <= len(given) < 256, "else nothing is tested"
+    seen: list[Tensor] = []
+
+    def watched(source: Any, tokens: Tensor, *rest: Any, **more: Any) -> Any:
+        seen.append(tokens)
+        return quantize_blocks(source, tokens, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "quantize_blocks", watched)
+        plain = made(model, "short", "--calibration", text)
+        first = made(model, "extended", "--calibration", text, "--extend")
+        assert made(model, "extended-again", "--calibration", text, "--extend") == first != plain
+        enough = made(model, "enough", "--calibration", BUNDLED)
+        assert made(model, "enough-extended", "--calibration", BUNDLED, "--extend") == enough
+    few, rows, again, *_ = seen
+    assert rows.shape == (4, 64)
+    assert torch.equal(rows, again)
+    assert torch.equal(rows[: len(few)], few)
+    quarters = [given[i : i + 16] for i in range(0, len(given) - 15, 16)]
+    assert all(row[:16].tolist() in quarters for row in rows[len(few) :])
+    about = json.loads((model.parent / "extended" / "onegraph.json").read_text())["calibration"]
+    assert (about["tokens"], about["sampled_behind_it"]) == (256, 256 - few.numel())
+
+
+def test_extend_is_refused_where_there_is_nothing_to_go_on_with(model: Path) -> None:
+    for more, why in (
+        (["--calibration", "self"], "with calibration 'self' the model writes all of it"),
+        (["--format", "nvfp4"], "nvfp4 reads no text"),
+    ):
+        status, _, errors = invoke(["quantize", model, model.parent / "no", *more, "--extend"])
+        assert (status, errors.count("\n")) == (2, 1), errors
+        assert why in errors
+    status, out, _ = invoke(["quantize", model, model.parent / "no", "--extend", "--dry-run"])
+    assert status == 0
+    assert "tokens of the bundled text and of what the model writes behind it" in out
 
 
 def test_a_model_calibrated_on_itself_generates(model: Path) -> None:

@@ -500,9 +500,9 @@ def test_calibration_text() -> None:
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         return [[9, 9][:count] for _ in prompts]
 
-    assert sampled_tokens(generate, rows=2, length=7, start=[1]).tolist() == [[1, 9, 9, 1, 9, 9, 1]] * 2
+    assert sampled_tokens(generate, starts=[[1]] * 2, length=7).tolist() == [[1, 9, 9, 1, 9, 9, 1]] * 2
     with pytest.raises(ValueError, match="text file"):
-        sampled_tokens(lambda prompts, count: [[] for _ in prompts], rows=1, length=4, start=[1])
+        sampled_tokens(lambda prompts, count: [[] for _ in prompts], starts=[[1]], length=4)
 
 
 def test_the_reference_path_is_what_runs_here(tokens: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.e8p import codebook
 from onegraph.ops.e8p import e8p_decode
-from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.e8p import nearest_per_shift
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
@@ -201,13 +201,25 @@ def test_only_rows_that_are_short_are_gone_on_with() -> None:
         asked.append((prompts, count))
         return [[7] * count, [8, 8]][: len(prompts)] if len(asked) == 1 else [[9] * count for _ in prompts]
 
-    found = sampled_tokens(generate, rows=2, length=6, start=[0, 1])
+    found = sampled_tokens(generate, starts=[[0, 1]] * 2, length=6)
     assert found.tolist() == [[0, 1, 7, 7, 7, 7], [0, 1, 8, 8, 0, 1]]
     assert found.dtype == torch.int64
     assert asked == [([[0, 1], [0, 1]], 6), ([[0, 1]], 2)]
-    for wrong in ({"rows": 0}, {"length": 0}, {"start": []}):
+    for wrong in ({"length": 0}, {"starts": []}, {"starts": [[1], []]}):
         with pytest.raises(ValueError, match="each needs at least 1"):
-            sampled_tokens(generate, **({"rows": 1, "length": 1, "start": [1]} | wrong))
+            sampled_tokens(generate, **({"length": 1, "starts": [[1]]} | wrong))
+
+
+def test_rows_go_on_with_pieces_from_all_of_a_text() -> None:
+    text = list(range(10, 21))
+    assert pieces(text, length=2, count=5) == [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19]]
+    assert pieces(text, length=2, count=2) == [[10, 11], [14, 15]]
+    assert pieces(text, length=5, count=3) == [[10, 11, 12, 13, 14]] * 2 + [[15, 16, 17, 18, 19]]
+    with pytest.raises(ValueError, match="the text has 11 tokens; a piece to go on with has 12"):
+        pieces(text, length=12, count=1)
+    starts = pieces(text, length=2, count=2)
+    found = sampled_tokens(lambda prompts, count: [[p[0] + 50] * (count - 2) for p in prompts], starts=starts, length=5)
+    assert found.tolist() == [[10, 11, 60, 60, 60], [14, 15, 64, 64, 64]]
 
 
 # -------------------------------------------------------------------------------------------------- work on disk

@@ -38,10 +38,16 @@ class Choices:
     calibration: str | Path
     tokens: int
     sequence: int
+    extend: bool
     experts: int | None
     activations: int | None
     budget: Budget | None = None
     allotted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the model writes text to calibrate on."""
+        return self.extend or self.calibration == "self"
 
     @property
     def probed(self) -> int:
@@ -73,6 +79,7 @@ def choose(
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
+    extend: bool = False,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
@@ -94,6 +101,9 @@ def choose(
         raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
     if activations is not None and activations < 0:
         raise ValueError(f"activations: got {activations!r}; it is a number of bytes")
+    if extend and (format == "nvfp4" or calibration == "self"):
+        why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
+        raise ValueError(f"extend lets the model go on with a text, and {why}; leave it out")
     if format not in ("e8p", "nvfp4"):
         raise ValueError(f"format: got {format!r}; allowed are 'e8p' and 'nvfp4'")
     for name, value in (("tokens", tokens), ("sequence", sequence)):
@@ -112,6 +122,7 @@ def choose(
         calibration=calibration,
         tokens=tokens or TOKENS[target.type],
         sequence=sequence,
+        extend=extend,
         experts=experts,
         activations=activations,
         budget=budget,

@@ -43,7 +43,7 @@ class Plan:
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
-            "text".
+            "text". extended: whether the model goes on with the text up to so many tokens.
     """
 
     source: str
@@ -53,6 +53,7 @@ class Plan:
     recipe: str | None
     calibration: str | None
     tokens: int | None
+    extended: bool
     matched: Mapping[str, list[str]]
     linears: int
     left: Mapping[str, str]
@@ -84,6 +85,7 @@ class Plan:
         if self.recipe is not None:
             text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
+            how += " and of what the model writes behind it" if self.extended else ""
         size = f"{human_bytes(self.before.total_bytes)} -> {human_bytes(self.after.total_bytes)}"
         minutes = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
         return (
@@ -100,7 +102,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
-        told |= {"tokens": self.tokens, "linears": self.linears}
+        told |= {"tokens": self.tokens, "extended": self.extended, "linears": self.linears}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
         told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
@@ -212,8 +214,9 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
     for name, bits in ends.items():
         if bits is not None:
             raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
-    if kind_of(choices.calibration) == "self":
-        raise ValueError(f"calibration 'self' needs onegraph's own decoder, and {told}; give a text")
+    if choices.sampled:
+        what = "extend" if choices.extend else "calibration 'self'"
+        raise ValueError(f"{what} needs onegraph's own decoder, and {told}; give a text long enough")
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
@@ -248,6 +251,7 @@ def _plan(
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
+        extended=choices.extend,
         matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
         linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
         left=kept | dict(found.left if found is not None else {}),
@@ -386,7 +390,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
         vocab=found.vocab,
         tokens=choices.tokens,
         sequence=min(choices.sequence, choices.tokens, found.positions),
-        sampled=choices.calibration == "self",
+        sampled=choices.sampled,
         parameters=before.parameters,
         cached=found.cached,
         written=after.total_bytes,

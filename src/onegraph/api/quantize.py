@@ -33,13 +33,14 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.quant import nvfp4
-from onegraph.quant.calibrate import packed_tokens, sampled_tokens
+from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.spill import Spill
 
 BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
+BEHIND = 4  # of a row that the model goes on with, one part in so many is from the text (docs/log.md, Quantization)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ def quantize(
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
+    extend: bool = False,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
@@ -104,7 +106,8 @@ def quantize(
             Hessians of the model's KL, by backward passes; tunes scales; holds the whole model).
         calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
-            most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it.
+            most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it. extend: where the text has
+            fewer tokens than `tokens`, the model samples the rest behind pieces of it (holds the whole model).
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are (with `size`
             their rates are chosen; 16 leaves them), "auto": its rate is chosen, and it counts in `bits`. Of a model
@@ -130,6 +133,7 @@ def quantize(
         calibration=calibration,
         tokens=tokens,
         sequence=sequence,
+        extend=extend,
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
@@ -231,7 +235,7 @@ class _Run:
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)
         tokenizer = Tokenizer(checkpoint)
-        rows = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
+        rows, given = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
 
         def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
             return checkpoint.tensor(model.end_name(name))
@@ -269,6 +273,7 @@ class _Run:
                     str(choices.calibration), "given"
                 ),
                 "tokens": rows.numel(),
+                **({"sampled_behind_it": rows.numel() - given} if given < rows.numel() else {}),
                 "sequence": sequence,
                 "sha256": digest_of(rows),
             },
@@ -287,19 +292,27 @@ class _Run:
         text: str | None,
         sequence: int,
         partial: Partial,
-    ) -> torch.Tensor:
-        """The calibration tokens int64 [N, sequence]: of `text`, or where there is none, that the model samples."""
+    ) -> tuple[torch.Tensor, int]:
+        """The calibration tokens int64 [N, sequence], those of `text` first, and how many these are, or all where there
+        is none and the model samples them."""
         tokens, seed = choices.tokens, choices.levers.seed
-        if text is not None:
-            return packed_tokens(tokenizer.encode(text), length=sequence, limit=tokens)
-        count = -(-tokens // sequence)
-        key = key_of(identity(checkpoint), count, sequence, seed, choices.device.type)
+        if text is None:
+            starts = [[first_token(checkpoint, tokenizer)]] * -(-tokens // sequence)
+            given = torch.empty(0, sequence, dtype=torch.int64)
+        else:
+            ids = tokenizer.encode(text)
+            given = packed_tokens(ids, length=sequence, limit=tokens)
+            more = (tokens - given.numel()) // sequence if choices.extend else 0
+            if more == 0:
+                return given, given.numel()
+            starts = pieces(ids, length=max(1, sequence // BEHIND), count=more)
+        key = key_of(identity(checkpoint), torch.tensor(starts), sequence, seed, choices.device.type)
         kept = partial.load("text", key)
-        if kept is not None:
-            return kept["tokens"]
-        rows = sample_text(checkpoint, tokenizer, choices.device, count, sequence, seed, self.say)
-        partial.save("text", key, {"tokens": rows})
-        return rows
+        if kept is None:
+            kept = {"tokens": sample_text(checkpoint, tokenizer, choices.device, starts, sequence, seed, self.say)}
+            partial.save("text", key, kept)
+        rows = torch.cat((given, kept["tokens"]))
+        return rows, given.numel() or rows.numel()
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
@@ -362,20 +375,21 @@ def sample_text(
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
     device: torch.device,
-    rows: int,
+    starts: list[list[int]],
     length: int,
     seed: int,
     progress: Progress,
 ) -> torch.Tensor:
-    """Calibration tokens that the model writes, int64 [rows, length]: the same seed, the same text."""
+    """Calibration tokens that the model writes behind each of `starts`, which are of one length, int64 [N, length]: the
+    same seed, the same text."""
     model = Llama.load(checkpoint, device, pick_dtype("auto", device), max_context=length)
-    engine = Engine(model, max_batch=min(rows, 64), max_context=length)
-    calls = written = 0
+    engine = Engine(model, max_batch=min(len(starts), 64), max_context=length)
+    calls, written, total = 0, 0, len(starts) * (length - len(starts[0]))
 
     def tell(index: int, token: int) -> None:
         nonlocal written
         written += 1
-        progress("sampling text", written, rows * length)
+        progress("sampling text", min(written, total), total)
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         nonlocal calls
@@ -389,7 +403,11 @@ def sample_text(
         calls += len(prompts)
         return engine.generate(prompts, params, on_token=tell)
 
-    progress("sampling text", 0, rows * length)
+    progress("sampling text", 0, total)
+    return sampled_tokens(generate, starts=starts, length=length)
+
+
+def first_token(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
+    """What a text begins with."""
     start = checkpoint.config.get("bos_token_id")
-    first = start if type(start) is int else min(tokenizer.stops, default=0)
-    return sampled_tokens(generate, rows=rows, length=length, start=[first])
+    return start if type(start) is int else min(tokenizer.stops, default=0)

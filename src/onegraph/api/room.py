@@ -63,7 +63,9 @@ def check_room(found: Plan, out: Path) -> None:
         )
     memory = available_memory(torch.device(found.device))
     if memory is not None and found.memory > memory:
-        whole = {"self": "calibration 'self' holds the whole model; give a text"}.get(str(found.calibration))
+        whole = "calibration 'self' holds the whole model; give a text" if found.calibration == "self" else None
+        if found.extended:
+            whole = "extend holds the whole model; give more text instead"
         if whole is None and found.recipe == "best":
             whole = "recipe 'best' holds the whole model; choose 'good'"
         raise ValueError(

@@ -128,6 +128,12 @@ def add_parser(commands: Any) -> None:
         help="of it to use, at most (default: 8192 on a CPU, 16384 on a GPU)",
     )
     parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="where the text has fewer tokens than that, let the model sample the rest behind pieces of it (holds the "
+        "whole model)",
+    )
+    parser.add_argument(
         "--sequence", type=number(int, 16, 1 << 17), default=512, metavar="T", help="tokens a row (default: 512)"
     )
     parser.add_argument(
@@ -211,6 +217,7 @@ def run(args: argparse.Namespace) -> int:
         "recipe": args.recipe,
         "calibration": args.calibration,
         "tokens": args.tokens,
+        "extend": args.extend,
         "sequence": args.sequence,
         "layers": rates_of(args.map, args.layer),
         "lm_head": args.lm_head,

@@ -79,30 +79,41 @@ class QuantizableModel(Protocol):
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
-def sampled_tokens(generate: Generate, *, rows: int, length: int, start: list[int]) -> Tensor:
-    """Calibration tokens int64 [rows, length] that the model wrote itself: for when there is no text at hand.
+def sampled_tokens(generate: Generate, *, starts: Sequence[list[int]], length: int) -> Tensor:
+    """Calibration tokens int64 [N, length] that the model wrote itself, behind one start a row: for when there is no
+    text at hand, or little.
 
     Args:
         generate: (prompts, new tokens) -> continuations, sampled at temperature 1 with a seed a prompt, and not stopped
-            by an end token (or stopped: a row that ends is begun again from `start`).
-        start: tokens that a text begins with, e.g. the BOS token.
+            by an end token (or stopped: a row that ends is begun again from its start).
+        starts: tokens that a row begins with: the BOS token, or a piece of a text (`pieces`).
 
     Raises ValueError if the model gives nothing to continue with.
     """
-    if rows < 1 or length < 1 or not start:
-        raise ValueError(f"rows is {rows}, length {length}, start {start}; each needs at least 1")
-    texts: list[list[int]] = [[] for _ in range(rows)]
+    if length < 1 or not starts or not all(starts):
+        raise ValueError(f"length is {length}, starts {list(starts)}; each needs at least 1")
+    texts: list[list[int]] = [[] for _ in starts]
     for _ in range(length):
-        short = [text for text in texts if len(text) < length]
+        short = [i for i, text in enumerate(texts) if len(text) < length]
         if not short:
             break
         # A fresh text is appended to what a row has so far: calibration packs documents as training did.
-        wanted = max(length - len(text) for text in short)
-        for text, more in zip(short, generate([list(start)] * len(short), wanted), strict=True):
+        wanted = max(length - len(texts[i]) for i in short)
+        for i, more in zip(short, generate([list(starts[i]) for i in short], wanted), strict=True):
             if not more:
                 raise ValueError("the model ends a text before its first token; calibrate on a text file instead")
-            text.extend(start + more)
+            texts[i].extend(starts[i] + more)
     return torch.tensor([text[:length] for text in texts], dtype=torch.int64)
+
+
+def pieces(tokens: list[int], *, length: int, count: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens of a text, from all of it and in order; more than it has are the same ones
+    several times. Raises ValueError where the text is shorter than one."""
+    there = len(tokens) // length
+    if there == 0:
+        raise ValueError(f"the text has {len(tokens)} tokens; a piece to go on with has {length}")
+    places = [i * there // count * length for i in range(count)]
+    return [tokens[at : at + length] for at in places]
 
 
 def packed_tokens(tokens: list[int], *, length: int, limit: int) -> Tensor:
