@@ -1,7 +1,9 @@
 """CUDA sources as programs for this CPU: `standard.h` of nvfp4_on_cpu/, half of the compiler's time, is parsed once."""
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,3 +19,12 @@ def compile_run(folder: Path, defines: Iterable[str], out: Path, *flags: str) ->
         subprocess.run([*GCC, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
     command = [*GCC, *flags, *defines, "-include", header, folder / "run.cpp", "-o", out]
     subprocess.run(command, check=True)
+
+
+def host_lines(host: Path, *arguments: object) -> list[str]:
+    """What a `host.py` prints, which compiles and compares: in a process of its own, that a program's fault ends."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HEADER.parents[1]), *sys.path])}
+    command = [sys.executable, host, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()

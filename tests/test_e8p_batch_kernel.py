@@ -5,16 +5,14 @@ their barriers say, and that the order of clusters changes no bit. What it canno
 `ptx.cuh` and `wgmma_bytes.cuh` say, and that nobody reads too early; the tests marked gpu do.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kernel_table
 from h200 import H200
+from on_cpu import host_lines
 from onegraph.ops.cuda import build, e8p_batch
 
 HERE = Path(__file__).parent
@@ -25,11 +23,7 @@ def test_every_case_is_right_in_either_order_of_clusters(tmp_path: Path) -> None
     cuda, own = e8p_batch.KERNELS.path.parent, HERE / "e8p_batch_on_cpu"
     for file in (e8p_batch.KERNELS.path, cuda / "e8p_common.cuh", *own.glob("*.c*")):
         shutil.copy(file, tmp_path)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    command = [sys.executable, own / "host.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = host_lines(own / "host.py", tmp_path)
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}
     assert {line.split()[2] for line in lines} == {"8", "16", "32", "64"}
     assert {line.split()[-2] for line in lines} == {"1", "2", "4"}

@@ -5,16 +5,14 @@ told to wait for, and that ranks, each in a thread of its own, come to the same 
 instructions do what `ptx.cuh` says, and that nobody reads too early; the tests marked gpu do.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kernel_table
 from h200 import H200
+from on_cpu import host_lines
 from onegraph.ops.cuda import build, e8p_decode
 
 HERE = Path(__file__).parent
@@ -29,11 +27,7 @@ def test_every_case_is_right(tmp_path: Path) -> None:
     shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "experts.cuh")
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    command = [sys.executable, own / "host.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = host_lines(own / "host.py", tmp_path)
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}
     assert {line.split()[2] for line in lines} == set("12345678")
     assert any("clusters of 3" in line for line in lines)

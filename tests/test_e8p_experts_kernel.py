@@ -5,11 +5,8 @@ What this proves: every index, mask and copy, and the bits of decoding. What it 
 what `ptx.cuh` says, and that blocks of a cluster wait for each other; tests/test_e8p_experts_gpu.py does.
 """
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from h200 import H200, PLAIN
+from on_cpu import host_lines
 from onegraph.ops.cuda import e8p_experts as kernels
 from onegraph.ops.cuda.build import Device
 
@@ -32,11 +30,7 @@ def test_every_case_is_right_through_all_its_launches(form: str, tmp_path: Path)
         shutil.copy(file, tmp_path)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
-    command = [sys.executable, own / "host.py", tmp_path, form]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = host_lines(own / "host.py", tmp_path, form)
     assert len(lines) == 11
     launched = {re.sub(r".*16 ", "", line) for line in lines}
     assert launched == ({"product product"} if form == "hopper" else set()) | {

@@ -5,10 +5,7 @@ it cannot: that the GPU's instructions do what `ptx.cuh` says, and that blocks w
 the tests marked gpu do.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import torch
 
 import kernel_table
 from h200 import H200
+from on_cpu import host_lines
 from onegraph.ops.cuda import build, e8p_portable, workspace
 from test_e8p_build import SHAPES
 
@@ -33,11 +31,7 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "experts.cuh")
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    command = [sys.executable, own / "host.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    lines = host_lines(own / "host.py", tmp_path)
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}
     assert sum("alike" in line for line in lines) == 2
     assert any("alone" in line for line in lines)

@@ -4,11 +4,9 @@ What this proves: every index, mask and copy, the order of waiting, and the bits
 GPU's instructions do what `nvfp4_common.cuh` says; tests/test_fp8_gpu.py does.
 """
 
-import os
 import shutil
 import struct
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200
-from on_cpu import compile_run
+from on_cpu import compile_run, host_lines
 from onegraph.ops.cuda import fp8
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_grouped_linear, random_weight
 
@@ -218,11 +216,7 @@ def test_dequantize(build, kind: str, shape: tuple[int, int, int], dtype: torch.
 
 def test_from_the_op_down(folder: Path) -> None:
     """Every case of the ops through what chooses and launches the kernels."""
-    command = [sys.executable, HERE / "fp8_on_cpu" / "host.py", folder]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    launched = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    launched = [line.rsplit(" ", 1) for line in host_lines(HERE / "fp8_on_cpu" / "host.py", folder)]
     assert len(launched) > 12
     assert all(count == ("2" if name.startswith("fp8_experts") else "1") for name, count in launched)
 
