@@ -18,6 +18,7 @@ from fuzz.run import invoke
 from models import save_hf
 from onegraph import plan, quantize
 from onegraph.api import cost, room
+from onegraph.api import plan as planning
 from onegraph.api.choices import choose
 from onegraph.formats.checkpoint import write_checkpoint
 
@@ -134,9 +135,31 @@ def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (on_cpu.recipe, on_cpu.tokens, on_cpu.calibration) == ("quick", 8192, "bundled")
     monkeypatch.setattr("onegraph.api.choices.pick_device", lambda name: torch.device("cuda"))
     on_gpu = choose(device="auto")
-    assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 16384, "bundled")
+    assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 32768, "bundled")
     assert choose(recipe="quick", tokens=100).recipe == "quick"
     assert choose(device="cpu", format="nvfp4").recipe == "good"
+
+
+def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"]))
+    monkeypatch.setattr("onegraph.api.choices.pick_device", torch.device)
+    monkeypatch.setattr(planning, "estimate", lambda work, device: (1.0, int(work.sampled)))
+
+    def extended(memory: int, **options: Any) -> bool:
+        monkeypatch.setattr(planning, "total_memory", lambda device: memory)
+        found = plan(tmp_path, **({"device": "cuda", "activations": 0} | options))
+        assert found.memory == found.extended, "time and memory are of what is done"
+        return found.extended
+
+    whole = 2 * (8_030_261_248 + 64 * 512 * 2 * 32 * 8 * 128)  # bfloat16, and the cache of 64 rows
+    assert extended(whole * 4 // 3 + 4)
+    assert not extended(whole * 4 // 3 - 4)
+    assert extended(0, extend=True)
+    assert not extended(1 << 50, extend=False)
+    assert not extended(1 << 50, device="cpu")
+    assert not extended(1 << 50, calibration="a text of the user's own")
 
 
 def refused(

@@ -1,5 +1,6 @@
 """The quantizer's parts by themselves, on numbers that can be worked out: what test_quant's whole jobs do not tell."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, key_of
+from onegraph.quant.precision import tensor_cores
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
 from onegraph.quant.spill import Spill
@@ -175,8 +177,8 @@ def test_exceptions_of_a_recipe() -> None:
 def test_presets_and_rates() -> None:
     quick, good, best = (Recipe.preset(name) for name in ("quick", "good", "best"))
     assert quick == Recipe(descent=0, inputs="reference")
-    assert good == Recipe(descent=2, wide=True, inputs="group", correct=0.5)
-    assert best == Recipe(descent=2, wide=True, inputs="group", correct=0.5, fisher=4, fisher_outputs=True, tune=Tune())
+    assert good == Recipe(descent=2, wide=True, inputs="group", correct=0.5, fisher=4, fisher_outputs=True)
+    assert best == replace(good, tune=Tune())
     assert Recipe.preset("quick", descent=1, bits=2) == Recipe(descent=1, inputs="reference", bits=2)
     with pytest.raises(ValueError, match="there is no recipe 'fast'; recipes: quick, good, best"):
         Recipe.preset("fast")
@@ -375,3 +377,13 @@ def test_a_wide_choice_brings_an_embedding_of_four_bits_closer() -> None:
         tensors = quantize_embedding(weight, 4, Recipe(wide=wide), torch.Generator().manual_seed(2))
         errors.append((dequantize(tensors, 4, embedding=True) - weight).norm().item())
     assert errors[1] < errors[0]
+
+
+def test_products_are_rounded_on_a_gpu_alone_and_no_longer_than_asked() -> None:
+    before = torch.get_float32_matmul_precision()
+    with tensor_cores(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(KeyError), tensor_cores(torch.device("cuda")):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before == "highest"

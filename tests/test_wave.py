@@ -10,7 +10,7 @@ from torch import Tensor
 from onegraph.api import cost
 from onegraph.quant import fisher, wave
 from onegraph.quant.e8p import encode
-from onegraph.quant.fisher import kl_factors
+from onegraph.quant.fisher import Factors, kl_factors
 from onegraph.quant.hessian import gather
 from onegraph.quant.layer import dequantize, generator, quantize_group
 from onegraph.quant.ldlq import couplings, damped, sweep
@@ -159,6 +159,15 @@ def test_factors_leave_nothing_in_the_room_for_activations(tmp_path: Path) -> No
     assert all(torch.equal(t, spilled[i].tokens[name]) for i in held for name, t in held[i].tokens.items())
 
 
+def test_factors_come_back_from_disk_as_they_were() -> None:
+    tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    for _, made in kl_factors(Tiny(), tokens, seed=0):
+        back = Factors.of(made.flat())
+        for was, now in ((made.outputs, back.outputs), (made.tokens, back.tokens)):
+            assert was.keys() == now.keys() != set()
+            assert all(torch.equal(now[name], tensor) for name, tensor in was.items())
+
+
 def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +185,7 @@ def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
         assert sum(t.nbytes for piece in kept for name, t in piece.items() if name.startswith("o.")) == planned
         assert set(made.layers) == {f"blocks.{i}.{name}" for i in range(2) for name in model.shapes(i)}
         partial.close()
-    assert planned == 2 * sum(n * n for n, _, _ in linears if n < widest)
+    assert planned == sum(n * (n + 1) for n, _, _ in linears if n < widest)
 
 
 def test_a_linear_that_kl_does_not_depend_on_is_rounded_plainly() -> None:

@@ -18,7 +18,7 @@ from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
-TOKENS = {"cpu": 8192, "cuda": 16384}  # likewise; of a text, as many as it has
+TOKENS = {"cpu": 8192, "cuda": 32768}  # likewise; of a text, as many as it has
 PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
 End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" is to be chosen, 16 and None keep it
@@ -28,7 +28,8 @@ End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" 
 class Choices:
     """The options of `quantize`, checked, with what was left open filled in for the device.
 
-    budget: what rates are to be chosen within, None where each is given. allotted: rates by layer that were chosen so.
+    extend: None leaves it open, for the plan of the model. budget: what rates are to be chosen within, None where each
+    is given. allotted: rates by layer that were chosen so.
     """
 
     device: torch.device
@@ -38,7 +39,7 @@ class Choices:
     calibration: str | Path
     tokens: int
     sequence: int
-    extend: bool
+    extend: bool | None
     experts: int | None
     activations: int | None
     budget: Budget | None = None
@@ -47,7 +48,7 @@ class Choices:
     @property
     def sampled(self) -> bool:
         """Whether the model writes text to calibrate on."""
-        return self.extend or self.calibration == "self"
+        return bool(self.extend) or self.calibration == "self"
 
     @property
     def probed(self) -> int:
@@ -79,7 +80,7 @@ def choose(
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
-    extend: bool = False,
+    extend: bool | None = None,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,

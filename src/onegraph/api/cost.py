@@ -1,7 +1,7 @@
 """What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
 
 On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the
-runs behind docs/quality.md, and no run has been held to them since. Memory is a floor.
+runs behind docs/quality.md, on an H200. Memory is a floor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import torch
 from onegraph.formats.checkpoint import SHARD_BYTES
 from onegraph.quant.e8p import encode
 from onegraph.quant.experts import SHARED_ROWS
+from onegraph.quant import wave
 from onegraph.quant.fisher import LARGEST, batch_tokens
 from onegraph.quant.nvfp4 import quantize_weight
+from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
-from onegraph.quant.wave import ROWS
 
 # A GPU's rounding waits for launches: seconds for each step of eight columns, by rate (H200).
 STEP = {2: 3.3e-4, 3: 3.8e-4, 4: 5.5e-4}
 WIDE_STEP = 1.25  # eight first stages in place of two, likewise; a CPU's encoder is probed as it will run
+VECTOR = 2.3e-7  # and for each vector of eight weights that a step of rounding under two factors encodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,8 @@ class Work:
 
     @property
     def factors(self) -> int:
-        """Bytes of the Hessians' second factors on disk, in float16."""
-        return 2 * sum(self.squares)
+        """Bytes of the Hessians' second factors on disk: a triangle of each, in float16."""
+        return sum(n * (n + 1) for n, _, _ in self.both)
 
     @property
     def stream(self) -> int:
@@ -125,7 +127,8 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     """Multiplications by the rate of a probe; and encoding, which on a GPU waits for launches."""
     size = 512 if device.type == "cpu" else 4096
     x = _normal(size, size, device)
-    rate = 2 * size**3 / _timed(lambda: x @ x, device)
+    with tensor_cores(device):
+        rate = 2 * size**3 / _timed(lambda: x @ x, device)
     passes = 1 + levers.descent
     # Runs of a block over the text: one gathers for all groups or one for each, and one goes on; each twice where the
     # unquantized model runs beside it.
@@ -155,8 +158,9 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += sum(n * k / 8 * each[bits] for n, k, bits in work.both)
     else:
         steps = sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded)
-        steps += sum((k / 8 + n / ROWS) * STEP[bits] for n, k, bits in work.both)
+        steps += sum((k / 8 + n / wave.ROWS) * STEP[bits] for n, k, bits in work.both)
         seconds += steps * (WIDE_STEP if levers.wide else 1)
+        seconds += sum((k / 8 + n / wave.ROWS) * wave.ROWS * wave.parts(k, n) * VECTOR for n, k, _ in work.both)
     if work.parts:
         seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
@@ -221,11 +225,18 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
         peak = max(peak, min(work.written, SHARD_BYTES))
     if levers.tune is not None:
         peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + work.stream)
-    if work.sampled:
-        wide = 4 if device.type == "cpu" else 2
-        rows = min(64, -(-work.tokens // work.sequence))
-        peak = max(peak, wide * (work.parameters + rows * work.sequence * work.cached))
-    return peak
+    return max(peak, sampling_memory(work, device)) if work.sampled else peak
+
+
+def sampling_memory(work: Work, device: torch.device) -> int:
+    """Bytes of the whole model and its cache, where it writes text."""
+    rows = min(64, -(-work.tokens // work.sequence))
+    return (4 if device.type == "cpu" else 2) * (work.parameters + rows * work.sequence * work.cached)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of a GPU, free or not."""
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def spill_bound(device: torch.device) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import Choices, choose, kind_of
-from onegraph.api.cost import Work, estimate
+from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
@@ -200,7 +200,19 @@ def _survey_e8p(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
+    if _extends(choices, found, work):
+        choices, work = replace(choices, extend=True), replace(work, sampled=True)
     return _plan(name, choices, formats, shapes, before, after, work, found)
+
+
+def _extends(choices: Choices, found: Outline, work: Work) -> bool:
+    """Whether the model goes on with the text; where that is left open, with the bundled one on a GPU that it takes no
+    more than three quarters of."""
+    if choices.extend is not None:
+        return choices.extend
+    if not found.own or choices.calibration != "bundled" or choices.device.type != "cuda":
+        return False
+    return sampling_memory(work, choices.device) <= 0.75 * total_memory(choices.device)
 
 
 def _refuse_foreign(choices: Choices, why: str) -> None:
@@ -251,7 +263,7 @@ def _plan(
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
-        extended=choices.extend,
+        extended=bool(choices.extend),
         matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
         linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
         left=kept | dict(found.left if found is not None else {}),

@@ -78,7 +78,7 @@ def quantize(
     calibration: str | Path = "bundled",
     tokens: int | None = None,
     sequence: int = 512,
-    extend: bool = False,
+    extend: bool | None = None,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
@@ -102,12 +102,13 @@ def quantize(
             measured, and each gets the rate with which they cost least and are so many bits a weight on average.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
         format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
-        recipe: "quick" (one pass; the default on a CPU), "good" (the default on a GPU), or "best" (under
-            Hessians of the model's KL, by backward passes; tunes scales; holds the whole model).
+        recipe: "quick" (one pass; the default on a CPU), "good" (under Hessians of the model's KL, by backward passes;
+            the default on a GPU), or "best" (tunes scales as well; holds the whole model).
         calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
-            most (default: 8192 on a CPU, 16384 on a GPU). sequence: tokens of a row of it. extend: where the text has
-            fewer tokens than `tokens`, the model samples the rest behind pieces of it (holds the whole model).
+            most (default: 8192 on a CPU, 32768 on a GPU). sequence: tokens of a row of it. extend: where the text has
+            fewer tokens than `tokens`, the model samples the rest behind pieces of it (holds the whole model); None: of
+            the bundled text alone, on a GPU whose memory holds the model twice.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are (with `size`
             their rates are chosen; 16 leaves them), "auto": its rate is chosen, and it counts in `bits`. Of a model
@@ -148,6 +149,7 @@ def quantize(
     located = locate(source)
     with Checkpoint.open(located.path) as checkpoint:
         found = survey(checkpoint, located.name, choices)
+        choices = replace(choices, extend=found.extended)
         check_room(found, run.out)
         tell(f"quantizing {found}")
         for line in found.left_lines:

@@ -65,7 +65,7 @@ def check_room(found: Plan, out: Path) -> None:
     if memory is not None and found.memory > memory:
         whole = "calibration 'self' holds the whole model; give a text" if found.calibration == "self" else None
         if found.extended:
-            whole = "extend holds the whole model; leave it out, and give more text"
+            whole = "with extend the model goes on with the text, which holds all of it: --no-extend, or more text"
         if whole is None and found.recipe == "best":
             whole = "recipe 'best' holds the whole model; choose 'good'"
         raise ValueError(

@@ -125,13 +125,13 @@ def add_parser(commands: Any) -> None:
         "--tokens",
         type=number(int, 64, 1 << 24),
         metavar="N",
-        help="of it to use, at most (default: 8192 on a CPU, 16384 on a GPU)",
+        help="of it to use, at most (default: 8192 on a CPU, 32768 on a GPU)",
     )
     parser.add_argument(
         "--extend",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="where the text has fewer tokens than that, let the model sample the rest behind pieces of it (holds the "
-        "whole model)",
+        "whole model; default: of the bundled text, on a GPU that has room for the model)",
     )
     parser.add_argument(
         "--sequence", type=number(int, 16, 1 << 17), default=512, metavar="T", help="tokens a row (default: 512)"
@@ -139,8 +139,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="how hard to try: quick (one pass; default on a CPU), good (default on a GPU), best (under "
-        "Hessians of the model's KL, by backward passes; tunes scales; holds the whole model)",
+        help="how hard to try: quick (one pass; default on a CPU), good (under Hessians of the model's KL, by backward "
+        "passes; default on a GPU), best (tunes scales as well; holds the whole model)",
     )
     parser.add_argument(
         "--activation-memory",

@@ -18,6 +18,7 @@ The unquantized model runs forward once, its residual stream before each block p
 backward block by block: memory holds one block, its activations for `batch_tokens` tokens, and its factors.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
-LARGEST = 16384  # outputs that a linear with a second factor may have: it takes 2 n^2 bytes on disk, 50 n^2 to round by
+LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 50 n^2 to round by
 
 
 def batch_tokens(device: torch.device) -> int:
@@ -49,13 +50,15 @@ class Factors:
     tokens: dict[str, Tensor] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Tensor]:
-        """As a piece on disk has it."""
-        return {f"o.{k}": v for k, v in self.outputs.items()} | {f"t.{k}": v for k, v in self.tokens.items()}
+        """As a piece on disk has it: of a matrix, which is symmetric, one triangle."""
+        return {f"o.{k}": v[_triangle(v)] for k, v in self.outputs.items()} | {
+            f"t.{k}": v for k, v in self.tokens.items()
+        }
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> "Factors":
         outputs, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
-        return cls(outputs, tokens)
+        return cls({k: _whole(v) for k, v in outputs.items()}, tokens)
 
     def of_group(self, names: Sequence[str]) -> Tensor | None:
         """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
@@ -63,6 +66,23 @@ class Factors:
             return None
         weights = torch.stack([self.tokens[name] for name in names]).sum(0).sqrt()
         return weights / weights.mean().clamp_min(1e-30)
+
+
+def _triangle(matrix: Tensor) -> Tensor:
+    return torch.ones(matrix.shape, dtype=torch.bool, device=matrix.device).tril()
+
+
+def _whole(triangle: Tensor) -> Tensor:
+    """The symmetric matrix [n, n] of a lower triangle [n (n + 1) / 2], row by row."""
+    n = math.isqrt(2 * triangle.numel())
+    matrix = triangle.new_zeros(n, n)
+    matrix[_triangle(matrix)] = triangle
+    return _mirrored(matrix)
+
+
+def _mirrored(matrix: Tensor) -> Tensor:
+    """With its lower triangle above the diagonal too."""
+    return matrix.tril() + matrix.tril(-1).T
 
 
 def kl_factors(
@@ -152,7 +172,7 @@ class _Sums:
         for name in list(self.outer):
             outer = self.outer.pop(name)
             if (mean := outer.diagonal().mean()) > 0:
-                made.outputs[name] = outer.div_(mean).half()
+                made.outputs[name] = _mirrored(outer.div_(mean).half())
         for name, found in self.power.items():
             power = torch.cat(found)
             if power.numel() == rows * length and power.any():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onegraph.formats.files import sync, writing
 
-_VERSION = 2  # of what the pieces mean; with another one they are other pieces
+_VERSION = 3  # of what the pieces mean; with another one they are other pieces
 
 
 def key_of(*parts: Any) -> str:

@@ -21,6 +21,7 @@ from onegraph.quant.fisher import LARGEST, Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, Piece, key_of
+from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD, Layers, Quantized, load_piece
 from onegraph.quant.spill import Batches, Spill
@@ -131,7 +132,8 @@ class _Job:
     @torch.no_grad()
     def run(self) -> Quantized:
         try:
-            self.blocks()
+            with tensor_cores(self.model.embed(self.tokens[:1, :1]).device):
+                self.blocks()
         finally:
             self.spill.close()
         return Quantized(self.config, self.layers, self.counts)
@@ -183,7 +185,7 @@ class _Job:
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
-            factors = self.factors_of(i) if self.recipe.fisher else Factors()
+            factors = self.factors_of(i, stream[0].device) if self.recipe.fisher else Factors()
             weights = self.weights(prefix, groups, factors)
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
@@ -265,10 +267,11 @@ class _Job:
                 found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
         return found
 
-    def factors_of(self, i: int) -> Factors:
+    def factors_of(self, i: int, device: torch.device) -> Factors:
         if self.partial is None:
             return self.factors.pop(i)
-        return Factors.of(self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {})
+        found = self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {}
+        return Factors.of({name: tensor.to(device) for name, tensor in found.items()})
 
     def wanted(self, prefix: str, block: nn.Module) -> list[int]:
         """The expert layers that are rounded. Raises ValueError for one whose two matrices have two rates."""

@@ -126,13 +126,13 @@ class Recipe:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "Recipe":
-        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience. `best`: Hessians of the model's KL, and scales
-        are tuned."""
+        """`quick`: two CPU cores, one pass. `good`: a GPU, or patience; Hessians of the model's KL, by backward passes.
+        `best`: scales are tuned as well."""
         presets: dict[str, dict[str, Any]] = {
             "quick": {"descent": 0, "inputs": "reference"},
-            "good": {"descent": 2, "wide": True, "inputs": "group", "correct": 0.5},
+            "good": {"wide": True, "inputs": "group", "correct": 0.5, "fisher": 4, "fisher_outputs": True},
         }
-        presets["best"] = presets["good"] | {"fisher": 4, "fisher_outputs": True, "tune": Tune()}
+        presets["best"] = presets["good"] | {"tune": Tune()}
         if name not in presets:
             raise ValueError(f"there is no recipe {name!r}; recipes: {', '.join(presets)}")
         return cls(**(presets[name] | changes))

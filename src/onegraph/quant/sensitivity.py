@@ -21,6 +21,7 @@ from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import quantize_experts
 from onegraph.quant.hessian import Gathered, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
+from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.spill import Batches, Spill
@@ -91,13 +92,14 @@ class _Measuring:
     def run(self) -> Costs:
         model, spill = self.model, self.spill
         try:
-            stream = spill.batches(model.embed(part) for part in self.batches)
             probe = spill.batches([model.embed(self.probe)])
-            if self.free.get(EMBED):
-                self.swapped[EMBED,] = spill.batches([self.embedded()])
-            for i in range(model.num_blocks):
-                self.block(i, stream, probe)
-            return self.costs(stream, probe[0])
+            with tensor_cores(probe[0].device):
+                stream = spill.batches(model.embed(part) for part in self.batches)
+                if self.free.get(EMBED):
+                    self.swapped[EMBED,] = spill.batches([self.embedded()])
+                for i in range(model.num_blocks):
+                    self.block(i, stream, probe)
+                return self.costs(stream, probe[0])
         finally:
             spill.close()
 
