@@ -21,10 +21,12 @@ from torch import Tensor
 
 from onegraph.api.budget import Budget, Layers
 from onegraph.api.outline import outline
+from onegraph.api.quantize import BEHIND, BUNDLED, sample_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.source import LlamaSource
+from onegraph.quant.calibrate import packed_tokens, pieces
 from onegraph.quant.layer import dequantize
 from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
@@ -45,10 +47,9 @@ LADDER: list[tuple[str, dict[str, Any]]] = [
     ("+block", {"inputs": "block"}),
     ("+group", {"inputs": "group"}),
     ("+correct", {"correct": 0.5}),
-    ("+wide", {"wide": True}),  # the recipe "good"
-    ("+tune", {"tune": Tune()}),
-    ("+fisher", {"fisher": 4}),
-    ("+outputs", {"fisher_outputs": True}),  # the recipe "best"
+    ("+wide", {"wide": True}),
+    ("+fisher", {"fisher": 4, "fisher_outputs": True}),  # the recipe "good"
+    ("+tune", {"tune": Tune()}),  # the recipe "best"
 ]
 
 
@@ -126,13 +127,23 @@ def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
     return stored / weights
 
 
+def levers(text: str) -> dict[str, Any]:
+    """Fields of a recipe from JSON."""
+    found = json.loads(text)
+    if found.get("tune"):
+        found["tune"] = Tune(**found["tune"])
+    if "rho" in found:
+        found["rho"] = {int(bits): rho for bits, rho in found["rho"].items()}
+    return found
+
+
 def runs(wanted: list[str], changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
     """NAME is a preset or a rung of the ladder, with @BITS: "+descent@3", "good@4", "ladder@2", "ladder"; of a preset
     "best@2.5" too, for rates that are chosen by what layers cost. Levers may follow: 'best@2:{"fisher": 4}'."""
     found = []
     for name in wanted:
         plain, _, more = name.partition(":")
-        own = changes | json.loads(more or "{}")
+        own = changes | levers(more or "{}")
         found += [(f"{run}{more and ':'}{more}", recipe) for run, recipe in rungs(plain, own)]
     return found
 
@@ -145,12 +156,12 @@ def rungs(name: str, changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
         if bits != int(bits):
             found.append((f"{rung}@{rate}", Recipe.preset(rung, bits=int(bits), **changes)))
             continue
-        bits, levers = int(bits), dict[str, Any]()
+        bits, own = int(bits), dict[str, Any]()
         names = [rung_name for rung_name, _ in LADDER]
         for key, change in LADDER:
-            levers = levers | change
+            own = own | change
             if rung in ("ladder", key):
-                found.append((f"{key}@{bits}", Recipe(bits=bits, **(levers | changes))))
+                found.append((f"{key}@{bits}", Recipe(bits=bits, **(own | changes))))
         if rung not in ("ladder", *names):
             found.append((f"{rung}@{bits}", Recipe.preset(rung, bits=bits, **changes)))
     return found
@@ -181,7 +192,8 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="directory made by benchmarks/texts.py")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=32768, help="for calibration")
-    parser.add_argument("--calibration", default="calibration.txt", help="its name in TEXTS")
+    parser.add_argument("--calibration", default="calibration.txt", help="its name in TEXTS, or bundled")
+    parser.add_argument("--extend", action="store_true", help="the model goes on with it up to --tokens")
     parser.add_argument("--evaluation", nargs="+", default=["evaluation.txt"], help="names in TEXTS")
     parser.add_argument("--eval-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
@@ -194,24 +206,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.time()
-    changes = json.loads(args.set)
-    if changes.get("tune"):
-        changes["tune"] = Tune(**changes["tune"])
-    if "rho" in changes:
-        changes["rho"] = {int(bits): rho for bits, rho in changes["rho"].items()}
 
     checkpoint = Checkpoint.open(args.model)
     tokenizer = Tokenizer(checkpoint)
     model = LlamaSource(checkpoint, args.device, torch.float32)
 
-    def rows(name: str, limit: int) -> Tensor:
-        ids = tokenizer.encode((args.texts / name).read_text(encoding="utf-8")[: limit * 12])
-        return torch.tensor(ids[:limit]).view(-1, args.length)
+    def rows(name: str, limit: int, extend: bool = False) -> Tensor:
+        file = BUNDLED if name == "bundled" else args.texts / name
+        ids = tokenizer.encode(file.read_text(encoding="utf-8")[: limit * 12])
+        given = packed_tokens(ids, length=args.length, limit=limit)
+        count = (limit - given.numel()) // args.length if extend else 0
+        if not count:
+            return given
+        starts = pieces(ids, length=args.length // BEHIND, count=count)
+        device, quiet = torch.device(args.device), lambda what, done, total: None
+        return torch.cat((given, sample_text(checkpoint, tokenizer, device, starts, args.length, 0, quiet)))
 
-    calibration = rows(args.calibration, args.tokens)
+    asked = time.time()
+    calibration = rows(args.calibration, args.tokens, args.extend)
+    print(f"{calibration.numel()} calibration tokens in {time.time() - asked:.1f} s", flush=True)
     evaluations = {name: Evaluation(model, rows(name, args.eval_tokens)) for name in args.evaluation}
     cuda = torch.device(args.device).type == "cuda"
-    where = {**machine(args.device), "calibration": args.calibration, "calibration_tokens": calibration.numel()}
+    named = args.calibration + ", extended" * args.extend
+    where = {**machine(args.device), "calibration": named, "calibration_tokens": calibration.numel()}
     baseline: dict[str, float] = {}
 
     def report(name: str, weight: Any, about: dict[str, Any]) -> None:
@@ -236,7 +253,7 @@ def main() -> None:
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
     partial = Partial(scratch, args.model, keep_inputs=False)  # each run gathers its own, so that its time counts that
     chooser = Chooser(checkpoint, model, calibration, args.probed)
-    for name, recipe in runs(args.run, changes):
+    for name, recipe in runs(args.run, levers(args.set)):
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue

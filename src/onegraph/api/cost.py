@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from onegraph.formats.checkpoint import SHARD_BYTES
+from onegraph.quant import wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.experts import SHARED_ROWS
-from onegraph.quant import wave
 from onegraph.quant.fisher import LARGEST, batch_tokens
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.precision import tensor_cores
