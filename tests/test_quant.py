@@ -333,6 +333,11 @@ def test_a_corrected_job_takes_over_what_it_leaves_as_it_was(tokens: Tensor, tmp
     assert line.startswith(f"{path}: keeps the Hessians of 2 blocks and drops 2 blocks")
     line = corrected_job(tokens, path, Recipe(bits=2), Recipe(bits=2, tune=Tune(epochs=1)))
     assert line == f"{path}: keeps 2 blocks"
+    said: list[str] = []
+    with Partial(path, "tiny", remark=said.append) as partial:
+        partial.save("text", "key", {"tokens": tokens})
+        quantize(Tiny(), tokens, Recipe(), partial)
+    assert not said, "nothing is gone on with that this job has made"
 
 
 def test_hessians_are_kept_only_where_there_is_room(tokens: Tensor, tmp_path: Any) -> None:

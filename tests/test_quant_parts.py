@@ -383,7 +383,11 @@ def test_products_are_rounded_on_a_gpu_alone_and_no_longer_than_asked() -> None:
     before = torch.get_float32_matmul_precision()
     with tensor_cores(torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(KeyError), tensor_cores(torch.device("cuda")):
-        assert torch.get_float32_matmul_precision() == "high"
-        raise KeyError
+
+    def damaged() -> None:
+        with tensor_cores(torch.device("cuda")):
+            raise KeyError(torch.get_float32_matmul_precision())
+
+    with pytest.raises(KeyError, match="high"):
+        damaged()
     assert torch.get_float32_matmul_precision() == before == "highest"

@@ -139,12 +139,11 @@ def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
     quantize(calls, tokens, recipe)
     for at in (5, calls.calls // 2, calls.calls - 1):
         told: list[str] = []
-        partial = Partial(f"{tmp_path}/{at}", "x", remark=told.append)
-        with pytest.raises(KeyboardInterrupt):
+        with Partial(f"{tmp_path}/{at}", "x") as partial, pytest.raises(KeyboardInterrupt):
             quantize(Tiny(kill_at=at), tokens, recipe, partial)
-        assert same(quantize(Tiny(), tokens, recipe, partial), whole)
+        with Partial(f"{tmp_path}/{at}", "x", remark=told.append) as partial:
+            assert same(quantize(Tiny(), tokens, recipe, partial), whole)
         assert any("keeps the gradients of" in line for line in told)
-        partial.close()
     assert not same(quantize(Tiny(), tokens, Recipe(bits=2, descent=0, inputs="block", correct=0.5)), whole)
 
 

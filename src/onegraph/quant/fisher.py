@@ -115,6 +115,7 @@ def kl_factors(
             block = model.load_block(i)
             stream = spill.batches(model.run_block(block, batch) for batch in stream)
     source = generator(seed, "fisher")
+    _begin_backward(stream[0].device)
     gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
     stream.clear()
     for i in reversed(range(model.num_blocks)):
@@ -123,6 +124,13 @@ def kl_factors(
             progress(model.num_blocks - i)
     for each in gradients:
         each.clear()
+
+
+def _begin_backward(device: torch.device) -> None:
+    """A backward pass without a product: torch runs them on a thread of its own, which warns where cuBLAS is the first
+    thing that it calls."""
+    with torch.enable_grad():
+        torch.ones(1, device=device, requires_grad=True).exp().backward()
 
 
 def _at_the_end(model: QuantizableModel, hidden: Tensor, source: torch.Generator) -> Tensor:

@@ -76,6 +76,7 @@ class Partial:
         self.path, self.keep_inputs = Path(path), keep_inputs
         self._remark = remark or (lambda line: None)
         self._asked: dict[str, str] = {}  # piece -> key, of this job
+        self._made: set[str] = set()  # pieces that this job has written
         label = self.path / "job"
         if self.path.exists() and not label.is_file() and any(not _own(file.name) for file in self.path.iterdir()):
             raise ValueError(f"{self.path} exists and is no unfinished quantization; move it away")
@@ -113,7 +114,7 @@ class Partial:
 
     def keep(self, keys: Mapping[str, str]) -> None:
         """Throw away every piece but the valid ones of `keys` (name -> key) and of what was asked for before, and say
-        so."""
+        which of earlier jobs are gone on with and which are not."""
         keys = self._asked | dict(keys)
         kept: list[str] = []
         dropped: list[str] = []
@@ -123,7 +124,8 @@ class Partial:
                     valid = (piece.metadata() or {}).get("key") == keys.get(file.stem, "")
             except (SafetensorError, OSError):
                 continue  # `load` says what is the matter with it
-            (kept if valid else dropped).append(file.stem)
+            if file.stem not in self._made:
+                (kept if valid else dropped).append(file.stem)
             if not valid:
                 file.unlink()
         if kept or dropped:
@@ -162,6 +164,7 @@ class Partial:
     def save(self, name: str, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Write a piece: to another name, to the disk, then renamed."""
         self._asked[name] = key
+        self._made.add(name)
         kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         label = {"digest": _digest(kept), "key": key}
         self._place(self._file(name), lambda file: save_file(kept, file, metadata=label))
