@@ -17,8 +17,10 @@ from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
 from onegraph.models.fields import INERT, NEUTRAL
 from onegraph.models.llama import Llama
+from onegraph.models.source import LlamaSource
 from onegraph.nn.block import Bare, Norm, Normed, WholeNorms
 from onegraph.ops.route import sigmoid_route
+from onegraph.quant.fisher import kl_factors
 
 NEW = [
     "gemma2",
@@ -347,3 +349,18 @@ def test_e8p_is_the_model_of_the_weights_that_codes_stand_for(variant: str, tmp_
     for options in ({}, {"decode": False}, {"decode": False, "fused": False}):
         got, want = logits_of(tmp_path / "m", row, **options), truth(hf, row)
         assert (got - want).abs().max() < 3e-4 * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_of_kl_reaches_every_linear(variant: str, tmp_path: Path) -> None:
+    """What the recipe of a GPU rounds under; routed experts have none."""
+    save_hf(variant, tmp_path / "model")
+    text = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        model = LlamaSource(checkpoint, "cpu", torch.float32)
+        found = dict(kl_factors(model, text, seed=0))
+        for i, factors in found.items():
+            linears = [name for group in model.linear_groups(model.load_block(i)) for name, _ in group]
+            wanted = {model.block_prefix(i) + name for name in linears}
+            assert factors.outputs.keys() == factors.tokens.keys() == wanted
+    assert len(found) == model.num_blocks

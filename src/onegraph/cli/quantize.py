@@ -55,9 +55,9 @@ and at the end one file of OUT (at most 4 GB). Finished blocks lie in OUT.partia
 crash or Ctrl-C and ends with the same bytes; a corrected one goes on with what it leaves as it was (sampled text,
 Hessians, blocks), and says what it drops. OUT appears whole, at the end.
 
-Without --calibration, a text of some 8,600 tokens that comes with onegraph is read. That is for a quick result: for 2
-and 3 bits, and wherever quality counts, give a text of the kind that the model will see, and 16,000 tokens of it or
-more. --dry-run says how many linears each pattern matches, what OUT takes, and what time and memory here, of any
+Without --calibration, a text of some 8,600 tokens that comes with onegraph is read, and on a GPU the model goes on with
+it. That is for a quick result: for 2 and 3 bits, and wherever quality counts, give a text of the kind that the model
+will see, and 32,000 tokens of it or more. --dry-run says how many linears each pattern matches, what OUT takes, and what time and memory here, of any
 model whose config.json is there, and does nothing.
 
 --format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
