@@ -362,5 +362,5 @@ def test_the_gradient_of_kl_reaches_every_linear(variant: str, tmp_path: Path) -
         for i, factors in found.items():
             linears = [name for group in model.linear_groups(model.load_block(i)) for name, _ in group]
             wanted = {model.block_prefix(i) + name for name in linears}
-            assert factors.outputs.keys() == factors.tokens.keys() == wanted
+            assert factors.triangles.keys() == factors.tokens.keys() == wanted
     assert len(found) == model.num_blocks

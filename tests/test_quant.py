@@ -21,7 +21,7 @@ from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.e8p import encode
 from onegraph.quant.hessian import Moments, corrected, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
-from onegraph.quant.ldlq import couplings, damped, loss, sweep
+from onegraph.quant.ldlq import damped, descent_coupling, ldlq_coupling, loss, sweep
 from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
@@ -144,7 +144,7 @@ def test_ldlq_beats_nearest_and_descent_never_hurts(bits: int) -> None:
     source = torch.Generator().manual_seed(bits)
     h, factor = damped(hessian(192, source), 0.01)
     w = torch.randn(192, 48, generator=source)
-    ldlq, descent = couplings(h, factor)
+    ldlq, descent = ldlq_coupling(factor), descent_coupling(h)
     nothing = copy.deepcopy(ldlq)
     nothing.matrix.zero_()
     nearest = loss(sweep(w, bits, nothing).value - w, h)
@@ -164,7 +164,7 @@ def test_descent_replaces_a_code_only_by_a_better_one(bits: int) -> None:
     source = torch.Generator().manual_seed(bits)
     h, factor = damped(hessian(64, source), 0.01)
     w = torch.randn(64, 48, generator=source)
-    ldlq, descent = couplings(h, factor)
+    ldlq, descent = ldlq_coupling(factor), descent_coupling(h)
     start = sweep(w, bits, ldlq)
 
     def errs(target: Tensor, bits: int, metric: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +185,7 @@ def test_descent_replaces_a_code_only_by_a_better_one(bits: int) -> None:
 def test_block_ldl_factorizes_the_hessian() -> None:
     """(I + A)^T-style coupling and metric rebuild H: what the sweep assumes is algebra, not luck."""
     h, factor = damped(hessian(64, torch.Generator().manual_seed(0)), 0.01)
-    ldlq, descent = couplings(h, factor)
+    ldlq, descent = ldlq_coupling(factor), descent_coupling(h)
     lower = torch.eye(64) + ldlq.matrix.T
     d = torch.block_diag(*[c.T @ c for c in ldlq.metric])
     assert torch.allclose(lower @ d @ lower.T, h, atol=1e-5)

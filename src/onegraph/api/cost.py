@@ -103,8 +103,8 @@ class Work:
         if self.levers is None:
             return 0
         kept = 2 if self.levers.correct or self.levers.tune else 1
-        if self.levers.fisher:  # before each block, and the gradients behind it
-            return self.stream * (self.blocks + 1 + self.levers.fisher)
+        if self.levers.fisher:  # before each block, in bfloat16, behind the last one, and the gradients there
+            return self.stream * self.blocks // 2 + self.stream * (1 + self.levers.fisher)
         return self.stream * (kept + 1 + (2 if self.levers.correct else 1) * (self.routed > 0))
 
     @property
@@ -206,16 +206,17 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
     held = sum(squares) if levers.inputs != "group" else max(squares)
     gathering = 8 * both * held + 12 * max(squares) + 4 * batch * (3 * work.inner + 4 * work.hidden)
-    rounding = max((24 * k * k + 20 * n * k for n, k, _ in (*work.groups, *work.experts)), default=0)
+    most = max(work.squares, default=0)
+    rounding = max((20 * n * k + max(24 * k * k, 8 * k * k + 12 * most) for n, k, _ in work.groups), default=0)
+    rounding = max(rounding, max((24 * k * k + 20 * n * k for n, k, _ in work.experts), default=0))
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
-    if levers.fisher:  # a block's activations with what its backward passes read, and sums of its factors in float64
-        most, scores = max(work.squares, default=0), 3 * work.hidden // 64 * work.sequence
-        at_once = min(work.tokens, max(batch_tokens(device), work.sequence))
+    if levers.fisher:  # a block's activations with what its backward passes read, and sums of its factors
+        scores = 3 * work.hidden // 64 * work.sequence
+        at_once = min(work.tokens, max(batch_tokens(device, work.hidden), work.sequence))
         graph = 4 * at_once * (8 * work.inner + 16 * work.hidden + scores)
-        gathering = max(gathering, graph + 8 * sum(work.squares) // max(work.blocks, 1) + 16 * most)
-        rounding += 48 * most
+        gathering = max(gathering, graph + 4 * sum(work.squares) // max(work.blocks, 1) + 4 * most)
     kept = 2 if levers.correct or levers.tune else 1
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
     if work.spilled:  # batches on their way from and to the disk
@@ -240,9 +241,9 @@ def total_memory(device: torch.device) -> int:
 
 
 def spill_bound(device: torch.device) -> int:
-    """Bytes of residual streams that `quantize` holds in memory: a quarter of what is free, and 256 MB at least."""
+    """Bytes of residual streams that `quantize` holds in memory: an eighth of what is free, and 256 MB at least."""
     free = available_memory(device)
-    return 1 << 62 if free is None else max(256 << 20, free // 4)
+    return 1 << 62 if free is None else max(256 << 20, free // 8)
 
 
 def available_memory(device: torch.device) -> int | None:

@@ -116,7 +116,7 @@ def quantize(
         experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
             (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same one gives the same bytes.
-        activations: bytes of activations to hold in memory, the rest goes to disk; None: a quarter of what is free.
+        activations: bytes of activations to hold in memory, the rest goes to disk; None: an eighth of what is free.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
         progress: called as progress(what, done, total); total is 0 while it is not known.
         remark: called with a line of text: what it will take, what of earlier work is gone on with.

@@ -56,10 +56,11 @@ def check_room(found: Plan, out: Path) -> None:
     stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
     pieces = min(_bytes_in(unfinished(out), "*.safetensors"), found.disk - found.after.total_bytes)
     free = shutil.disk_usage(parent).free + _bytes_in(stale) + pieces  # which are gone on with, or thrown away
+    less = ", or recipe 'quick'" if found.format == "e8p" and found.recipe != "quick" else ""
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "
-            "choose another output directory"
+            f"choose another output directory{less}"
         )
     memory = available_memory(torch.device(found.device))
     if memory is not None and found.memory > memory:
@@ -70,5 +71,5 @@ def check_room(found: Plan, out: Path) -> None:
             whole = "recipe 'best' holds the whole model; choose 'good'"
         raise ValueError(
             f"{found.source}: takes at least {human_bytes(found.memory)} of memory on {found.device} and "
-            f"{human_bytes(memory)} are free; {whole or 'ask for fewer tokens'}"
+            f"{human_bytes(memory)} are free; {whole or 'ask for fewer tokens' + less}"
         )

@@ -57,8 +57,8 @@ Hessians, blocks), and says what it drops. OUT appears whole, at the end.
 
 Without --calibration, a text of some 8,600 tokens that comes with onegraph is read, and on a GPU the model goes on with
 it. That is for a quick result: for 2 and 3 bits, and wherever quality counts, give a text of the kind that the model
-will see, and 32,000 tokens of it or more. --dry-run says how many linears each pattern matches, what OUT takes, and what time and memory here, of any
-model whose config.json is there, and does nothing.
+will see, and 32,000 tokens of it or more. --dry-run says how many linears each pattern matches, what OUT takes, and
+what time and memory here, of any model whose config.json is there, and does nothing.
 
 --format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
 one), linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
@@ -146,7 +146,7 @@ def add_parser(commands: Any) -> None:
         "--activation-memory",
         type=number(int, 0, 1 << 20),
         metavar="MB",
-        help="activations to hold in memory; the rest goes to disk beside OUT (default: a quarter of what is free)",
+        help="activations to hold in memory; the rest goes to disk beside OUT (default: an eighth of what is free)",
     )
     parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="N", help="same seed, same bytes")
     parser.add_argument(

@@ -14,8 +14,9 @@ that the correction for earlier layers' error goes on working. The weights are |
 share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others attend to) that a hundredth to a third
 of a text would count, and rounding fits those (docs/log.md).
 
-The unquantized model runs forward once, its residual stream before each block put aside (`quant/spill.py`), and
-backward block by block: memory holds one block, its activations for `batch_tokens` tokens, and its factors.
+The unquantized model runs forward once, its residual stream before each block put aside in bfloat16
+(`quant/spill.py`), and backward block by block: memory holds one block, its activations for `batch_tokens` tokens, and
+its factors.
 """
 
 import math
@@ -33,32 +34,35 @@ from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
-LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 50 n^2 to round by
+LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 12 n^2 to round by
 
 
-def batch_tokens(device: torch.device) -> int:
-    """Tokens that go through a block at once: on a GPU as many as keep it busy behind the host's launches."""
-    return 8192 if device.type == "cuda" else 2048
+def batch_tokens(device: torch.device, width: int) -> int:
+    """Tokens of a residual stream of `width` numbers that go through a block at once: on a GPU as many as keep it busy
+    behind the host's launches."""
+    return min(8192, max(2048, 2**23 // width)) if device.type == "cuda" else 2048
 
 
 @dataclass
 class Factors:
-    """By full name of a linear: H_O [n, n] float16 of mean diagonal 1 (so no number of it is above n), and |d|^2 of
-    tokens, float32 [N, T]. A linear whose outputs KL does not depend on has neither."""
+    """By full name of a linear: H_O, float16 of mean diagonal 1 (so no number of it is above n), as `_packed` has it;
+    and |d|^2 of tokens, float32 [N, T]. A linear whose outputs KL does not depend on has neither."""
 
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    triangles: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, Tensor] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Tensor]:
-        """As a piece on disk has it: of a matrix, which is symmetric, one triangle."""
-        return {f"o.{k}": v[_triangle(v)] for k, v in self.outputs.items()} | {
-            f"t.{k}": v for k, v in self.tokens.items()
-        }
+        """As a piece on disk has it."""
+        return {f"o.{k}": v for k, v in self.triangles.items()} | {f"t.{k}": v for k, v in self.tokens.items()}
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> "Factors":
-        outputs, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
-        return cls({k: _whole(v) for k, v in outputs.items()}, tokens)
+        triangles, tokens = ({k[2:]: v for k, v in flat.items() if k.startswith(kind)} for kind in ("o.", "t."))
+        return cls(triangles, tokens)
+
+    def of_outputs(self, name: str, device: torch.device) -> Tensor:
+        """H_O of a linear, float32 [n, n]."""
+        return _unpacked(self.triangles[name].to(device))
 
     def of_group(self, names: Sequence[str]) -> Tensor | None:
         """Weights [N, T] of mean 1 for linears that share an input; None where nothing is known of one."""
@@ -68,21 +72,28 @@ class Factors:
         return weights / weights.mean().clamp_min(1e-30)
 
 
-def _triangle(matrix: Tensor) -> Tensor:
-    return torch.ones(matrix.shape, dtype=torch.bool, device=matrix.device).tril()
+def _packed(h: Tensor) -> Tensor:
+    """Each number of a symmetric matrix [n, n] once, for even n: [n (n + 1) / 2].
+
+    In halves [[A, .], [B, C]]: B, then the lower triangle of A under the upper one of C (LAPACK's rectangular full
+    packed format; no table of places, which would take eight times the room).
+    """
+    half = len(h) // 2
+    both = h.new_zeros(half + 1, half)
+    both[1:] = h[:half, :half].tril()
+    both[:half] += h[half:, half:].tril().T
+    return torch.cat((h[half:, :half].flatten(), both.flatten()))
 
 
-def _whole(triangle: Tensor) -> Tensor:
-    """The symmetric matrix [n, n] of a lower triangle [n (n + 1) / 2], row by row."""
-    n = math.isqrt(2 * triangle.numel())
-    matrix = triangle.new_zeros(n, n)
-    matrix[_triangle(matrix)] = triangle
-    return _mirrored(matrix)
-
-
-def _mirrored(matrix: Tensor) -> Tensor:
-    """With its lower triangle above the diagonal too."""
-    return matrix.tril() + matrix.tril(-1).T
+def _unpacked(packed: Tensor) -> Tensor:
+    """float32 [n, n]."""
+    half = math.isqrt(packed.numel() // 2)
+    square, both = packed[: half * half].view(half, half), packed[half * half :].view(half + 1, half)
+    h = torch.zeros(2 * half, 2 * half, device=packed.device)
+    h[half:, :half] = square
+    h[:half, :half] = both[1:].tril()
+    h[half:, half:] = both[:half].triu().T
+    return h.add_(h.tril(-1).T)
 
 
 def kl_factors(
@@ -106,14 +117,16 @@ def kl_factors(
     them, are rounded as without. Deterministic on one machine.
     """
     spill = spill or Spill()
-    rows = max(1, batch_tokens(model.embed(tokens[:1, :1]).device) // tokens.shape[1])
+    first = model.embed(tokens[:1, :1])
+    rows = max(1, batch_tokens(first.device, first.shape[-1]) // tokens.shape[1])
     before: list[Batches] = []
     with torch.no_grad():
         stream = spill.batches(model.embed(part) for part in tokens.split(rows))
         for i in range(model.num_blocks):
-            before.append(stream)
+            before.append(spill.batches(batch.bfloat16() for batch in stream))
             block = model.load_block(i)
-            stream = spill.batches(model.run_block(block, batch) for batch in stream)
+            for at in range(len(stream)):
+                stream[at] = model.run_block(block, stream[at])
     source = generator(seed, "fisher")
     _begin_backward(stream[0].device)
     gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
@@ -163,11 +176,9 @@ class _Sums:
         d = gradient.detach().float()
         flat = d.reshape(-1, d.shape[-1])
         if self.outputs and d.shape[-1] <= LARGEST:
-            outer = (flat.T @ flat).double()
-            if name in self.outer:
-                self.outer[name] += outer
-            else:
-                self.outer[name] = outer
+            if name not in self.outer:
+                self.outer[name] = flat.new_zeros(d.shape[-1], d.shape[-1])
+            self.outer[name].addmm_(flat.T, flat)
         power, found = flat.square().sum(-1), self.power.setdefault(name, [])
         if self.fresh:
             found.append(power)
@@ -180,7 +191,7 @@ class _Sums:
         for name in list(self.outer):
             outer = self.outer.pop(name)
             if (mean := outer.diagonal().mean()) > 0:
-                made.outputs[name] = _mirrored(outer.div_(mean).half())
+                made.triangles[name] = _packed(outer.div_(mean).half())
         for name, found in self.power.items():
             power = torch.cat(found)
             if power.numel() == rows * length and power.any():
@@ -196,7 +207,7 @@ def _block(model: QuantizableModel, i: int, before: Batches, gradients: list[Bat
     with _outputs(linears, sums.add):
         for at in range(len(before)):
             with torch.enable_grad(), reference_ops(), sdpa_kernel(SDPBackend.MATH):
-                x = before[at].detach().clone().requires_grad_()
+                x = before[at].to(gradients[0][at].dtype).requires_grad_()
                 made = model.run_block(block, x)
                 for draw, behind in enumerate(gradients):
                     sums.fresh, last = draw == 0, draw == len(gradients) - 1

@@ -1,7 +1,7 @@
 """From the weights of one group of linears to their checkpoint tensors, and back."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from onegraph.ops.weight import weight_ops
 from onegraph.quant import wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.graphs import encoder
-from onegraph.quant.ldlq import Coupling, Rounded, couplings, damped, sweep
+from onegraph.quant.ldlq import Coupling, Rounded, damped, descent_coupling, ldlq_coupling, sweep
 from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe
 
 _ROWS = 16384  # rows rounded at once; more only costs memory
@@ -44,23 +44,23 @@ def quantize_group(
     bits: Sequence[int],
     recipe: Recipe,
     source: torch.Generator,
-    outputs: Sequence[Tensor] | None = None,
+    outputs: Sequence[Callable[[], Tensor]] | None = None,
 ) -> list[Tensors]:
     """Round linears [n_i, k] that share the input second moment `h` [k, k]. Returns the checkpoint tensors of each.
 
     All get the same in_scale. Those of one rate are rounded side by side: rows do not interact, and a sweep's cost is
-    in its number of steps. With `outputs`, the second factors [n_i, n_i] of their Hessians (`quant/fisher.py`), rows do
-    interact, and each is rounded by itself (`quant/wave.py`). float32 throughout; deterministic.
+    in its number of steps. With `outputs`, which give the second factors [n_i, n_i] of their Hessians
+    (`quant/fisher.py`) one by one, rows do interact, and each is rounded by itself (`quant/wave.py`). float32
+    throughout; deterministic.
     """
     device, k = h.device, h.shape[0]
     weights = [w.to(device, torch.float32) for w in weights]
     power = torch.cat(weights).square().mean(0)
     in_scale = _spread(power, recipe.channel_scale) * _signs(k, source, device)
     block = hadamard_block(k)
-    rotated_h = hadamard(in_scale.unsqueeze(1) * h * in_scale, block)
-    rotated_h = hadamard(rotated_h.T.contiguous(), block)
-    damped_h, factor = damped((rotated_h + rotated_h.T) / 2, recipe.damping)
-    ldlq, descent = couplings(damped_h, factor)
+    damped_h, factor = damped(_rotated(h, in_scale), recipe.damping)
+    ldlq = ldlq_coupling(factor)
+    del factor
 
     inputs, targets, outs, scales = [], [], [], []
     for w, rate in zip(weights, bits, strict=True):
@@ -75,12 +75,25 @@ def quantize_group(
         outs.append(out)
         scales.append(scale)
 
+    # W ~ diag(out) V diag(in) in the rotated input's basis: once V is rounded, what is left to choose are the scales.
+    def fit(i: int, value: Tensor, damped_o: Tensor | None = None) -> None:
+        if not recipe.fit_scales:
+            return
+        v = hadamard(value.contiguous(), hadamard_block(value.shape[1])).T * scales[i] * outs[i].unsqueeze(1)
+        vh = v @ damped_h
+        if damped_o is None:
+            gain = (vh * inputs[i]).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
+        else:
+            back = _rotated_back(damped_o, outs[i])
+            gain = _joint_gain(vh @ v.T, inputs[i] @ vh.T, back)
+        outs[i] = outs[i] * gain.clamp(0.5, 2.0)
+
     rounded: dict[int, Rounded] = {}
-    beside: list[Tensor] = []  # H_O of each, damped
-    for i, factor in enumerate(outputs or ()):
-        found, damped_o = _round_both(targets[i], bits[i], ldlq, outs[i], factor.to(device), recipe)
-        rounded[i] = found
-        beside.append(damped_o)
+    for i, hessian in enumerate(outputs or ()):
+        rounded[i], damped_o = _round_both(targets[i], bits[i], ldlq, outs[i], hessian(), recipe)
+        fit(i, rounded[i].value, damped_o)
+        del damped_o
+    descent = descent_coupling(damped_h) if outputs is None and recipe.descent else None
     for rate in sorted(set(bits)) if outputs is None else ():
         at = [i for i, b in enumerate(bits) if b == rate]
         whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe)
@@ -88,21 +101,8 @@ def quantize_group(
         for i in at:
             stop = start + targets[i].shape[1]
             rounded[i] = Rounded(whole.codes[:, start:stop], whole.residual[:, start:stop], whole.value[:, start:stop])
+            fit(i, rounded[i].value)
             start = stop
-
-    # W ~ diag(out) V diag(in) in the rotated input's basis: what is left to choose are the scales.
-    values = [
-        hadamard(rounded[i].value.contiguous(), hadamard_block(w.shape[0])).T * scales[i] for i, w in enumerate(weights)
-    ]
-    if recipe.fit_scales:
-        for i, inside in enumerate(inputs):
-            v = values[i] * outs[i].unsqueeze(1)
-            vh = v @ damped_h
-            if beside:
-                gain = _joint_gain(vh @ v.T, inside @ vh.T, beside[i])
-            else:
-                gain = (vh * inside).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
-            outs[i] = outs[i] * gain.clamp(0.5, 2.0)
     results = []
     for i, rate in enumerate(bits):
         tensors = {"codes": rounded[i].codes.T.to(torch.int16).contiguous()}
@@ -114,20 +114,35 @@ def quantize_group(
 
 
 def _round_both(
-    target: Tensor, bits: int, ldlq: Coupling, out: Tensor, factor: Tensor, recipe: Recipe
+    target: Tensor, bits: int, ldlq: Coupling, out: Tensor, hessian: Tensor, recipe: Recipe
 ) -> tuple[Rounded, Tensor]:
-    """Round target [k, n] under both factors; and H_O [n, n] with its damping, for weights as they are."""
-    n = target.shape[1]
-    block = hadamard_block(n)
-    rotated = hadamard(out.unsqueeze(1) * factor.float() * out, block)
-    rotated = hadamard(rotated.T.contiguous(), block)
-    damped_o, lower = damped((rotated + rotated.T) / 2, recipe.output_damping)
-    coupling = wave.output_coupling(lower)
+    """Round target [k, n] under both factors, of outputs `hessian` [n, n]; and that one as `target` has it, damped.
+
+    Its damping is so large that float32 suffices.
+    """
+    rotated = _rotated(hessian, out)
+    del hessian  # of a wide linear each takes a gigabyte
+    damped_o, lower = damped(rotated, recipe.output_damping, torch.float32)
+    del rotated
     parts = wave.parts(*target.shape)
     run = encoder(target.device, parts * wave.ROWS, bits, recipe.wide, parts)
-    rounded = wave.sweep(target, bits, ldlq, coupling, run)
-    back = hadamard(hadamard(damped_o, block).T.contiguous(), block)
-    return rounded, back / out.unsqueeze(1) / out
+    return wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run), damped_o
+
+
+def _rotated(h: Tensor, scale: Tensor) -> Tensor:
+    """H diag(scale) h diag(scale) H^T, made symmetric, H a block Hadamard matrix: second moments as rounding has them,
+    float32 [n, n]."""
+    block = hadamard_block(h.shape[0])
+    h = (scale.unsqueeze(1) * h).mul_(scale)
+    h = hadamard(hadamard(h, block).T.contiguous(), block)
+    return (h + h.T).div_(2)
+
+
+def _rotated_back(h: Tensor, scale: Tensor) -> Tensor:
+    """`h` [n, n] as `_rotated` was given it."""
+    block = hadamard_block(h.shape[0])
+    h = hadamard(hadamard(h, block).T.contiguous(), block)
+    return h.div_(scale.unsqueeze(1)).div_(scale)
 
 
 def _joint_gain(vhv: Tensor, whv: Tensor, h_o: Tensor) -> Tensor:
@@ -138,13 +153,14 @@ def _joint_gain(vhv: Tensor, whv: Tensor, h_o: Tensor) -> Tensor:
     return torch.ones_like(b).float() if failed else torch.cholesky_solve(b.unsqueeze(1), factor)[:, 0].float()
 
 
-def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling, recipe: Recipe) -> Rounded:
+def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling | None, recipe: Recipe) -> Rounded:
     parts = []
     for part in target.split(_ROWS, dim=1):
         run = encoder(part.device, part.shape[1], bits, recipe.wide)
         rounded = sweep(part, bits, ldlq, encode=run)
-        for _ in range(recipe.descent):
-            rounded = sweep(part, bits, descent, rounded, encode=run)
+        if descent is not None:
+            for _ in range(recipe.descent):
+                rounded = sweep(part, bits, descent, rounded, encode=run)
         parts.append(rounded)
     if len(parts) == 1:
         return parts[0]

@@ -42,42 +42,48 @@ class Coupling:
     metric: Tensor
 
 
-def damped(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """H / mean(diag H) + damping I, and its lower Cholesky factor; tenfold damping until the factorization succeeds.
+def damped(hessian: Tensor, damping: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """H / mean(diag H) + damping I in float32, and its lower Cholesky factor; tenfold damping until the factorization
+    succeeds.
 
-    float64 inside. Raises ValueError for a Hessian that is not finite or has no mass.
+    dtype: of the factor, and of what is computed. Raises ValueError for a Hessian that is not finite or has no mass.
     """
-    h = hessian.double()
+    h = hessian.to(dtype, copy=True)
     mean = h.diagonal().mean()
     if not torch.isfinite(h).all() or mean <= 0:
         raise ValueError("the Hessian of a layer is zero or not finite; calibrate with more, or other, text")
-    eye = torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
-    h = h / mean
+    h /= mean
+    diagonal = h.diagonal().clone()
     while damping <= 10:
-        factor, failed = torch.linalg.cholesky_ex(h + damping * eye)
+        h.diagonal().copy_(diagonal + damping)
+        factor, failed = torch.linalg.cholesky_ex(h)
         if not failed:
-            return (h + damping * eye).float(), factor
+            return h.float(), factor
         damping *= 10
     raise ValueError("the Hessian of a layer is not positive definite even with damping 10; its inputs are damaged")
 
 
-def couplings(h: Tensor, factor: Tensor) -> tuple[Coupling, Coupling]:
-    """Those of LDLQ and of descent, from H and its Cholesky factor [k, k]."""
-    k = h.shape[0]
-    at = torch.arange(k // 8, device=h.device)
+def ldlq_coupling(factor: Tensor) -> Coupling:
+    """From the lower Cholesky factor of H [k, k]."""
+    k = factor.shape[0]
+    at = torch.arange(k // 8, device=factor.device)
     diagonal = factor.view(k // 8, 8, k // 8, 8)[at, :, at]  # [k/8, 8, 8], lower triangular
     # L = factor @ inverse of its diagonal blocks, so A = L^T has block rows inv(C_k)^T factor_{:, k}^T
     columns = factor.T.reshape(k // 8, 8, k)
     ldlq = torch.linalg.solve_triangular(diagonal.mT, columns, upper=True).reshape(k, k)
     ldlq.view(k // 8, 8, k // 8, 8)[at, :, at] = 0.0
+    return Coupling(ldlq.float(), diagonal.mT.float().contiguous())
+
+
+def descent_coupling(h: Tensor) -> Coupling:
+    """From H [k, k]."""
+    k = h.shape[0]
+    at = torch.arange(k // 8, device=h.device)
     blocks = h.double().view(k // 8, 8, k // 8, 8)[at, :, at]
     own = torch.linalg.cholesky(blocks)
     descent = torch.cholesky_solve(h.double().reshape(k // 8, 8, k), own).reshape(k, k)
     descent.view(k // 8, 8, k // 8, 8)[at, :, at] = 0.0
-    return (
-        Coupling(ldlq.float(), diagonal.mT.float().contiguous()),
-        Coupling(descent.float().contiguous(), own.mT.float().contiguous()),
-    )
+    return Coupling(descent.float().contiguous(), own.mT.float().contiguous())
 
 
 def sweep(w: Tensor, bits: int, coupling: Coupling, start: Rounded | None = None, encode: Encode = encode) -> Rounded:

@@ -8,6 +8,7 @@ depends on, so that a job with other rates for some layers takes over what they 
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -185,7 +186,7 @@ class _Job:
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
-            factors = self.factors_of(i, stream[0].device) if self.recipe.fisher else Factors()
+            factors = self.factors_of(i) if self.recipe.fisher else Factors()
             weights = self.weights(prefix, groups, factors)
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}
@@ -267,11 +268,10 @@ class _Job:
                 found[at] = [part.reshape(-1, 1) for part in whole.split(self.batch)]
         return found
 
-    def factors_of(self, i: int, device: torch.device) -> Factors:
+    def factors_of(self, i: int) -> Factors:
         if self.partial is None:
             return self.factors.pop(i)
-        found = self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {}
-        return Factors.of({name: tensor.to(device) for name, tensor in found.items()})
+        return Factors.of(self.partial.load(f"fisher-{i:05d}", self.keys[f"fisher-{i:05d}"]) or {})
 
     def wanted(self, prefix: str, block: nn.Module) -> list[int]:
         """The expert layers that are rounded. Raises ValueError for one whose two matrices have two rates."""
@@ -350,8 +350,8 @@ class _Job:
         rates = [bits for _, _, bits in chosen]
         try:
             source, h = generator(recipe.seed, chosen[0][0]), moments.under(recipe.fisher_tokens)
-            if all(name in factors.outputs for name, _, _ in chosen):
-                outputs = [factors.outputs[name] for name, _, _ in chosen]
+            if all(name in factors.triangles for name, _, _ in chosen):
+                outputs = [functools.partial(factors.of_outputs, name, h.device) for name, _, _ in chosen]
                 made = quantize_group(weights, h, rates, recipe, source, outputs)
             else:
                 made = quantize_group(weights, h, rates, recipe, source)

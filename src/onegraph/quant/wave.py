@@ -28,17 +28,22 @@ def parts(k: int, n: int) -> int:
 
 
 def output_coupling(factor: Tensor) -> Tensor:
-    """L_O [n, n] float32, unit block-lower in blocks of `ROWS`, from the lower Cholesky factor of H_O (float64)."""
+    """L_O [n, n] float32, unit block-lower in blocks of `ROWS`, n rounded up to whole ones, from the lower Cholesky
+    factor of H_O, whose place it may take."""
     n = factor.shape[0]
     blocks = -(-n // ROWS)
-    whole = torch.eye(blocks * ROWS, dtype=factor.dtype, device=factor.device)
-    whole[:n, :n] = factor
+    whole = factor
+    if n % ROWS:
+        whole = torch.eye(blocks * ROWS, dtype=factor.dtype, device=factor.device)
+        whole[:n, :n] = factor
     at = torch.arange(blocks)
     diagonal = whole.view(blocks, ROWS, blocks, ROWS)[at, :, at]
-    unit = torch.linalg.solve_triangular(
-        diagonal, whole.view(blocks * ROWS, blocks, ROWS).permute(1, 0, 2), upper=False, left=False
-    )
-    return unit.permute(1, 0, 2).reshape(blocks * ROWS, blocks * ROWS).float()
+    for first in range(0, blocks, 64):  # some columns at once: a matrix of 14,336 rows is large
+        columns = whole[:, first * ROWS : (first + 64) * ROWS]
+        each = columns.reshape(blocks * ROWS, -1, ROWS).permute(1, 0, 2)
+        unit = torch.linalg.solve_triangular(diagonal[first : first + 64], each, upper=False, left=False)
+        columns.copy_(unit.permute(1, 0, 2).reshape(columns.shape))
+    return whole.float()
 
 
 def sweep(w: Tensor, bits: int, inputs: Coupling, outputs: Tensor, encode: Encode) -> Rounded:
