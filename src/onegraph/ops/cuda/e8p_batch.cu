@@ -161,11 +161,6 @@ extern "C" __global__ void __launch_bounds__(ROTATING * 32, 1) e8p_rotate(const 
 }
 
 __device__ __forceinline__ void sync_consumers() { some_meet(1, WARPS * 32); }
-// Registers that a product still reads are not to be reused before this, which follows the wait for it.
-__device__ __forceinline__ void keep(u32 (&a)[2][4]) {
-#pragma unroll
-  for (int j = 0; j < 2; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
-}
 
 template <int I> struct Index { static constexpr int value = I; };
 

@@ -213,3 +213,8 @@ template <int I> __device__ __forceinline__ u32 decode_e81b(u32 codes, u32 bank)
   return lookup<65536>((index & 255 << LEFT) | (bank & ~(128u - E81B_RUN)));
 }
 __device__ __forceinline__ u32 part(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+// Registers that a product still reads are not to be reused before this, which follows the wait for it.
+__device__ __forceinline__ void keep(u32 (&a)[2][4]) {
+#pragma unroll
+  for (int j = 0; j < 2; j++) asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));
+}

@@ -294,28 +294,38 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
   fetch(codes[0], 0);
   fetch(codes[1], 1);
   decode_step(Index<0>(), a[0], codes[0]);
+  auto keep_step = [&](u32 (&of)[MT][2][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; m++) keep(of[m]);
+  };
   int chunk = 0;
+  auto stage_of_chunk = [&]() {
+    wait_barrier(full + 8 * (chunk % DEPTH), (chunk / DEPTH) & 1);
+    return stages + chunk % DEPTH * STAGE_BYTES;
+  };
+  // Behind a step's products, those of the step before are done: its operands may be written, its stage filled.
+  auto step_before_done = [&](u32 (&of)[MT][2][4], int done) {
+    wgmma_wait<1>();
+    keep_step(of);
+    if (done >= 0 && threadIdx.x % 128 == 0) arrive(empty + 8 * (done % DEPTH));
+  };
   auto half_slice = [&](Codes (&now)[MT][2], Codes (&next)[MT][2], int half) {  // two stages, four steps
-    u32 stage = stages + chunk % DEPTH * STAGE_BYTES;
-    wait_barrier(full + 8 * (chunk % DEPTH), (chunk / DEPTH) & 1);
+    u32 stage = stage_of_chunk();
     multiply(a[0], stage);
+    step_before_done(a[1], chunk - 1);
     decode_step(Index<1>(), a[1], now);
-    wgmma_wait<0>();
     multiply(a[1], stage + 64);
+    step_before_done(a[0], -1);
     decode_step(Index<2>(), a[0], now);
-    wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) arrive(empty + 8 * (chunk % DEPTH));
     chunk++;
-    stage = stages + chunk % DEPTH * STAGE_BYTES;
-    wait_barrier(full + 8 * (chunk % DEPTH), (chunk / DEPTH) & 1);
+    stage = stage_of_chunk();
     multiply(a[0], stage);
+    step_before_done(a[1], chunk - 1);
     decode_step(Index<3>(), a[1], now);
     fetch(now, half + 2);
-    wgmma_wait<0>();
     multiply(a[1], stage + 64);
+    step_before_done(a[0], -1);
     decode_step(Index<0>(), a[0], next);
-    wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) arrive(empty + 8 * (chunk % DEPTH));
     chunk++;
   };
 #pragma unroll 1
@@ -323,6 +333,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
     half_slice(codes[0], codes[1], half);
     half_slice(codes[1], codes[0], half + 1);
   }
+  wgmma_wait<0>();
 
   // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight.
   if (p.splits > 1) {
