@@ -328,8 +328,8 @@ except (MemoryError, RuntimeError, OSError, ValueError) as error:
 
 @pytest.mark.slow
 def test_memory_holds_one_block(tmp_path: Path) -> None:
-    """A model whose linears take 168 MB in float32 and 19 MB in codes, under a limit of 44 MB beyond what the process
-    has when it begins, of which a block and its Hessians take some 30; with the codes of finished blocks in memory it
+    """A model whose linears take 168 MB in float32 and 19 MB in codes, under a limit of 30 MB beyond what the process
+    has when it begins, of which a block and its Hessians take some 20; with the codes of finished blocks in memory it
     does not end."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 64, "head_dim": 64}
     config = tiny.CONFIG | sizes
@@ -356,7 +356,8 @@ def test_memory_holds_one_block(tmp_path: Path) -> None:
     done = run("disk")
     assert done.returncode == 0, done.stderr[-2000:]
     assert sum(file.stat().st_size for file in (tmp_path / "disk").glob("*.safetensors")) > 18e6
-    assert run("memory").returncode == 3
+    starved = run("memory")
+    assert starved.returncode == 3 or "memory allocation of" in starved.stderr, "Rust aborts, in safetensors"
 
 
-HEADROOM = 44 << 20
+HEADROOM = 30 << 20

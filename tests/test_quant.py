@@ -19,7 +19,7 @@ from onegraph.formats.e8p import E8P
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import packed_tokens, sampled_tokens
 from onegraph.quant.e8p import encode
-from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.hessian import Moments, corrected, drift, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, descent_coupling, ldlq_coupling, loss, sweep
 from onegraph.quant.partial import Partial, key_of
@@ -258,8 +258,8 @@ def test_correction_fits_the_quantized_models_inputs() -> None:
     w = torch.randn(8, 16, generator=source)
     moments = Moments(seen.T @ seen / 500, clean.T @ seen / 500)
     best = torch.linalg.lstsq(seen, clean @ w.T).solution.T
-    assert torch.allclose(corrected(w, moments, 1e-9, 1.0), best, atol=1e-3)
-    assert torch.equal(corrected(w, moments, 0.01, 0.0), w)
+    assert torch.allclose(corrected(w, drift(moments, 1e-9), 1.0), best, atol=1e-3)
+    assert torch.equal(corrected(w, drift(moments, 0.01), 0.0), w)
 
 
 def test_moments_are_those_of_the_inputs(tokens: Tensor) -> None:

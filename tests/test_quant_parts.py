@@ -12,7 +12,7 @@ from onegraph.formats.e8p import codebook
 from onegraph.ops.e8p import e8p_decode
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.e8p import nearest_per_shift
-from onegraph.quant.hessian import Moments, corrected, gather
+from onegraph.quant.hessian import Moments, corrected, drift, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
 from onegraph.quant.partial import Partial, key_of
@@ -110,11 +110,13 @@ def test_a_linear_that_no_text_reaches_is_named_unless_it_is_kept(tokens: Tensor
 def test_a_correction_is_damped_and_of_the_strength_that_is_asked() -> None:
     h, weight = 4 * torch.eye(2), torch.tensor([[1.0, 2.0]])
     moments = Moments(h, 2 * h)
-    assert torch.allclose(corrected(weight, moments, 0.0, 1.0), 2 * weight)
-    assert torch.allclose(corrected(weight, moments, 1.0, 0.5), 1.25 * weight)
+    assert torch.allclose(corrected(weight, drift(moments, 0.0), 1.0), 2 * weight)
+    assert torch.allclose(corrected(weight, drift(moments, 1.0), 0.5), 1.25 * weight)
     assert torch.equal(moments.h, 4 * torch.eye(2)), "the moments are left as they were"
-    assert corrected(weight, Moments(-torch.eye(2), torch.eye(2)), 0.0, 1.0) is weight, "no Hessian: no correction"
-    assert corrected(weight, Moments(h, None), 0.0, 1.0) is weight
+    assert corrected(weight, drift(Moments(-torch.eye(2), torch.eye(2)), 0.0), 1.0) is weight, (
+        "no Hessian: no correction"
+    )
+    assert corrected(weight, drift(Moments(h, None), 0.0), 1.0) is weight
 
 
 # ------------------------------------------------------------------------------------------------------- nearest

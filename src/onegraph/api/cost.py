@@ -205,10 +205,12 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
     both = 2 if levers.correct else 1
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
     held = sum(squares) if levers.inputs != "group" else max(squares)
-    gathering = 8 * both * held + 12 * max(squares) + 4 * batch * (3 * work.inner + 4 * work.hidden)
+    kinds = both + (levers.fisher > 0)  # of moments
+    gathering = 4 * kinds * held + 4 * batch * (3 * work.inner + 4 * work.hidden)
     most = max(work.squares, default=0)
-    rounding = max((20 * n * k + max(24 * k * k, 8 * k * k + 12 * most) for n, k, _ in work.groups), default=0)
-    rounding = max(rounding, max((24 * k * k + 20 * n * k for n, k, _ in work.experts), default=0))
+    wide = 30 if most else 20
+    rounding = max((wide * n * k + max(28 * k * k, 8 * k * k + 20 * most) for n, k, _ in work.groups), default=0)
+    rounding = max(rounding, max((28 * k * k + 20 * n * k for n, k, _ in work.experts), default=0))
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2

@@ -19,7 +19,7 @@ from torch import Tensor
 from onegraph.formats.e8p import E8P
 from onegraph.formats.fused import stacked
 from onegraph.quant.calibrate import ExpertLayer
-from onegraph.quant.hessian import Moments, Seen, corrected
+from onegraph.quant.hessian import Moments, Seen, corrected, drift
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_group
 from onegraph.quant.recipe import Recipe
 
@@ -68,7 +68,7 @@ class _Rounding:
         weight = self.layer.weight(which, at)
         if not torch.isfinite(weight).all():
             raise ValueError(f"{name}: the weight is not finite; the checkpoint is damaged")
-        weight = corrected(weight, moments, recipe.damping, recipe.correct)
+        weight = corrected(weight, drift(moments, recipe.damping) if recipe.correct else None, recipe.correct)
         try:
             made = quantize_group([weight], moments.h, [self.bits], recipe, generator(recipe.seed, name))[0]
         except ValueError as error:

@@ -34,7 +34,7 @@ from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import generator
 from onegraph.quant.spill import Batches, Spill
 
-LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 12 n^2 to round by
+LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 20 n^2 to round by
 
 
 def batch_tokens(device: torch.device, width: int) -> int:

@@ -18,7 +18,7 @@ Groups = list[list[tuple[str, Any]]]
 class Moments:
     """Of the inputs of one group: `h` = X^T X / T of what the quantized model feeds it, `cross` = X_ref^T X / T against
     what the unquantized model would, `weighed` = X^T diag(w) X / T under weights of tokens (None where those are not
-    tracked). float32 [k, k]; sums over T are float64.
+    tracked). float32 [k, k].
     """
 
     h: Tensor
@@ -137,7 +137,7 @@ def gather(
     """
     spill = spill or Spill()
     groups, layers = model.linear_groups(block), [model.expert_layers(block)[i] for i in experts]
-    sums: dict[int, tuple[Tensor | None, ...]] = {}  # of h, cross, weighed
+    sums: dict[int, list[Tensor | None]] = {}  # of h, cross, weighed
     rows, outputs = 0, spill.batches()
     seen_by = {i: Seen(spill.batches(), [], None if reference is None else spill.batches()) for i in experts}
     with _inputs(groups) as seen, _choices(layers) as routed:
@@ -166,32 +166,42 @@ def gather(
                 if x is None or (reference is not None and other is None):
                     continue
                 heavy = None if weights is None or i not in weights else x * weights[i][at].to(x.device)
-                found = [None if left is None else (left.T @ x).double() for left in (x, other, heavy)]
-                before = sums.get(i, (None,) * 3)
-                sums[i] = tuple(
-                    now if now is None or past is None else now + past for now, past in zip(found, before, strict=True)
-                )
+                lefts = (x, other, heavy)
+                if i not in sums:
+                    sums[i] = [None if left is None else x.new_zeros(x.shape[1], x.shape[1]) for left in lefts]
+                for whole, left in zip(sums[i], lefts, strict=True):
+                    if whole is not None and left is not None:
+                        whole.addmm_(left.T, x)
             rows += batch.shape[0] * batch.shape[1]
     moments = {}
-    for i, whole in sums.items():
-        h, cross, weighed = (None if each is None else (each / rows).float() for each in whole)
+    for i, found in sums.items():
+        h, cross, weighed = (None if each is None else each.div_(rows) for each in found)
         assert h is not None
         moments[i] = Moments(h, cross, weighed)
     return Gathered(moments, seen_by, outputs)
 
 
-def corrected(weight: Tensor, moments: Moments, damping: float, strength: float) -> Tensor:
-    """The weight that does best on the quantized model's inputs: argmin_V |W X_ref - V X|^2, damped towards W.
+def drift(moments: Moments, damping: float) -> Tensor | None:
+    """How far the weight that does best on the quantized model's inputs is from W, over W: argmin_V |W X_ref - V X|^2,
+    damped towards W, is W + W drift. None where there is nothing to correct.
 
-    V = W + strength W (C - H) (H + damping mean(diag H))^-1 with C the cross moments (GPTAQ, arXiv 2504.02692, solves
-    the same problem column by column). weight [n, k] -> float32 [n, k].
+    drift = (C - H) (H + damping mean(diag H))^-1 with C the cross moments (GPTAQ, arXiv 2504.02692, solves the same
+    problem column by column). float32 [k, k].
     """
-    if moments.cross is None or strength == 0:
-        return weight
+    if moments.cross is None:
+        return None
     h = moments.h.double()
     h.diagonal().add_(damping * h.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(h)
     if failed:
-        return weight
-    drift = torch.cholesky_solve((moments.cross - moments.h).double().T, factor).T
-    return weight + strength * (weight @ drift.float())
+        return None
+    del h
+    off = moments.cross - moments.h
+    for rows in off.split(1024):  # in place, some at once: of 14,336 columns each matrix in float64 takes 1.6 GB
+        rows.copy_(torch.cholesky_solve(rows.T.double(), factor).T)
+    return off
+
+
+def corrected(weight: Tensor, drift: Tensor | None, strength: float) -> Tensor:
+    """`weight` [n, k] as `drift` has it, float32."""
+    return weight if drift is None or strength == 0 else weight + strength * (weight @ drift)

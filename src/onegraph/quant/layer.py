@@ -76,23 +76,22 @@ def quantize_group(
         scales.append(scale)
 
     # W ~ diag(out) V diag(in) in the rotated input's basis: once V is rounded, what is left to choose are the scales.
-    def fit(i: int, value: Tensor, damped_o: Tensor | None = None) -> None:
+    def fit(i: int, value: Tensor, h_o: Tensor | None = None) -> None:
         if not recipe.fit_scales:
             return
         v = hadamard(value.contiguous(), hadamard_block(value.shape[1])).T * scales[i] * outs[i].unsqueeze(1)
         vh = v @ damped_h
-        if damped_o is None:
+        if h_o is None:
             gain = (vh * inputs[i]).sum(1) / (vh * v).sum(1).clamp_min(1e-30)
         else:
-            back = _rotated_back(damped_o, outs[i])
-            gain = _joint_gain(vh @ v.T, inputs[i] @ vh.T, back)
+            gain = _joint_gain(v, inputs[i], vh, h_o)
         outs[i] = outs[i] * gain.clamp(0.5, 2.0)
 
     rounded: dict[int, Rounded] = {}
     for i, hessian in enumerate(outputs or ()):
-        rounded[i], damped_o = _round_both(targets[i], bits[i], ldlq, outs[i], hessian(), recipe)
-        fit(i, rounded[i].value, damped_o)
-        del damped_o
+        rounded[i], h_o = _round_both(targets[i], bits[i], ldlq, outs[i], hessian(), recipe)
+        fit(i, rounded[i].value, h_o)
+        del h_o
     descent = descent_coupling(damped_h) if outputs is None and recipe.descent else None
     for rate in sorted(set(bits)) if outputs is None else ():
         at = [i for i, b in enumerate(bits) if b == rate]
@@ -116,9 +115,9 @@ def quantize_group(
 def _round_both(
     target: Tensor, bits: int, ldlq: Coupling, out: Tensor, hessian: Tensor, recipe: Recipe
 ) -> tuple[Rounded, Tensor]:
-    """Round target [k, n] under both factors, of outputs `hessian` [n, n]; and that one as `target` has it, damped.
+    """Round target [k, n] under both factors, of outputs `hessian` [n, n]; and that one with its damping.
 
-    Its damping is so large that float32 suffices.
+    The damping is so large that float32 suffices.
     """
     rotated = _rotated(hessian, out)
     del hessian  # of a wide linear each takes a gigabyte
@@ -126,7 +125,9 @@ def _round_both(
     del rotated
     parts = wave.parts(*target.shape)
     run = encoder(target.device, parts * wave.ROWS, bits, recipe.wide, parts)
-    return wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run), damped_o
+    rounded = wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run)
+    del lower
+    return rounded, _rotated_back(damped_o, out)
 
 
 def _rotated(h: Tensor, scale: Tensor) -> Tensor:
@@ -145,10 +146,10 @@ def _rotated_back(h: Tensor, scale: Tensor) -> Tensor:
     return h.div_(scale.unsqueeze(1)).div_(scale)
 
 
-def _joint_gain(vhv: Tensor, whv: Tensor, h_o: Tensor) -> Tensor:
-    """Gains g [n] of the rows that minimize tr(H_O E H E^T), E = diag(g) V - W; vhv = V H V^T, whv = W H V^T [n, n]."""
-    a = (h_o * vhv).double()
-    b = (h_o * whv).sum(0).double()  # H_O is symmetric: sum over j of H_O,ij (W H V^T)_ji
+def _joint_gain(v: Tensor, w: Tensor, vh: Tensor, h_o: Tensor) -> Tensor:
+    """Gains g [n] of the rows that minimize tr(H_O E H E^T), E = diag(g) V - W; vh = V H [n, k]."""
+    b = ((h_o @ w) * vh).sum(1).double()
+    a = (vh @ v.T).mul_(h_o).double()
     factor, failed = torch.linalg.cholesky_ex(a)
     return torch.ones_like(b).float() if failed else torch.cholesky_solve(b.unsqueeze(1), factor)[:, 0].float()
 

@@ -19,7 +19,7 @@ from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
 from onegraph.quant.fisher import LARGEST, Factors, kl_factors
-from onegraph.quant.hessian import Moments, Seen, corrected, gather
+from onegraph.quant.hessian import Moments, Seen, corrected, drift, gather
 from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, Piece, key_of
 from onegraph.quant.precision import tensor_cores
@@ -209,7 +209,7 @@ class _Job:
                     gathered = gather(model, block, stream, [at], pair, weights=weights, spill=self.spill)
                     moments = gathered.moments
                     gathered.outputs.clear()
-                made |= self.group(prefix, group, moments.get(at), factors)
+                made |= self.group(prefix, group, moments.pop(at, None), factors)
                 self.step(f"{prefix}{group[0][0]}", len(group))
             for at in wanted:
                 if inputs == "group":
@@ -346,10 +346,12 @@ class _Job:
             if not torch.isfinite(module.weight).all():
                 raise ValueError(f"{name}: the weight is not finite; the checkpoint is damaged")
         recipe = self.recipe
-        weights = [corrected(module.weight.float(), moments, recipe.damping, recipe.correct) for _, module, _ in chosen]
+        off = drift(moments, recipe.damping) if recipe.correct else None
+        weights = [corrected(module.weight.float(), off, recipe.correct) for _, module, _ in chosen]
         rates = [bits for _, _, bits in chosen]
+        source, h = generator(recipe.seed, chosen[0][0]), moments.under(recipe.fisher_tokens)
+        del off, moments  # of a wide linear each takes a gigabyte
         try:
-            source, h = generator(recipe.seed, chosen[0][0]), moments.under(recipe.fisher_tokens)
             if all(name in factors.triangles for name, _, _ in chosen):
                 outputs = [functools.partial(factors.of_outputs, name, h.device) for name, _, _ in chosen]
                 made = quantize_group(weights, h, rates, recipe, source, outputs)
