@@ -8,6 +8,7 @@ import pytest
 
 from onegraph.check.declared import capturable, declare, declared
 from onegraph.check.report import (
+from onegraph.check.output import text
     CheckError,
     Event,
     Finding,
@@ -27,6 +28,14 @@ def finding(code="CG101", severity=Severity.ERROR, origin=Origin.SIMULATE, line=
 
 
 def test_json_round_trip():
+def test_a_report_prints_as_the_command_line_does():
+    report = Report(target="t", origins=(Origin.SIMULATE,), steps=4, findings=(finding(),))
+    assert str(report) == text.render(report).rstrip("\n")
+    assert str(report).startswith("CG101 error device-value-read-on-host\n")
+    assert str(report).endswith("t: not capturable (1 error)\n  4 steps simulated")
+    assert repr(report).startswith("Report(target='t'")
+
+
     report = Report(
         target="t",
         findings=(finding(values=("a", "b"), calls=(Frame(path="/a/b.py", line=1, function="f"),)),),
