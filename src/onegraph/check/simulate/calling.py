@@ -2,14 +2,15 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from onegraph.check import containers
+from onegraph.check.places import package_of
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
 
@@ -113,10 +114,19 @@ def internal(error: BaseException) -> bool:
     return path.startswith(frames.HERE) and os.path.basename(path) not in _STAND_INS
 
 
-def where(error: BaseException) -> str:
-    """The innermost line outside of torch and this package."""
-    found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frames._skipped(frame.filename):
-            found = f" ({frame.filename}:{frame.lineno})"
+def theirs(error: BaseException) -> list[TracebackType]:
+    """The calls that led to an error, outermost first, outside of torch and this package."""
+    found = []
+    trace = error.__traceback__
+    while trace is not None:
+        if not frames._skipped(trace.tb_frame.f_code.co_filename):
+            found.append(trace)
+        trace = trace.tb_next
     return found
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own; of an installed package where none of theirs is on the way."""
+    found = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno) for trace in theirs(error)]
+    own = [place for place in found if package_of(place[0]) is None]
+    return "".join(f" ({path}:{number})" for path, number in (own or found)[-1:])
