@@ -74,7 +74,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
-    if memory := memory_line(report.facts.get("memory", {})):
+    memory = memory_line(report.facts.get("memory", {}))
+    if memory and report.verdict is not Verdict.NOT_CAPTURABLE:  # no graph that anybody will hold
         tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
