@@ -106,7 +106,7 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
     target.write_text(BAD)
     for path in (target, target.parent):
         assert run("check", str(path)) == 1
-        assert "read in the source; 1 file\n" in capsys.readouterr().out
+        assert "read in the source; 1 file, 1 step found, 1 function read\n" in capsys.readouterr().out
     (target.parent / "broken.py").write_text("import torch\ndef f(:\n")
     assert run("check", str(target.parent), "--ignore", "CG") == 0
     captured = capsys.readouterr()
@@ -243,7 +243,7 @@ def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixt
     assert {Path(f.path).name for f in report.findings} == {"other.py"}
     other.with_name("third.py").write_text(BAD)
     assert run("check", str(other), str(other.with_name("third.py"))) == 1
-    assert "2 files" in capsys.readouterr().out
+    assert "2 files, 2 steps found, 2 functions read" in capsys.readouterr().out
 
 
 def test_reading_alone_never_says_capturable(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
