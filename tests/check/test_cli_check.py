@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
     target.write_text(BAD)
     for path in (target, target.parent):
         assert run("check", str(path)) == 1
-        assert "read in the source; 1 file\n" in capsys.readouterr().out
+        assert "read in the source; 1 file, 1 step found, 1 function read\n" in capsys.readouterr().out
     (target.parent / "broken.py").write_text("import torch\ndef f(:\n")
     assert run("check", str(target.parent), "--ignore", "CG") == 0
     captured = capsys.readouterr()
@@ -243,7 +244,7 @@ def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixt
     assert {Path(f.path).name for f in report.findings} == {"other.py"}
     other.with_name("third.py").write_text(BAD)
     assert run("check", str(other), str(other.with_name("third.py"))) == 1
-    assert "2 files" in capsys.readouterr().out
+    assert "2 files, 2 steps found, 2 functions read" in capsys.readouterr().out
 
 
 def test_reading_alone_never_says_capturable(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +344,27 @@ PLUGIN = """
 
     def test_unmarked():
         assert True
+
+
+    @pytest.mark.capturable
+    def test_nothing():
+        torch.ones(2)
+
+
+    @pytest.mark.capturable
+    def test_raising():
+        def step(x):
+            return x @ torch.ones(3, 4, device="cuda")
+
+        return step, lambda i: (torch.full((1, 4), float(i), device="cuda"),)
+
+
+    def test_call_bad():
+        assert_capturable(lambda: ((lambda x: x * x.sum().item()), (lambda i: (torch.ones(4, device="cuda") * i,))))
+
+
+    def test_call_raising():
+        assert_capturable(lambda: {}["width"])
 """
 
 
@@ -353,13 +375,23 @@ def test_pytest_plugin(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     done = subprocess.run(
         argv if known else [*argv, "-p", "onegraph.check.pytest_plugin"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # this very package, wherever it lies
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "5 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "CG101 error device-value-read-on-host" in done.stdout
-    assert "CG202" not in done.stdout
+    sections = re.split(r"^_{3,} (\w+) _{3,}$", done.stdout.partition("short test summary")[0], flags=re.MULTILINE)
+    told = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert "CG202" not in told["test_bad"]
+    assert "test_nothing(): got None, allowed a tuple (step, inputs)" in told["test_nothing"]
+    assert '>       return x @ torch.ones(3, 4, device="cuda")' in told["test_raising"]
+    assert ">       assert_capturable(lambda: ((lambda x" in told["test_call_bad"]
+    assert '>       assert_capturable(lambda: {}["width"])' in told["test_call_raising"]
+    frames = re.findall(r"^(\S+\.py):\d+: ", done.stdout, flags=re.MULTILINE)
+    assert set(frames) == {"test_steps.py"}  # neither torch's lines nor ours
+    assert "pyfuncitem" not in done.stdout
 
 
 def test_pre_commit_hooks_name_real_commands(repo: Path) -> None:

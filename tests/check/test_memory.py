@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,13 @@ def test_one_line_of_text() -> None:
     told = text.summary(check_step(keeping))
     assert "memory of the graph: 20.0 MiB, at its peak 12.0 MiB of tensors (4.0 MiB of line test_memory.py:" in told
     assert "a second such graph in its pool adds 20.0 MiB" in told
+
+
+def test_text_has_no_memory_of_a_graph_that_cannot_be() -> None:
+    def factory() -> Any:
+        return (lambda x: x * x.sum().item()), (lambda i: (torch.full((4,), float(i), device="cuda"),))
+
+    report = check_step(factory)
+    assert report.facts["memory"]["pool"]
+    assert "memory of the graph" not in text.summary(report)
+    assert "memory of the graph" in text.summary(report.select(ignore=("CG",)))

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import json
+import re
 
 import pytest
 import torch
@@ -188,8 +190,23 @@ def test_unseen_state_is_found_by_the_referee():
     library._destroy()
 
 
+@torch.no_grad()
+def named_step(x, scale, power=1):
+    return x * scale
+
+
+def returns_nothing():
+    torch.ones(2)
+
+
 BAD = {
     "factory raises": (lambda: 1 / 0, r"factory\(\) raised ZeroDivisionError: division by zero"),
+    "step for a factory": (named_step, r"named_step\(x, scale\) looks like a step.*return named_step, inputs"),
+    "module for a factory": (torch.nn.ReLU(), r"a ReLU\(input\) looks like a step.*return step, inputs"),
+    "class for a factory": (torch.nn.Linear, r"Linear\(\) raised TypeError: .*missing 2 required"),
+    "factory calls wrongly": (lambda: named_step(1), r"TypeError: .*missing 1 required.*test_simulate.py:\d+\)$"),
+    "library raises": (lambda: json.loads("{"), rf"JSONDecodeError: .* \({re.escape(__file__)}:\d+\)$"),
+    "factory returns nothing": (returns_nothing, r"^returns_nothing\(\): got None, allowed a tuple"),
     "factory returns one": (lambda: lambda x: x, r"factory\(\): got a function, allowed a tuple \(step, inputs\)"),
     "inputs no tuple": (lambda: (lambda x: x, lambda i: torch.ones(2)), r"inputs\(0\): got a tensor, allowed a tuple"),
     "inputs raise": (lambda: (lambda x: x, lambda i: {}[i]), r"inputs\(0\) raised KeyError"),

@@ -312,7 +312,7 @@ def together(reports: list[Report]) -> Report:
 
     merged = merge(", ".join(r.target for r in reports), reports)
     if any("files" in r.facts for r in reports):
-        for key in ("files", "steps found"):
+        for key in ("files", "steps found", "functions"):
             merged.facts[key] = sum(r.facts.get(key, 0) for r in reports)
     unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
     if unread:

@@ -9,10 +9,11 @@ def test_decode_step():
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from onegraph.check.api import check_step
-from onegraph.check.report import Report
+from onegraph.check.report import CheckError, Report
 
 MARK = "capturable"
 LINE = (
@@ -47,19 +48,35 @@ def assert_capturable(
     """
     __tracebackhide__ = True
     from onegraph.check.allow import apply
-    from onegraph.check.output import text
 
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
-    report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name)).select(
-        (), tuple(ignore)
-    )
+    try:
+        report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name))
+    except CheckError as error:
+        raise error.with_traceback(None) from _as_the_user_sees(error.__cause__)
+    report = report.select((), tuple(ignore))
     if baseline:
         from onegraph.check.baseline import load
 
         report, _ = load(baseline).without_known(report)
     if report.exit_code(strict=strict):
-        raise AssertionError("the step cannot be captured as it is\n\n" + text.render(report))
+        raise AssertionError(f"the step cannot be captured as it is\n\n{report}")
     return report
+
+
+def _as_the_user_sees(cause: BaseException | None) -> BaseException | None:
+    """What the factory or the step raised, with what that came from, without the frames of torch and of this package
+    between the user's own."""
+    from onegraph.check.simulate.calling import theirs
+
+    error = cause
+    while error is not None:
+        trace: TracebackType | None = None
+        for frame in reversed(theirs(error)):
+            trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        error.__traceback__ = trace
+        error = error.__cause__ or error.__context__
+    return cause
 
 
 def pytest_configure(config: Any) -> None:
@@ -69,6 +86,7 @@ def pytest_configure(config: Any) -> None:
 
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     """Run a marked test as a factory; leave every other test alone."""
+    __tracebackhide__ = True
     mark = pyfuncitem.get_closest_marker(MARK)
     if mark is None:
         return None

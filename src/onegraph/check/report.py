@@ -171,6 +171,12 @@ class Report:
     storages: tuple[StorageInfo, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """The report as `onegraph check` prints it."""
+        from onegraph.check.output import text
+
+        return text.render(self).rstrip("\n")
+
     @property
     def counted(self) -> tuple[Finding, ...]:
         """Findings without those that follow from another one of the report."""

@@ -58,13 +58,14 @@ def load(spec: str, *, live: bool = False) -> Target:
 
     live: it will run on this machine's GPU; otherwise Triton's driver stands for the simulated one.
     """
+    from onegraph.check.simulate.calling import line, where
     from onegraph.check.simulate.cuda import importing
 
     path, name = split(spec)
-    where = spec.rpartition(":")[0]
+    named = spec.rpartition(":")[0]
     try:
         with nullcontext() if live else importing():
-            module = _from_file(path) if where.endswith(".py") or os.sep in where else _from_name(where)
+            module = _from_file(path) if named.endswith(".py") or os.sep in named else _from_name(named)
     except CheckError:
         raise
     except SyntaxError as error:
@@ -72,7 +73,8 @@ def load(spec: str, *, live: bool = False) -> Target:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | Overdue):
             raise
-        raise CheckError(f"target {spec!r}: importing it raised {type(error).__name__}: {_line(error)}") from error
+        told = f"{type(error).__name__}: {line(error)}{where(error)}"
+        raise CheckError(f"target {spec!r}: importing it raised {told}") from error
     factory = getattr(module, name, None)
     if factory is None:
         known = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
@@ -170,8 +172,3 @@ class _cwd_first:
     def __exit__(self, *_: object) -> None:
         if self.added and os.getcwd() in sys.path:
             sys.path.remove(os.getcwd())
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else "(no message)"

@@ -74,7 +74,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     if words:
         line += f" ({', '.join(words)})"
     tail = [f"  {said}"] if said else []
-    if memory := memory_line(report.facts.get("memory", {})):
+    memory = memory_line(report.facts.get("memory", {}))
+    if memory and report.verdict is not Verdict.NOT_CAPTURABLE:  # no graph that anybody will hold
         tail.append(f"  {memory}")
     if "source" in report.facts:
         tail.append(f"  source: {report.facts['source']}")
@@ -118,18 +119,18 @@ def _ran(report: Report) -> list[str]:
     if "live" in report.origins:
         told.append("captured and replayed on a GPU")
     if "files" in report.facts:
-        count = report.facts["files"]
-        told.append(f"{count} file" + "s" * (count != 1))
+        counts = [("files", "file", ""), ("steps found", "step", " found"), ("functions", "function", " read")]
+        told.append(", ".join(_some(report.facts[key], what) + end for key, what, end in counts if key in report.facts))
     return told
 
 
 def _captured(captures: list[dict[str, Any]], calls: int) -> str:
     """What a program captured and replayed, and how much of that was compared with eager."""
     replays, compared = (sum(c[key] for c in captures) for key in ("replays", "compared"))
-    words = [f"{n} {what}{'s' * (n != 1)}" for n, what in ((len(captures), "capture"), (replays, "replay"))]
-    told = f"run on the simulated machine: {words[0]}, {words[1]}, {compared} compared with eager"
+    words = f"{_some(len(captures), 'capture')}, {_some(replays, 'replay')}"
+    told = f"run on the simulated machine: {words}, {compared} compared with eager"
     if calls:
-        told += f"; {calls} call{'s' * (calls != 1)} of functions that torch compiles with graphs of its own"
+        told += f"; {_some(calls, 'call')} of functions that torch compiles with graphs of its own"
     reasons = sorted({c["not compared"] for c in captures if "not compared" in c})
     return f"{told} (others not: {'; '.join(reasons)})" if reasons else told
 
@@ -141,6 +142,10 @@ def _note(gutter: str, label: str, text: str) -> list[str]:
 
 def _function(name: str) -> str:
     return name.rsplit("<locals>.", 1)[-1]
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _plural(severity: Severity, count: int) -> str:

@@ -1,15 +1,17 @@
 """The user's part of a check, called: factory, inputs and step, with what they raise or give told in one line."""
 
+import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from onegraph.check import containers
+from onegraph.check.places import package_of
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
 
@@ -27,15 +29,48 @@ def call_step(step: Callable[..., Any], given: tuple[Any, ...], keywords: dict[s
 
 def build(factory: Callable[[], Any]) -> tuple[Callable[..., Any], Callable[[int], Any]]:
     """(step, inputs) of a factory. Raises CheckError where it gives something else."""
-    built = guarded("factory()", factory)
+    name = _name(factory) or "factory"
+    try:
+        built = guarded(f"{name}()", factory)
+    except CheckError as error:
+        if needed := _needed(factory, error.__cause__):
+            raise CheckError(_step_named(factory, needed)) from error.__cause__
+        raise
     if isinstance(built, Coroutine):
         built.close()
     if not (isinstance(built, tuple) and len(built) == 2 and all(callable(b) for b in built)):
         raise CheckError(
-            f"factory(): got {kind(built)}, allowed a tuple (step, inputs) of two callables; "
+            f"{name}(): got {kind(built)}, allowed a tuple (step, inputs) of two callables; "
             "inputs(i) gives the arguments of the i-th step"
         )
     return built
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    """What the user calls a factory, "" for a lambda or an object."""
+    name = getattr(factory, "__name__", "")
+    return name if name.isidentifier() else ""
+
+
+def _needed(factory: Callable[..., Any], error: BaseException | None) -> list[str]:
+    """The arguments for want of which a call without any raised `error`, before a line of the user's had run."""
+    if not isinstance(error, TypeError) or isinstance(factory, type) or theirs(error):
+        return []
+    try:
+        parameters = inspect.signature(getattr(factory, "forward", factory)).parameters.values()
+    except (TypeError, ValueError):  # nothing that Python could look into
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _step_named(factory: Callable[..., Any], needed: list[str]) -> str:
+    """What to write where a step was named in place of its factory."""
+    name = _name(factory)
+    return (
+        f"{name or kind(factory)}({', '.join(needed)}) looks like a step, allowed a factory: a function without "
+        f"arguments that returns (step, inputs); write def factory(): return {name or 'step'}, inputs, where inputs(i) "
+        "gives the arguments of the i-th step as a tuple or a dict"
+    )
 
 
 def guarded(what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -113,10 +148,19 @@ def internal(error: BaseException) -> bool:
     return path.startswith(frames.HERE) and os.path.basename(path) not in _STAND_INS
 
 
-def where(error: BaseException) -> str:
-    """The innermost line outside of torch and this package."""
-    found = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frames._skipped(frame.filename):
-            found = f" ({frame.filename}:{frame.lineno})"
+def theirs(error: BaseException) -> list[TracebackType]:
+    """The calls that led to an error, outermost first, outside of torch and this package."""
+    found = []
+    trace = error.__traceback__
+    while trace is not None:
+        if not frames._skipped(trace.tb_frame.f_code.co_filename):
+            found.append(trace)
+        trace = trace.tb_next
     return found
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of the user's own; of an installed package where none of theirs is on the way."""
+    found = [(trace.tb_frame.f_code.co_filename, trace.tb_lineno) for trace in theirs(error)]
+    own = [place for place in found if package_of(place[0]) is None]
+    return "".join(f" ({path}:{number})" for path, number in (own or found)[-1:])

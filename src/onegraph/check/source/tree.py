@@ -70,7 +70,8 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
     Steps are: what a file captures (`with torch.cuda.graph(...)`, `capture_begin`, `make_graphed_callables`), the
     `forward` of every module, the step of every function that returns `(step, inputs)`, and functions that are named as
     steps are (`decode_step`). What lies only behind a condition, or rests on a presumed device, is a warning. How many
-    there are is `facts["steps found"]`; files that cannot be read are named in `facts["unread"]`.
+    there are is `facts["steps found"]`, how many functions with those that they call `facts["functions"]`; files that
+    cannot be read are named in `facts["unread"]`.
     """
     path = os.path.abspath(path)
     if os.path.isfile(path):
@@ -110,6 +111,7 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         facts={
             "files": len(files),
             "steps found": len(steps),
+            "functions": len(reached),
             "unread": sorted(set(unread)),
             "read": sorted(reached),
             "allowing": sorted(allowing),
