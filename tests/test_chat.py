@@ -273,8 +273,12 @@ def test_what_is_wrong_is_one_line(
         ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 0), None),
         ({"temperature": 0.6, "do_sample": False}, (), None),
         ({"temperature": 0, "top_k": 20}, (), None),
-        ({"top_k": 20}, (), None),
-        ({"top_k": 20}, ("--temperature", 2), "--top-k 20"),
+        ({"top_k": 20}, (), "--temperature 0.7, --top-p 0.95, --top-k 20"),
+        ({"top_k": 20}, ("--temperature", 2), "--top-p 0.95, --top-k 20"),
+        ({"top_k": 20}, ("--temperature", 0), None),
+        ({}, (), "--temperature 0.7, --top-p 0.95"),
+        ({}, ("--top-p", 0.5), "--temperature 0.7"),
+        ({"do_sample": False}, (), None),
     ],
 )
 def test_it_draws_as_the_model_suggests_and_options_go_over_it(
@@ -292,10 +296,10 @@ def test_it_draws_as_the_model_suggests_and_options_go_over_it(
     (path / "generation_config.json").write_text(json.dumps(file))
     assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 6, *options) == 0
     out, errors = capsys.readouterr()
-    told = [each for each in errors.splitlines() if "generation_config.json" in each]
-    assert told == (
-        [] if line is None else [f"[{line}: as the model's generation_config.json has it; options go over it]"]
-    )
+    told = [each for each in errors.splitlines() if "options go over it" in each]
+    silent = "temperature" not in file and "do_sample" not in file
+    who = "the default, as the model suggests none" if silent else "as the model's generation_config.json has it"
+    assert told == ([] if line is None else [f"[{line}: {who}; options go over it]"])
     words = [*(line or "").replace(",", "").split(), *map(str, options)]
     fields = {n[2:].replace("-", "_"): float(v) for n, v in zip(words[::2], words[1::2], strict=True)}
     if "top_k" in fields:

@@ -34,7 +34,8 @@ Ctrl-C ends an answer after the model's next step, also while it reads the quest
 in the conversation; at the prompt, Ctrl-C twice or Ctrl-D leaves. /help lists the commands. Where question and answer
 do not fit the context any more, the oldest turns are forgotten, and said to be; the system prompt stays. Thoughts
 (<think> ... </think>) are shown and then forgotten. Temperature, top-p and top-k are those that the model's
-generation_config.json suggests, where it does, and options go over them. Where stdin is no terminal, each line of it is
+generation_config.json suggests, or else 0.7 and 0.95, and options go over them; --temperature 0 takes the likeliest
+token. Where stdin is no terminal, each line of it is
 a turn, and the first error ends the program.
 """
 COMMANDS = """\
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     thinking = thinking_of(args)
     sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
-    tokenizer, context, suggestion = prepare(args, thinking, sampling)
+    tokenizer, context, suggestion, who = prepare(args, thinking, sampling)
     params = SamplingParams(**suggestion | sampling)
     with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:
         conversation = Conversation(
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         )
         if suggestion:
             named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in suggestion.items())
-            say(f"[{named}: as the model's generation_config.json has it; options go over it]")
+            say(f"[{named}: {who}; options go over it]")
         with handled(lambda: None) if interactive() else contextlib.nullcontext():
             for line in lines:
                 try:
@@ -108,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(
     args: argparse.Namespace, thinking: bool | None, sampling: Mapping[str, Any]
-) -> tuple[Tokenizer, int, dict[str, Any]]:
-    """The model's tokenizer, the context to keep, and how the model suggests to draw, beside `sampling`; refused before
-    any weight is read is what no turn could do."""
+) -> tuple[Tokenizer, int, dict[str, Any], str]:
+    """The model's tokenizer, the context to keep, how to draw beside `sampling`, and who says so; refused before any
+    weight is read is what no turn could do."""
     from onegraph.api.conversation import room_for
     from onegraph.api.llm import MAX_CONTEXT
     from onegraph.api.tokenizer import Tokenizer
@@ -119,7 +120,7 @@ def prepare(
     with open_model(args.model) as checkpoint:
         largest = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
-        suggestion = suggested(checkpoint, sampling)
+        suggestion, who = suggested(checkpoint, sampling)
     if args.max_context is not None and args.max_context > largest:
         raise UsageError(f"--max-context {args.max_context}: the model's context is {largest}, which is the most")
     if tokenizer.template is None:
@@ -134,7 +135,7 @@ def prepare(
             f"{shortest} with all that stands around it; give --max-context more (at most {largest}), or a shorter "
             "--system"
         )
-    return tokenizer, context, suggestion
+    return tokenizer, context, suggestion, who
 
 
 def respond(llm: LLM, conversation: Conversation, line: str) -> bool:

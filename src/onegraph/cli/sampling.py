@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FIELDS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 FIELDS += ["seed", "n", "logprobs", "regex"]
 SUGGESTED = ("temperature", "top_p", "top_k")
+DRAWN = {"temperature": 0.7, "top_p": 0.95}  # in a conversation, where the model says nothing
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> None:
@@ -80,9 +81,10 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"stop": args.stop, "json_schema": schema}
 
 
-def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model's generation_config.json says of drawing, but for the fields that are `given`; nothing where it
-    does not draw. Raises UsageError for what cannot be drawn with, CheckpointError."""
+def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """How a conversation draws, but for the fields that are `given`, and who says so: the model's
+    generation_config.json, or `DRAWN` where it says nothing; nothing where it does not draw. Raises UsageError for what
+    cannot be drawn with, CheckpointError."""
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.files import parse_json
 
@@ -90,12 +92,15 @@ def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any
     config = {} if data is None else parse_json(data, "generation_config.json")
     default = {"temperature": 1.0} if config.get("do_sample") is True else {}
     said = default | {name: config[name] for name in SUGGESTED if config.get(name) is not None}
+    who = "as the model's generation_config.json has it"
+    if "do_sample" not in config and "temperature" not in said:
+        said, who = DRAWN | said, "the default, as the model suggests none"
     if config.get("do_sample") is False or {**said, **given}.get("temperature", 0) == 0:
-        return {}
+        return {}, ""
     found = {name: value for name, value in said.items() if name not in given}
     for name, value in found.items():
         try:
             SamplingParams(**{name: value})
         except ValueError as error:
             raise UsageError(f"generation_config.json: {error}; give --{name.replace('_', '-')}") from None
-    return found
+    return found, who
