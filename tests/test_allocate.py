@@ -14,6 +14,7 @@ from fuzz.run import invoke
 from onegraph import plan, quantize
 from onegraph.api import measured
 from onegraph.api import quantize as api
+from onegraph.api.budget import AVERAGE
 from onegraph.quant import allocate
 from onegraph.quant.allocate import Knapsack, Option
 from onegraph.quant.quantize import quantize as quantize_blocks
@@ -121,7 +122,9 @@ def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: d
     assert made.after.total_bytes <= stored < made.after.total_bytes + 8192  # the header
     if more.get("lm_head") == 16:
         assert (made.config["lm_head"], made.config["embed_tokens"]) == (None, None)
-    with pytest.raises(ValueError, match=r"size: got 1\.0 kB; this model takes .* at the least"):
+    above = {"lm_head": "embed_tokens, lm_head", "layers": "linears whose rate is set"}.get(next(iter(more), ""))
+    lower = f"ask for that, or for lower rates of {above}$" if above else "ask for that; all that can be"
+    with pytest.raises(ValueError, match=rf"size: got 1\.0 kB; this model takes .* at the least: {lower}"):
         plan(model, size=1000, **SMALL | more)
 
 
@@ -130,11 +133,14 @@ def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp
     command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--tokens", 256]
     command += ["--sequence", 64, "--recipe", "quick", "--device", "cpu"]
     for more, says in (
-        (["--bits", "4.5"], "'4.5' is not a number from 2 to 4"),
+        (["--bits", "4.5"], "got '4.5'; allowed is a number from 2 to 4"),
         (["--size", "3.2 GiB"], "'3.2 GiB' is no size; give e.g. 3.2GB"),
         (["--size", "3GB", "--bits", "3"], "not allowed with argument"),
         (["--lm-head", "5"], "'5' is no rate of an end"),
-        (["--bits", "2", "--lm-head", "auto", "--layer", "*=3"], "bits: got 2; this model takes 2.81 at the least"),
+        (
+            ["--bits", "2", "--lm-head", "auto", "--layer", "*=3"],
+            "2.81 at the least: ask for that, or for lower rates of linears whose",
+        ),
         (["--bits", "2.5", "--layer", "*=16"], "2.5 bits on average: no rate is left to be chosen"),
         (["--size", "1GB", "--format", "nvfp4"], "it takes no other bits, no size"),
     ):
@@ -148,3 +154,8 @@ def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp
     assert found["bits"] == 3
     assert [sorted(point) for point in found["curve"]] == [["bits", "kl"]] * 21
     assert "<- chosen" in errors
+    assert AVERAGE in errors.splitlines()
+    status, out, errors = invoke([*command[:2], tmp_path / "other", *command[3:], "--size", "150kB", "--dry-run"])
+    assert status == 0, errors
+    assert AVERAGE in out.splitlines(), "what is said of the average"
+    assert "bits a weight in the linears (with their scales)" in out

@@ -63,7 +63,7 @@ def test_a_card_names_base_license_rates_sizes_and_calibration(tmp_path: Path) -
     assert "Figures of the base" not in card.content
     assert (snapshot / "README.md").read_text() == FRONT
     assert (out / "LICENSE").read_text() == "the terms"
-    assert "README.md is a model card of its own (license other); the base model's is not copied" in said
+    assert f"{out / 'README.md'} describes the model, for those you may pass it on to (license other)" in said
     (out / "README.md").write_text("edited")
     assert verify(out).ok, "people edit their cards"
 

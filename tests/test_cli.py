@@ -26,6 +26,7 @@ from onegraph import __version__
 from onegraph.cli import COMMANDS, main
 from onegraph.cli.batch import Request
 from onegraph.cli.common import (
+    QUANTIZING,
     PlainBar,
     Progress,
     UsageError,
@@ -130,25 +131,33 @@ def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_
     fails("generate", model, says="--prompt --batch is required")
     fails(*ask, "--wat", says="unrecognized arguments: --wat")
     fails(*ask, "--max", "3", says="unrecognized arguments: --max")  # no abbreviations
-    fails(*ask, "--max-tokens", "many", says="'many' is not an integer from 1")
-    fails(*ask, "--top-p", "0", says="'0' is not a number from more than 0 to 1")
-    fails(*ask, "--temperature", "nan", says="'nan' is not a number")
+    fails(*ask, "--max-tokens", "many", says="got 'many'; allowed is an integer from 1 to")
+    fails(*ask, "--top-p", "0", says="got '0'; allowed is a number from more than 0 to 1")
+    fails(*ask, "--temperature", "nan", says="got 'nan'; allowed is a number")
     fails(*ask, "--max-tokens", "256", says="at most 255 are possible")
     fails(*ask[:-1], "", says="the prompt is empty")
     fails(*ask[:-1], "x " * 300, says="the model's context is 256; shorten the prompt")
     fails(*ask[:-1], "a\udcff", says="not UTF-8")
     fails(*ask, "--chat", says="not allowed with argument")
+    fails(
+        *ask,
+        "--kv",
+        "4",
+        says="turboquant:k3v4 (any of 1, 2, 3 and 4 bits), and options behind these, like turboquant:4,w",
+    )
     fails("generate", tmp_path / "none", "--prompt", "x", says="no such model")
     fails("generate", model, "--batch", tmp_path / "none", says="no such file")
     fails("generate", model, "--batch", "/dev/null", says="not a regular file")
-    fails(*quantize(model, tmp_path / "o", text), "--bits", "5", says="--bits: '5' is not a number from 2 to 4")
+    fails(
+        *quantize(model, tmp_path / "o", text), "--bits", "5", says="--bits: got '5'; allowed is a number from 2 to 4"
+    )
     fails(*quantize(model, tmp_path / "o", text), "--layer", "*.v_proj", says="is not PATTERN=BITS")
     fails(*quantize(model, tmp_path / "o", text), "--layer", "*.w_proj=2", says="'*.w_proj', which matches no linear")
     fails(*quantize(model, model, text), says="exists already")
     fails(*quantize(model, tmp_path / "o", tmp_path / "none"), says="none: no such file")
     (tmp_path / "short.txt").write_text("the")
-    fails(*quantize(model, tmp_path / "o", tmp_path / "short.txt"), says="the calibration text has 1 tokens")
-    fails("eval", model, "--text", tmp_path / "short.txt", says="the text has 1 tokens")
+    fails(*quantize(model, tmp_path / "o", tmp_path / "short.txt"), says="the text has 3 bytes, fewer than the")
+    fails("eval", model, "--text", tmp_path / "short.txt", says="1 tokens of the text are measured; at least 2")
     fails("eval", model, says="the following arguments are required: --text")
     fails("bench", says="WHAT")
     fails("bench", "linear", "--shape", "7x8", says="'7x8' is not KxN")
@@ -598,6 +607,18 @@ def test_progress_of_the_api_is_a_bar_for_each_thing_done(capsys: pytest.Capture
     shown("quantizing", 1, 5)
     shown.__exit__(KeyError, KeyError(), None)
     assert capsys.readouterr().err == "", "an error has its own line"
+
+
+def test_a_bar_on_a_terminal_has_the_words_of_the_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress(**QUANTIZING) as shown:
+        for step in (("quantizing", 0, 0), ("quantizing", 5, 5)):
+            shown(*step)
+    bars = capsys.readouterr().err.split("\r")
+    assert any("| 0 of ? linears [00:00<" in bar for bar in bars), "the number is not known yet"
+    assert "| 5 of 5 linears [00:00<" in bars[-1]
 
 
 def test_an_error_of_the_api_names_the_option() -> None:

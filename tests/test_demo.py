@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import zipfile
@@ -54,6 +55,7 @@ def test_the_whole_demo_and_a_second_run(pip: dict[str, Any], tmp_path: Path) ->
     status, out, errors = run(folder)
     assert status == 0, errors
     assert f"> {demo.QUESTION}" in out
+    assert re.search(r"quantizing: (\d+) of \1 linears", errors), errors
     for label in ("size", "bits a weight, linears", "KL to as fetched", "top-1 agreement", "tokens/s, eager"):
         assert label in out
     (command,) = pip["calls"]

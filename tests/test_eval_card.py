@@ -69,7 +69,7 @@ def card_with(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def evaluated(model: Path, base: Path, text: Path, *more: object) -> tuple[int, str, str]:
-    words = ["--text", text, "--tokens", 400, "--window", 100, "--device", "cpu", *more]
+    words = ["--text", text, "--tokens", 1200, "--window", 100, "--device", "cpu", *more]
     return invoke(["eval", model, "--reference", base, "--card", *words])
 
 
@@ -88,9 +88,8 @@ def test_the_command_writes_what_it_measured_where_the_card_says_so(model: Path,
     assert after.startswith(head + BEGIN)
     assert after.endswith(f"\n{END}\n" + foot)
     assert unmeasured not in after
-    assert f"On `some.txt` (SHA-256 `{found['text_sha256']}`), 396 tokens in windows of 100: against `Base ?1B`, " in (
-        after
-    )
+    on = f"On `some.txt` (SHA-256 `{found['text_sha256']}`), 1,188 tokens in windows of 100"
+    assert f"{on}: against `Base ?1B`, " in after
     today = datetime.datetime.now(datetime.UTC).date()
     assert re.search(
         rf"computed in float32 on a CPU, onegraph [\d.]+, ({today}|{today - datetime.timedelta(1)})\.", after
@@ -102,9 +101,32 @@ def test_the_command_writes_what_it_measured_where_the_card_says_so(model: Path,
     assert verify(model).ok, "SHA256SUMS has no digest of the card"
     assert evaluated(model, base, text)[0] == 0
     assert (model / "README.md").read_text() == after, "the same measure again"
-    status, out, errors = evaluated(model, base, text, "--tokens", 300)
+    status, out, errors = evaluated(model, base, text, "--tokens", 1100)
     assert out.startswith("tokens "), errors
     assert (model / "README.md").read_text().count("<!-- measure ") == 2
+
+
+def test_a_card_takes_no_figures_of_a_few_tokens(model: Path, base: Path, text: Path, tmp_path: Path) -> None:
+    card = (model / "README.md").read_text()
+    (tmp_path / "word").write_text("hat")
+    for words, count in (("--tokens", 999), 999), (("--text", tmp_path / "word"), 3):
+        status, out, errors = evaluated(model, base, text, *words)
+        assert (status, out) == (2, "")
+        says = f"{count} tokens of the text are measured; at least 1000 are needed, for a model card"
+        assert errors == f"onegraph: error: {says}\n", "before anything was evaluated"
+    assert (model / "README.md").read_text() == card
+
+
+def test_figures_of_a_few_tokens_come_with_a_warning(base: Path, text: Path) -> None:
+    command = ["eval", base, "--window", 100, "--device", "cpu", "--text", text, "--tokens"]
+    warning = "warning: figures of 500 tokens mean little; give some thousand tokens of text"
+    for more in ((), ("--ab",), ("--json",)):
+        status, _, errors = invoke([*command, 500, *more])
+        assert status == 0, errors
+        assert errors.splitlines()[0] == warning
+    status, _, errors = invoke([*command, 4000])
+    assert status == 0, errors
+    assert "warning" not in errors
 
 
 def test_another_measure_stands_beside_and_the_same_one_replaces(tmp_path: Path) -> None:

@@ -101,6 +101,21 @@ def test_a_path_that_is_there_is_no_name(hub: dict[str, Any], tmp_path: Path, mo
     assert hub["calls"] == []
 
 
+def test_a_name_that_quantize_works_on_is_a_path(
+    hub: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "x.partial").mkdir(parents=True)
+    for command in (["generate", "out/x", "--prompt", "the"], ["verify", "out/x"]):
+        status, _, errors = invoke(command)
+        assert status == 2
+        assert errors.strip() == (
+            "onegraph: error: out/x: quantizing it has not been finished; the same quantize command goes on with what "
+            "lies in out/x.partial"
+        )
+    assert hub["calls"] == []
+
+
 def test_a_directory_with_one_gguf_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     tiny.write_gguf(tmp_path / "folder" / "tiny.gguf")
@@ -212,7 +227,14 @@ def test_over_http_once_and_then_offline(server: tuple[dict[str, str], list[str]
     assert missing.stderr.splitlines()[-1].startswith(
         "onegraph: error: org/model: no such file or directory here, and it"
     )
+    assert "HF_HUB_OFFLINE is set, and it is not in the cache; where" in missing.stderr.splitlines()[-1]
     assert "hf download org/model --local-dir DIR" in missing.stderr.splitlines()[-1]
+    nowhere = run(HF_ENDPOINT="http://127.0.0.1:1")
+    assert nowhere.returncode == 2
+    assert "the hub cannot be reached; where there is a network: hf" in nowhere.stderr.splitlines()[-1]
+    proxied = run(HF_ENDPOINT="http://hub.invalid", HTTP_PROXY="http://127.0.0.1:1", NO_PROXY="", no_proxy="")
+    assert proxied.returncode == 2
+    assert "the hub cannot be reached" in proxied.stderr.splitlines()[-1]
     assert asked == []
     first = run()
     assert first.returncode == 0, first.stderr

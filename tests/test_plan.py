@@ -159,7 +159,7 @@ def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(
     assert extended(0, extend=True)
     assert not extended(1 << 50, extend=False)
     assert not extended(1 << 50, device="cpu")
-    assert not extended(1 << 50, calibration="a text of the user's own")
+    assert not extended(1 << 50, calibration="a text of the user's own, " * 30)
 
 
 def refused(
@@ -251,6 +251,23 @@ def test_what_it_takes_is_said_before_it_begins(model: Path, tmp_path: Path) -> 
         "quantizing 0.07373M weights in 14 linears (e8p, 4 bits, recipe quick, at most 256 tokens of"
     )
     assert "kB of disk" in first
+
+
+def test_a_text_shorter_than_a_row_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("é" * 31)
+    says = "calibration: the text has 62 bytes, fewer than the 64 tokens of one row"
+    for text in (tmp_path / "text", "é" * 31):
+        with pytest.raises(ValueError, match=says):
+            plan(model, **SMALL | {"calibration": text})
+    assert plan(model, **SMALL | {"calibration": "é" * 32}).tokens == 256
+    command = ["quantize", model, tmp_path / "out", "--dry-run", "--sequence", 64, "--device", "cpu", "--calibration"]
+    status, _, errors = invoke([*command, tmp_path / "text"])
+    assert (status, errors) == (
+        2,
+        f"onegraph: error: {says}; give some 4000 tokens to be of use, or a shorter sequence\n",
+    )
+    status, _, errors = invoke([*command, tmp_path / "none"])
+    assert (status, errors) == (2, f"onegraph: error: {tmp_path / 'none'}: no such file\n")
 
 
 def test_a_corrected_command_samples_no_second_time(

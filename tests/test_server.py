@@ -48,6 +48,7 @@ class Running:
         environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
+        assert self.process.stderr.readline() == f"loading {model}\n"
         line = self.process.stderr.readline()
         assert line.startswith("serving "), line + self.process.stderr.read()
         self.url = line.split()[-1]
@@ -490,7 +491,7 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         second.process.send_signal(signal.SIGINT)
         _, errors = second.process.communicate(timeout=20)
         assert second.process.returncode == 130
-        assert errors.splitlines()[-1] == "onegraph: interrupted"
+        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
         assert "Traceback" not in errors
     finally:
         second.end()
@@ -509,7 +510,7 @@ def test_the_end_waits_for_no_body(model: Path) -> None:
             assert time.monotonic() - started < 3.5, "its grace is 1 s"
             _, errors = running.process.communicate(timeout=20)
         assert "Traceback" not in errors
-        assert errors.splitlines()[-1] == "onegraph: interrupted"
+        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
     finally:
         running.end()
 
@@ -574,7 +575,7 @@ def test_mistakes_on_the_command_line(
         (["--api-key", ""], "--api-key: it is empty or not ASCII"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
         (["--cache-tokens", "100", "--max-context", "200"], "cache_tokens: got 100; a sequence may have"),
-        (["--max-batch", "0"], "argument --max-batch: '0' is not an integer from 1"),
+        (["--max-batch", "0"], "argument --max-batch: got '0'; allowed is an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
         assert says in capsys.readouterr().err

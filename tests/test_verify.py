@@ -19,7 +19,9 @@ from deepseek import save_hf as save_deepseek
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__, quantize, verify
+from onegraph.cli.verify import phrase, unusual
 from onegraph.formats.checkpoint import SIDECARS, write_checkpoint
+from onegraph.quant.recipe import Recipe
 
 KINDS = ("e8p", "nvfp4", "sharded")
 
@@ -109,11 +111,24 @@ def test_it_says_what_is_inside(made: dict[str, Path], model: Path) -> None:
     status, out, errors = invoke(["verify", made["e8p"]])
     assert status == 0, errors
     assert out.splitlines()[-1] == "whole"
-    for words in ("bits a weight in the linears", "name plain, sha256", "name quick, bits 3", "e8p at 2 bits"):
+    for words in ("bits a weight in the linears", "name plain, sha256", "e8p at 2 bits"):
         assert words in out
+    recipe = next(line for line in out.splitlines() if line.startswith("recipe"))
+    assert recipe.split()[1:5] == ["name", "quick,", "bits", "3,"]
+    assert "damping" not in recipe
     shown = json.loads(invoke(["verify", made["e8p"], "--json"])[1])
     assert shown == json.loads(json.dumps(found.as_dict()))
     assert shown["ok"] is True
+
+
+def test_of_a_recipe_what_its_name_does_not_say_is_shown() -> None:
+    good = json.loads(json.dumps({"name": "good"} | Recipe.preset("good", rho={2: 0.9}).to_dict()))
+    assert unusual(good) == {"name": "good", "rho": {"2": 0.9}}
+    assert unusual({"name": "another's", "lever": 1}) == {"name": "another's"}
+    assert unusual({"name": ["no", "name"], "bits": 3}) == {"name": ["no", "name"]}
+    assert unusual("words") == "words"
+    many = {f"model.layers.{i}.mlp.down_proj": 4 for i in range(30)}
+    assert phrase({"name": "good", "layers": many}) == "name good, layers (30 entries)", "never cut within a number"
 
 
 def test_the_same_job_writes_the_same_bytes(model: Path, tmp_path: Path) -> None:
@@ -285,7 +300,7 @@ def test_what_no_model_is(tmp_path: Path) -> None:
     status, _, errors = invoke(["verify", tmp_path / "none"])
     assert status == 2
     assert "no such model" in errors
-    refused(tmp_path, "config.json: no such file")
+    refused(tmp_path, "is no model directory, since it has no config.json")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     found = verify(tmp_path)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onegraph.api.outline import Outline
 
 ENDS = (EMBED, HEAD)
+AVERAGE = "bits on average count codes alone: of linears, and of embedding and head where their rates are chosen too"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class Layers:
                 if self.budget.size is not None
                 else (f"bits: got {self.budget.bits:g}", f"{least / counted:.3g}")
             )
-            raise ValueError(f"{got}; this model takes {lowest} at the least: ask for that, or for lower rates")
+            raise ValueError(f"{got}; this model takes {lowest} at the least: {self._cure}")
         found = Knapsack(parts, limit - set_bits).within(limit - set_bits)
         return Chosen(
             rates=found.rates,
@@ -129,6 +130,21 @@ class Layers:
             loss=found.loss,
             curve=self._curve(whole, counted),
         )
+
+    @property
+    def _cure(self) -> str:
+        """What makes room for a budget: rates that the user has set, where they count in it."""
+        size = self.budget.size is not None
+        above = [
+            "experts" if len(self.found.shapes[name]) == 3 else "linears whose rate is set"
+            for name, rate in self.fixed.items()
+            if name not in self.found.kept and rate > LOWEST and (size or rate != KEEP)
+        ]
+        if size and self.found.own:
+            above += [end.rpartition(".")[2] for end, rate in self.ends.items() if rate is not None and rate > LOWEST]
+        if above:
+            return f"ask for that, or for lower rates of {', '.join(dict.fromkeys(above))}"
+        return f"ask for that; all that can be rounded has {LOWEST} bits then, the lowest rate"
 
     def least(self, costs: Costs) -> Allocation:
         """The lowest rates that there are."""

@@ -110,6 +110,8 @@ def choose(
     for name, value in (("tokens", tokens), ("sequence", sequence)):
         if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
+    if format == "e8p":
+        _refuse_short(calibration, min(sequence, tokens or TOKENS[target.type]))
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
     budget = _budget(bits, size, {HEAD: lm_head, EMBED: embed_tokens})
     rates: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
@@ -143,6 +145,22 @@ def _budget(bits: float, size: int | None, ends: Mapping[str, End]) -> Budget | 
     if bits != 4:
         raise ValueError(f"size and bits {bits:g} are two budgets; give one of them")
     return Budget(size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
+
+
+def _refuse_short(calibration: str | Path, row: int) -> None:
+    """Raises ValueError for a text that has fewer bytes than a row has tokens. A token stands for a byte or more, but
+    for one that a tokenizer puts in front. A file that cannot be read is told of where it is read."""
+    if kind_of(calibration) != "text":
+        return
+    try:
+        count = calibration.stat().st_size if isinstance(calibration, Path) else len(calibration.encode())
+    except (OSError, ValueError):
+        return
+    if count + 1 < row:
+        raise ValueError(
+            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one row; give some 4000 tokens "
+            "to be of use, or a shorter sequence"
+        )
 
 
 def _kept(rate: End) -> int | None:

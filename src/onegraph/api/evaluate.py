@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 
+FEW = 4000  # tokens; figures of fewer say more of the text than of the model
+CARD_TOKENS = 1000  # the fewest whose figures a model card may have
+
 
 def compare_components(
     model: str,
@@ -31,13 +35,12 @@ def compare_components(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
+    remark: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
     """`eval --ab`: a row for each component of `model` that differs from `reference`, or of a model that has none for
-    each component as NVFP4; then one for all of them. Raises ValueError."""
+    each component as NVFP4; then one for all of them. `remark` is told where the text is short. Raises ValueError."""
     with Checkpoint.open(locate(model).path) as checkpoint:
-        ids = Tokenizer(checkpoint).encode(text)[:tokens]
-        if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        ids = _measured_on(Tokenizer(checkpoint), text, tokens, remark)
         window = min(window, parse_config(checkpoint.config).max_positions)
         base = load_decoder(checkpoint, device, dtype, max_context=window, fused=False)
         bits = component_bits(checkpoint)
@@ -68,15 +71,15 @@ def evaluate_checkpoint(
     kv: str = "exact",
     needle: int | None = None,
     w4a4: bool = False,
+    for_card: bool = False,
+    remark: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Figures of `model` on `text`, by name; against `reference` where there is one; `w4a4`: activations in FP4 too.
-    Raises ValueError."""
+    """Figures of `model` on `text`, by name; against `reference` where there is one; `w4a4`: activations in FP4 too;
+    `for_card`: of `CARD_TOKENS` tokens at least. `remark` is told where the text is short. Raises ValueError."""
     setting = parse_kv(kv)
     with Checkpoint.open(locate(model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
-        ids = tokenizer.encode(text)[:tokens]
-        if len(ids) < 2:
-            raise ValueError(f"the text has {len(ids)} tokens; at least 2 are needed, and some thousand to mean much")
+        ids = _measured_on(tokenizer, text, tokens, remark, CARD_TOKENS if for_card else 2)
         config = LlamaConfig.from_dict(checkpoint.config)
         window = min(window, config.max_positions)
         reach = (needle or 0) + ROOM
@@ -114,3 +117,16 @@ def evaluate_checkpoint(
         "bits": round(size.bits, 3),
         "linear_bits": round(size.linear_bits, 3),
     }
+
+
+def _measured_on(
+    tokenizer: Tokenizer, text: str, tokens: int, remark: Callable[[str], None] | None, least: int = 2
+) -> list[int]:
+    """The first `tokens` tokens of a text. Raises ValueError for fewer than `least`."""
+    ids = tokenizer.encode(text)[:tokens]
+    if len(ids) < least:
+        what = "for a model card" if least == CARD_TOKENS else "and some thousand to mean much"
+        raise ValueError(f"{len(ids)} tokens of the text are measured; at least {least} are needed, {what}")
+    if len(ids) < FEW and remark is not None:
+        remark(f"warning: figures of {len(ids)} tokens mean little; give some thousand tokens of text")
+    return ids

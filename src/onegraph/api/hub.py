@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from onegraph.formats.checkpoint import CARD, SIDECARS
+from onegraph.formats.checkpoint import CARD, SIDECARS, unfinished
 from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, reason
 
@@ -16,6 +16,7 @@ NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-
 CONFIGS = ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
 # What a checkpoint is read from; never pickles, and no code.
 PATTERNS = [*CONFIGS, "model*.safetensors", *SIDECARS, CARD]
+NO_ANSWER = "ConnectError", "ConnectTimeout", "ProxyError", "ReadTimeout"  # of httpx
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True) -> Located:
             raise CheckpointError(f"{path}: holds {len(files)} .gguf files and no config.json; name the file")
         return Located(files[0] if files else path, str(model))
     named = NAME.fullmatch(str(model)) if isinstance(model, str) else None
-    if named is None or os.path.lexists(path) or named["repo"].endswith(".gguf"):
+    if named is None or os.path.lexists(path) or named["repo"].endswith(".gguf") or unfinished(path).is_dir():
         return Located(path, str(model))
     return _fetch(named["repo"], named["revision"], weights)
 
@@ -61,13 +62,26 @@ def _fetch(repo: str, revision: str | None, weights: bool) -> Located:
     try:
         # The snapshot's directory is called after the commit that the revision stands for now.
         path = Path(snapshot_download(repo, revision=revision, allow_patterns=PATTERNS if weights else CONFIGS))
-    except (OSError, ValueError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # those of httpx have no base that could be named without importing it
         what = f"revision {revision} of it" if revision else "it"
         raise CheckpointError(
-            f"{repo}: no such file or directory here, and {what} cannot be fetched from the Hugging Face hub "
-            f"({type(error).__name__}: {reason(error)[:200]}); where there is a network: hf download {told} "
-            "--local-dir DIR, then give DIR"
+            f"{repo}: no such file or directory here, and {what} cannot be fetched from the Hugging Face hub: "
+            f"{_why(error)}; where there is a network: hf download {told} --local-dir DIR, then give DIR"
         ) from None
     if not (path / "config.json").exists():
         raise CheckpointError(f"{repo}: the hub's repository has no config.json, so it is no model that can be read")
     return Located(path, f"{repo}@{path.name}")
+
+
+def _why(error: Exception) -> str:
+    """Why the hub gave nothing."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error.__cause__, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and it is not in the cache"
+    # No answer and nothing in the cache; a connection through a proxy fails by itself.
+    if isinstance(error, LocalEntryNotFoundError) or type(error).__name__ in NO_ANSWER:
+        return "the hub cannot be reached"
+    return f"{type(error).__name__}: {reason(error)[:200]}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.budget import AVERAGE
 from onegraph.api.card import Card, license_of
 from onegraph.api.choices import Choices, End, choose
 from onegraph.api.device import pick_dtype
@@ -21,13 +22,13 @@ from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
 from onegraph.api.plan import Plan, allotted, nvfp4_config, rounded_layers, survey
 from onegraph.api.provenance import digest_of, source_of, versions
-from onegraph.api.room import SPILLED, check_room, existing, refuse_existing, unfinished
+from onegraph.api.room import SPILLED, check_room, existing, refuse_existing
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.formats.checkpoint import CARD, Checkpoint, write_checkpoint
+from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
 from onegraph.formats.e8p import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import parse_config
@@ -152,6 +153,8 @@ def quantize(
         choices = replace(choices, extend=found.extended)
         check_room(found, run.out)
         tell(f"quantizing {found}")
+        if choices.budget is not None:
+            tell(AVERAGE)
         for line in found.left_lines:
             tell(line)
         with Partial(
@@ -370,7 +373,7 @@ class _Run:
             about=about,
             card=str(card),
         )
-        self.tell(f"{CARD} is a model card of its own ({card.licensed}); the base model's is not copied")
+        self.tell(f"{self.out / CARD} describes the model, for those you may pass it on to ({card.licensed})")
 
 
 def sample_text(

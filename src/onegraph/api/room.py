@@ -12,6 +12,7 @@ import torch
 
 from onegraph.api.cost import available_memory
 from onegraph.api.size import human_bytes
+from onegraph.formats.checkpoint import unfinished
 
 if TYPE_CHECKING:
     from onegraph.api.plan import Plan
@@ -30,11 +31,6 @@ def refuse_existing(out: Path) -> None:
 def existing(out: Path) -> Path:
     """The nearest directory above `out` that is there."""
     return next(folder for folder in out.absolute().parents if folder.exists())
-
-
-def unfinished(out: Path) -> Path:
-    """The directory of finished blocks beside `out`."""
-    return out.with_name(out.name + ".partial")
 
 
 def _bytes_in(folder: Path, pattern: str = "*") -> int:

@@ -31,6 +31,13 @@ class Size:
             "parameters": self.parameters,
         }
 
+    def __str__(self) -> str:
+        """Both averages, and what each counts."""
+        return (
+            f"{self.linear_bits:.2f} bits a weight in the linears (with their scales), {self.bits:.2f} over the whole "
+            "model (embedding, head and norms too)"
+        )
+
     @property
     def bits(self) -> float:
         """Bits a parameter over the whole model."""

@@ -14,7 +14,7 @@ import torch
 
 from onegraph.api import Progress
 from onegraph.api.size import Size, size_of
-from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint
+from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint, absent
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
 from onegraph.formats.fused import stack_names
@@ -83,7 +83,7 @@ def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> Ve
     """
     path = Path(path)
     if not path.is_dir() and not path.is_file():
-        raise ValueError(f"{path}: no such model; give a directory that holds config.json and weights, or a .gguf file")
+        raise absent(path)
     work = _Work(path, progress or (lambda what, done, total: None))
     return work.run()
 

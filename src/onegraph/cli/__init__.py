@@ -30,7 +30,8 @@ what it cost, and what it runs on:
   onegraph eval out/smollm2-4bit --reference models/SmolLM2-135M-Instruct --text some.txt
   onegraph env
 
-A model is a directory with config.json and model.safetensors, as transformers writes it, or a .gguf file.
+A model is a directory with config.json and model.safetensors, as transformers writes it, a .gguf file, or ORG/NAME of
+the Hugging Face hub, from where it is fetched; `verify` takes the first two.
 'onegraph COMMAND --help' explains each command; --debug, anywhere on the line, shows where an error came from. Exit
 status: 0 done, 1 findings (check, soak, verify), 2 an error that one line on stderr explains, 130 interrupted.
 """

@@ -8,6 +8,7 @@ from typing import Any
 from onegraph.cli.common import (
     BATCH,
     CONTEXT,
+    MODEL,
     STEPS,
     UsageError,
     add_device,
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
     attention.add_argument("--head-dim", type=number(int, 2, 256), default=128, metavar="N", help="(default: 128)")
     attention.set_defaults(run=run_attention)
     step = kinds.add_parser("step", help="the decode step of a model, eager and captured")
-    step.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    step.add_argument("model", metavar="MODEL", help=MODEL)
     step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="may be repeated")
     step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="prompt (default: 128)")
     step.add_argument("--steps", type=STEPS, default=256, metavar="N", help="to time (default: 256)")

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from onegraph.formats.checkpoint import Checkpoint
 
 
+MODEL = "model directory, .gguf file, or ORG/NAME[@REVISION] of the Hugging Face hub"  # help, where `locate` finds it
+
+
 class UsageError(ValueError):
     """The command line is wrong."""
 
@@ -98,7 +101,7 @@ def number(
         if value is None or not (low < value if open_low else low <= value) or not value <= high:
             what, form = ("an integer", "d") if kind is int else ("a number", "g")
             bounds = f"{'more than ' if open_low else ''}{low:{form}} to {high:{form}}"
-            raise argparse.ArgumentTypeError(f"{one_line(repr(text), 60)} is not {what} from {bounds}")
+            raise argparse.ArgumentTypeError(f"got {one_line(repr(text), 60)}; allowed is {what} from {bounds}")
         return value
 
     return parse
@@ -212,8 +215,19 @@ def progress(*, total: int | None = None, what: str, unit: str) -> Any:
         return PlainBar(what, unit, total)
     from tqdm import tqdm
 
-    size = {"unit": "B", "unit_scale": True} if unit == "byte" else {"unit": unit}
-    return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, **size)
+    # Words as `PlainBar` has them; of bytes tqdm's own form, which scales them.
+    plain = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {{n_fmt}} of {{total_fmt}} {unit}s [{{elapsed}}<{{remaining}}]"
+    form = {"unit": "B", "unit_scale": True} if unit == "byte" else {"bar_format": plain}
+    return tqdm(total=total, desc=what, file=sys.stderr, dynamic_ncols=True, **form)
+
+
+def remark(line: str) -> None:
+    """A line of the API for people."""
+    print(one_line(line, 1000), file=sys.stderr, flush=True)
+
+
+# What quantizing reports, and in what each is counted: whichever command quantizes
+QUANTIZING = {"sampling_text": "token", "measuring": "block", "quantizing": "linear"}
 
 
 class Progress:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onegraph.cli.common import (
+    QUANTIZING,
     Progress,
     UsageError,
     add_device,
@@ -155,7 +156,7 @@ def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
     if output.exists():
         say(f"{output} is there from an earlier run")
         return False
-    with Progress(quantizing="group") as shown:
+    with Progress(**QUANTIZING) as shown:
         made = make(source, output, bits=bits, device=device, progress=shown, remark=say)
     say(f"done in {made.seconds:.0f} s")
     return True

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import (
     BATCH,
+    MODEL,
     SEED,
     STEPS,
     Progress,
@@ -46,7 +47,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="the model to draft for: a directory or a .gguf file")
+    parser.add_argument("model", metavar="MODEL", help=f"the model to draft for: {MODEL}")
     parser.add_argument("out", metavar="OUT", help="the head's directory, which must not exist")
     parser.add_argument(
         "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text for prompts (default: a bundled one)"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onegraph.cli.common import (
+    MODEL,
     TEXT_TOKENS,
     Progress,
     UsageError,
@@ -25,6 +26,7 @@ from onegraph.cli.common import (
     pick_dtype,
     print_json,
     read_text,
+    remark,
     tell_exact_layers,
 )
 
@@ -43,7 +45,8 @@ compare only at the same --window. KL is KL(reference || model) in nats a token,
 often both models' likeliest token is the same. bits a weight counts all scales.
 
 --card also writes the figures into README.md of MODEL, a directory: a table for each text, reference, --tokens,
---window, --kv and --needle, which the next run with the same replaces.
+--window, --kv and --needle, which the next run with the same replaces. It takes 1000 tokens at the least; figures of
+fewer than some 4000 say little, and a warning says so.
 
 --kv reads the model through a quantized KV cache as decoding does, and compares it with the same model and exact
 attention (or with --reference). --needle hides sentences at five depths of so many tokens and asks for them.
@@ -65,9 +68,9 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, '-' for stdin")
-    parser.add_argument("--reference", metavar="REF", help="the model to compare with, usually the unquantized one")
+    parser.add_argument("--reference", metavar="REF", help="what to compare with, as MODEL; usually the unquantized")
     parser.add_argument(
         "--tokens", type=TEXT_TOKENS, default=16384, metavar="N", help="of the text to use (default: 16384)"
     )
@@ -137,6 +140,8 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             dtype=dtype,
             progress=shown,
+            for_card=args.card,
+            remark=remark,
         )
     if args.json:
         told = {"model": args.model, "reference": args.reference, "text_sha256": digest}
@@ -231,6 +236,7 @@ def run_ab(args: argparse.Namespace, device: Any) -> int:
             device=device,
             dtype=pick_dtype(args.dtype, device),
             progress=shown,
+            remark=remark,
         )
     if args.json:
         print_json({"model": args.model, "reference": args.reference, "device": str(device), "ab": rows})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
+    MODEL,
     Progress,
     UsageError,
     add_device,
@@ -64,9 +65,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads it from stdin")
     source.add_argument(

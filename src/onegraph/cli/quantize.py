@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import (
+    QUANTIZING,
     Progress,
     add_device,
     add_json,
@@ -18,6 +18,7 @@ from onegraph.cli.common import (
     pick_device,
     print_json,
     read_text,
+    remark,
 )
 from onegraph.formats.files import CheckpointError, read_json
 
@@ -227,13 +228,11 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "device": pick_device(args.device),
     }
-    if args.dry_run:
-        return tell(plan(args.source, args.output, **options), args.json)
     if args.calibration not in ("self", "bundled"):
         options["calibration"] = read_text(args.calibration)
-    with Progress(
-        sampling_text="token", measuring="block", quantizing="linear" if args.format == "nvfp4" else "layer"
-    ) as shown:
+    if args.dry_run:
+        return tell(plan(args.source, args.output, **options), args.json)
+    with Progress(**QUANTIZING) as shown:
         made = quantize(args.source, args.output, progress=shown, remark=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
@@ -248,28 +247,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             f"{args.output}: {human_bytes(made.before.total_bytes)} -> {human_bytes(made.after.total_bytes)}, "
-            f"{made.after.linear_bits:.2f} bits a weight in the linears, {made.after.bits:.2f} over the whole model, "
-            f"in {made.seconds:.0f} s"
+            f"{made.after}, in {made.seconds:.0f} s"
         )
     return 0
 
 
-def remark(line: str) -> None:
-    print(one_line(line, 1000), file=sys.stderr, flush=True)
-
-
 def tell(found: Plan, json: bool) -> int:
     """What --dry-run prints."""
+    from onegraph.api.budget import AVERAGE
+
     if json:
         print_json(found.as_dict())
         return 0
     for pattern, names in found.matched.items():
         print(f"{one_line(pattern, 80)}: {len(names)} linears, {names[0]}{' to ' + names[-1] if names[1:] else ''}")
-    after = found.after
     for line in found.left_lines:
         print(one_line(line, 400))
     print(f"{found.source}: {found}")
-    print(
-        f"{after.linear_bits:.2f} bits a weight in the linears, {after.bits:.2f} over the whole model; nothing written"
-    )
+    if not float(found.bits).is_integer():
+        print(AVERAGE)
+    print(f"{found.after}; nothing written")
     return 0

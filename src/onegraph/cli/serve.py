@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from onegraph.cli.common import (
     BATCH,
     CONTEXT,
+    MODEL,
     UsageError,
     add_device,
     add_dtype,
@@ -20,6 +22,7 @@ from onegraph.cli.common import (
     open_model,
     options,
     pick_device,
+    remark,
     tell_exact_layers,
 )
 from onegraph.cli.generate import CAPTURE, add_draft, drafted
@@ -52,9 +55,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     parser.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="default 8000, 0: any")
     parser.add_argument(
@@ -124,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
         raise UsageError(f"{told}: it is empty or not ASCII; {cure} to let everybody in")
     socket = bind(args.host, args.port)
+    remark(f"loading {args.model}")
     with open_model(args.model) as checkpoint:
         writer = Tokenizer(checkpoint)
     with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
@@ -146,11 +148,15 @@ def run(args: argparse.Namespace) -> int:
     host, port = socket.getsockname()[:2]
 
     def ready() -> None:
-        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", file=sys.stderr, flush=True)
+        remark(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+
+    def ending() -> None:
+        with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
+            remark(f"stopping: answers that run have {args.grace} s")
 
     sys.setswitchinterval(SWITCH)
     with llm:
         worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
         settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
-        listen(socket, worker, settings, grace=args.grace, ready=ready)
+        listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onegraph.cli.common import (
     BATCH,
     CONTEXT,
+    MODEL,
     SEED,
     STEPS,
     UsageError,
@@ -55,7 +56,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="model directory or .gguf file")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--out", required=True, metavar="DIR", help="where rounds.jsonl and plot.svg go")
     parser.add_argument("--steps", type=STEPS, default=5000, metavar="N", help="(default: 5000)")
     parser.add_argument("--batch", type=BATCH, default=2, metavar="B", help="rows (default: 2)")

@@ -22,6 +22,8 @@ range. Nothing is run and no GPU is needed. What a checkpoint does not allow to 
 flipped bit in a weight is just another weight. Exit status 1: a problem was found.
 """
 
+LONG = 150  # characters of a map or a list, of which more are counted in place of being shown
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -52,10 +54,7 @@ def tell(found: Verification) -> None:
     """The finding as a page of text; nothing from the checkpoint reaches the terminal unescaped."""
     if found.size is not None:
         size = found.size
-        print(
-            f"{found.tensors} tensors, {human_bytes(size.total_bytes)}, {size.parameters} parameters: "
-            f"{size.linear_bits:.2f} bits a weight in the linears, {size.bits:.2f} over the whole model"
-        )
+        print(f"{found.tensors} tensors, {human_bytes(size.total_bytes)}, {size.parameters} parameters: {size}")
     elif found.tensors:
         print(f"{found.tensors} tensors")
     if found.layers:
@@ -66,13 +65,26 @@ def tell(found: Verification) -> None:
             print(f"{group.layers:{wide}s}  {group.blocks:>8s}{group.count:>7d}{bits:>8s}  {group.format}")
         print()
     for key, value in (found.about or {}).items():
-        print(f"{one_line(key, 40):<12s} {phrase(value)}")
+        print(f"{one_line(key, 40):<12s} {phrase(unusual(value) if key == 'recipe' else value)}")
     print(f"digests      of {found.digests} files are right" if found.digests else "digests      none")
     for line in found.unchecked:
         print(f"not checked  {one_line(line)}")
     for line in found.problems:
         print(f"PROBLEM      {one_line(line)}")
     print("damaged" if found.problems else "whole, as far as it could be checked" if found.unchecked else "whole")
+
+
+def unusual(recipe: object) -> object:
+    """Of a recipe in onegraph.json its name, and the levers that the recipe of that name has otherwise."""
+    from onegraph.quant.recipe import Recipe
+
+    if not isinstance(recipe, dict) or "name" not in recipe:
+        return recipe
+    try:
+        usual = json.loads(json.dumps(Recipe.preset(str(recipe["name"])).to_dict()))  # keys as JSON has them
+    except ValueError:  # of another version, or somebody else's
+        usual = {}
+    return {key: value for key, value in recipe.items() if key == "name" or (key in usual and usual[key] != value)}
 
 
 def phrase(value: object) -> str:
@@ -83,4 +95,7 @@ def phrase(value: object) -> str:
 
 
 def plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return f"({len(value)} entries)" if isinstance(value, dict | list) and len(text) > LONG else text

@@ -86,10 +86,7 @@ class Checkpoint:
 
                 return GGUFCheckpoint.read(path)
             if not path.is_dir():
-                raise CheckpointError(
-                    f"{path}: no such model; give a directory that holds config.json and model.safetensors, "
-                    "or a .gguf file"
-                )
+                raise absent(path)
             return Checkpoint(path, read_config(path), read_table(path))
         except (OSError, ValueError) as error:
             if isinstance(error, CheckpointError):
@@ -206,10 +203,31 @@ def finite(value: torch.Tensor) -> torch.Tensor | None:
     return low * 0 == high * 0
 
 
+def unfinished(out: Path) -> Path:
+    """The directory beside `out` in which `quantize` keeps finished blocks until `out` is whole."""
+    return out.with_name(out.name + ".partial")
+
+
+def absent(path: Path) -> CheckpointError:
+    """What to say of a path that is neither a directory nor a regular file."""
+    if not os.path.lexists(path) and path.name and unfinished(path).is_dir():
+        return CheckpointError(
+            f"{path}: quantizing it has not been finished; the same quantize command goes on with what lies in "
+            f"{unfinished(path)}"
+        )
+    if path.suffix == ".gguf" and not path.exists():
+        return CheckpointError(f"{path}: no such file")
+    return CheckpointError(
+        f"{path}: no such model; give a directory that holds config.json and model.safetensors, or a .gguf file"
+    )
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many.
     compression_config is what compressed-tensors called it once."""
-    config = read_json(member(path, "config.json") or path / "config.json")
+    if (file := member(path, "config.json")) is None:
+        raise CheckpointError(f"{path}: is no model directory, since it has no config.json")
+    config = read_json(file)
     told = config.get("quantization_config")
     told = config.get("compression_config") if told is None else told
     if told is None and (apart := member(path, "hf_quant_config.json")) is not None:

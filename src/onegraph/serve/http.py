@@ -28,10 +28,19 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: int, ready: Callable[[], None]) -> None:
+def listen(
+    found: socket.socket,
+    worker: Worker,
+    settings: Settings,
+    *,
+    grace: int,
+    ready: Callable[[], None],
+    ending: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until SIGINT or SIGTERM: then no new connections, `grace` seconds for answers that run, and the end.
 
-    ready: called once connections are taken, before the first request. Raises Stopped where it cannot be built.
+    ready: called once connections are taken, before the first request. ending: called before it waits for answers that
+    run. Raises Stopped where it cannot be built.
     """
     try:
         worker.start()
@@ -45,15 +54,17 @@ def listen(found: socket.socket, worker: Worker, settings: Settings, *, grace: i
         server_header=False,
         timeout_graceful_shutdown=grace + LATE,
     )
-    _Uvicorn(config, server, grace, ready).run(sockets=[found])
+    _Uvicorn(config, server, grace, ready, ending).run(sockets=[found])
 
 
 class _Uvicorn(uvicorn.Server):
     """After `grace` seconds what still runs ends with an error of ours; uvicorn would cut its tasks off."""
 
-    def __init__(self, config: uvicorn.Config, server: Server, grace: int, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, server: Server, grace: int, ready: Callable[[], None], ending: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._server, self._grace, self._ready = server, grace, ready
+        self._server, self._grace, self._ready, self._ending = server, grace, ready, ending
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -61,8 +72,9 @@ class _Uvicorn(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.get_running_loop().call_later(self._grace, self._server.end)
+        self._ending()
+        late = asyncio.get_running_loop().call_later(self._grace, self._server.end)
         try:
             await super().shutdown(sockets)
         finally:
-            ending.cancel()
+            late.cancel()
