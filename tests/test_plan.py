@@ -20,6 +20,7 @@ from onegraph import plan, quantize
 from onegraph.api import cost, room
 from onegraph.api import plan as planning
 from onegraph.api.choices import choose
+from onegraph.api.size import Size
 from onegraph.formats.checkpoint import write_checkpoint
 
 TEXT = "the thing in the inn, and a hat. " * 200
@@ -138,6 +139,31 @@ def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 32768, "bundled")
     assert choose(recipe="quick", tokens=100).recipe == "quick"
     assert choose(device="cpu", format="nvfp4").recipe == "good"
+
+
+@pytest.mark.parametrize(
+    ("tied", "rates", "said"),
+    [
+        (True, {"lm_head": 4}, "with lm_head in codes it is stored beside them; with embed_tokens in codes too"),
+        (True, {"embed_tokens": 3}, "with embed_tokens in codes it is stored beside them; with lm_head in codes too"),
+        (True, {"lm_head": 4, "embed_tokens": 4}, None),
+        (True, {}, None),
+        (False, {"lm_head": 4}, None),
+    ],
+)
+def test_one_end_of_a_tied_pair_is_said_to_make_the_model_larger(
+    tied: bool, rates: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"] | {"tie_word_embeddings": tied}))
+    found = plan(tmp_path, device="cpu", **rates)
+    assert len(found.notes) == (said is not None)
+    assert (said or "") in "".join(found.left_lines)
+
+
+def test_a_source_of_fewer_bits_is_told_in_16_too() -> None:
+    sizes = {"linear_bytes": 1, "parameters": 134_500_000, "linear_parameters": 1}
+    assert Size(total_bytes=269_000_000, **sizes).stored == "269.0 MB"
+    assert Size(total_bytes=96_600_000, **sizes).stored == "96.6 MB (269.0 MB in 16 bits)"
 
 
 def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(

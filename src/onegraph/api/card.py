@@ -139,7 +139,7 @@ class Card:
         before, after = self.plan.before, self.plan.after
         yield "| | base | this model |"
         yield "|---|---|---|"
-        yield f"| weights | {human_bytes(before.total_bytes)} | {human_bytes(after.total_bytes)} |"
+        yield f"| weights | {before.stored} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
         yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
         yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"

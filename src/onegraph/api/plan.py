@@ -42,6 +42,7 @@ class Plan:
         before, after: sizes on disk, `after` exact.
         seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
+        notes: what one should know of the choices, a line each.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
             "text". extended: whether the model goes on with the text up to so many tokens.
     """
@@ -68,15 +69,16 @@ class Plan:
     memory: int
     disk: int
     hessians: int
+    notes: list[str]
 
     @property
     def left_lines(self) -> list[str]:
-        """A line for each kind of layer that is left as it is, with why: numbers of blocks and experts as *."""
+        """A line for each kind of layer that is left as it is and why, numbers of blocks and experts as *; `notes`."""
         kinds: dict[tuple[str, str], int] = {}
         for name, why in self.left.items():
             key = NUMBER.sub("*", name), why
             kinds[key] = kinds.get(key, 0) + 1
-        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()]
+        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()] + self.notes
 
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
@@ -86,7 +88,7 @@ class Plan:
             text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
             how += " and of what the model writes behind it" if self.extended else ""
-        size = f"{human_bytes(self.before.total_bytes)} -> {human_bytes(self.after.total_bytes)}"
+        size = f"{self.before.stored} -> {human_bytes(self.after.total_bytes)}"
         minutes = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
         return (
             f"{weights} ({how}) on {self.device}: {size}, some {minutes}, {human_bytes(self.memory)} of memory there, "
@@ -202,7 +204,20 @@ def _survey_e8p(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
     if _extends(choices, found, work):
         choices, work = replace(choices, extend=True), replace(work, sampled=True)
-    return _plan(name, choices, formats, shapes, before, after, work, found)
+    return _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+
+
+def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
+    """Of a tied pair, one of which alone makes the model larger."""
+    rates = {"lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens}
+    asked = [name for name, rate in rates.items() if rate is not None]
+    if f"{HEAD}.weight" in checkpoint or len(asked) != 1:
+        return []
+    (other,) = set(rates) - set(asked)
+    return [
+        f"note: lm_head and embed_tokens are one matrix here, and with {asked[0]} in codes it is stored beside them; "
+        f"with {other} in codes too the model is smaller"
+    ]
 
 
 def _extends(choices: Choices, found: Outline, work: Work) -> bool:
@@ -245,12 +260,12 @@ def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     made = _made(checkpoint, formats, {}, choices, lambda name: name.removesuffix(".weight"), shapes)
     sizes = [(n, k, 4) for n, k in (shapes[each] for each in formats)]
     work = Work(levers=None, search=choices.recipe != "quick", groups=sizes)
-    return _plan(name, choices, formats, shapes, size_of(checkpoint), size_of(made), work, None)
+    return _plan(name, choices, formats, shapes, size_of(checkpoint), size_of(made), work, None, [])
 
 
 def _plan(
     name: str, choices: Choices, formats: Mapping[str, WeightFormat], shapes: Mapping[str, tuple[int, ...]],
-    before: Size, after: Size, work: Work, found: Outline | None,
+    before: Size, after: Size, work: Work, found: Outline | None, notes: list[str],
 ) -> Plan:  # fmt: skip
     calibrated = choices.format == "e8p"
     seconds, memory = estimate(work, choices.device)
@@ -278,6 +293,7 @@ def _plan(
         memory=memory,
         disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
+        notes=notes,
     )
 
 

@@ -39,6 +39,13 @@ class Size:
         )
 
     @property
+    def stored(self) -> str:
+        """Bytes, and what 16 bits a parameter would take where there are fewer: a GGUF file may be small already."""
+        if self.bits > 15:
+            return human_bytes(self.total_bytes)
+        return f"{human_bytes(self.total_bytes)} ({human_bytes(2 * self.parameters)} in 16 bits)"
+
+    @property
     def bits(self) -> float:
         """Bits a parameter over the whole model."""
         return 8 * self.total_bytes / self.parameters

@@ -246,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(told | {"seconds": made.seconds, "before": made.before.as_dict(), "after": made.after.as_dict()})
     else:
         print(
-            f"{args.output}: {human_bytes(made.before.total_bytes)} -> {human_bytes(made.after.total_bytes)}, "
+            f"{args.output}: {made.before.stored} -> {human_bytes(made.after.total_bytes)}, "
             f"{made.after}, in {made.seconds:.0f} s"
         )
     return 0
