@@ -1,5 +1,6 @@
 """E8P: the codebook is what the papers say, decode is exact, encode is nearest, and the rate buys the known quality."""
 
+import shutil
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from onegraph.formats.e8p import (
     sign_masks,
 )
 from onegraph.nn.linear import Linear
+from onegraph.ops.cpu import e8p_encode
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.e8p_embedding import e8p_embedding
-from onegraph.quant.e8p import encode, nearest_per_shift
+from onegraph.quant.e8p import encode, encode_in_calls, nearest_per_shift
 from onegraph.quant.layer import dequantize, quantize_group
 from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe
 
@@ -148,8 +150,12 @@ def test_a_slice_at_multiples_of_128_is_the_slice_of_the_layer() -> None:
 # -------------------------------------------------------------------------------------------------------- encode
 
 
+BOTH = pytest.mark.parametrize("encode", [encode, encode_in_calls], ids=["in C", "in calls"])  # C where there is a GCC
+
+
+@BOTH
 @pytest.mark.parametrize("spread", [0.3, 1.0, 1.5, 4.0])
-def test_encode_is_nearest_among_all_65536(spread: float, every_code: Tensor) -> None:
+def test_encode_is_nearest_among_all_65536(encode: Any, spread: float, every_code: Tensor) -> None:
     x = gaussian(1500) * spread
     codes, _, value = encode(x, 2)
     assert torch.equal(every_code[codes.to(torch.int16).long() + 2**15].T, value)
@@ -177,7 +183,8 @@ def test_third_bit_is_nearest(spread: float) -> None:
     assert row.unique().numel() > 200
 
 
-def test_ties_and_extremes_are_encoded() -> None:
+@BOTH
+def test_ties_and_extremes_are_encoded(encode: Any) -> None:
     """Points on cell walls, zeros, infinities of float16 size: some nearest vector, and its own code."""
     x = torch.cat(
         [torch.zeros(8, 1), torch.full((8, 1), 0.25), torch.eye(8) * 0.5, torch.full((8, 1), 6e4), -torch.eye(8) * 1e4],
@@ -195,19 +202,21 @@ def test_ties_and_extremes_are_encoded() -> None:
         assert torch.equal(q.T.float() / (16 if bits == 4 else 4), value)
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("bits", "wide", "known"),
     [(2, False, 0.0916), (3, False, 0.0297), (4, False, 0.0081), (4, True, 0.0079), (2, True, 0.0916)],
 )
-def test_gaussian_mse_at_each_rate(bits: int, wide: bool, known: float) -> None:
+def test_gaussian_mse_at_each_rate(encode: Any, bits: int, wide: bool, known: float) -> None:
     """The table in docs/quality.md, to 1 per cent; rate-distortion allows .0625, .0156 and .0039."""
     x = gaussian(60000, seed=3) * GAUSSIAN_RHO[bits]
     mse = ((encode(x, bits, wide=wide)[2] - x).square().mean() / x.square().mean()).item()
     assert mse == pytest.approx(known, rel=0.01)
 
 
+@BOTH
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_more_candidates_are_never_worse_and_have_their_own_codes(bits: int) -> None:
+def test_more_candidates_are_never_worse_and_have_their_own_codes(encode: Any, bits: int) -> None:
     x = gaussian(5000, seed=1) * 0.9
     codes, residual, value = encode(x, bits, wide=True)
     assert ((value - x).norm(dim=0) <= (encode(x, bits)[2] - x).norm(dim=0) + 1e-6).all()
@@ -217,8 +226,9 @@ def test_more_candidates_are_never_worse_and_have_their_own_codes(bits: int) -> 
     assert torch.equal(q.T.float() / (16 if bits == 4 else 4), value)
 
 
+@BOTH
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_a_metric_decides_between_candidates(bits: int) -> None:
+def test_a_metric_decides_between_candidates(encode: Any, bits: int) -> None:
     x = gaussian(4000) * GAUSSIAN_RHO[bits]
     metric = torch.linalg.cholesky(torch.diag(torch.logspace(-1, 1, 8)) + 0.1).T.contiguous()
 
@@ -226,6 +236,30 @@ def test_a_metric_decides_between_candidates(bits: int) -> None:
         return (metric @ (value - x)).square().sum().item()
 
     assert cost(encode(x, bits, metric)[2]) < 0.97 * cost(encode(x, bits)[2])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_c_encodes_what_calls_do(bits: int, wide: bool, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("no GCC here")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    factor = torch.linalg.cholesky(torch.eye(8) + 0.3).T.contiguous()
+    for spread in (0.6, 1.0, 2.5):
+        x = gaussian(1000, seed=bits) * spread
+        for metric in (None, factor, torch.stack((factor, torch.eye(8), 2 * factor.T, factor, factor))):
+            found, wanted = encode(x, bits, metric, wide=wide), encode_in_calls(x, bits, metric, wide=wide)
+            same = (found[0] == wanted[0]) & (found[1] == wanted[1])
+            assert same.float().mean() > 0.99, "near ties may fall either way"
+            assert torch.equal(found[2][:, same], wanted[2][:, same])
+    strided = gaussian(2000)[:, ::2]
+    assert torch.equal(encode(strided, bits)[0], encode(strided.contiguous(), bits)[0])
+
+
+def test_without_a_compiler_calls_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(e8p_encode, "library", lambda *_: None)
+    assert e8p_encode.native(4, []) is None
 
 
 @pytest.mark.gpu

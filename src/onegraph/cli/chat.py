@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onegraph.cli.common import CONTEXT, UsageError, number, one_line, open_model, options
+from onegraph.cli.common import CONTEXT, MODEL, UsageError, number, one_line, open_model, options
 from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
 from onegraph.cli.sampling import add_sampling, sampling_of, suggested
 
@@ -56,9 +56,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, .gguf file, or ORG/NAME of the Hugging Face hub"
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything")
     add_thinking(parser)
     parser.add_argument(

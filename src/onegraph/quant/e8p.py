@@ -1,4 +1,4 @@
-"""Nearest E8P codes of given vectors, one or two stages.
+"""Nearest E8P codes of given vectors, one or two stages: in torch's calls, and on a CPU with a compiler in C.
 
 Vectors are columns: x [8, N] float32 in units of w (the codebook's unit), so that each coordinate is one contiguous row
 and every step below is one vector operation over N. Nothing here searches 65,536 candidates, and nothing is approximate
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import STAGE_RATIO, codebook
+from onegraph.ops.cpu.e8p_encode import Encode, native
 
 # The 227 absolute vectors of norm <= 10 are seven orbits under permutation. Of each: how much it exceeds
 # (1/2, ..., 1/2) at its four largest coordinates, and whether the number of negative coordinates must be odd.
@@ -208,6 +209,21 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = F
     one for each of B equal parts of the columns; None is the Euclidean one. Returns codes int32 [N], residual int32 [N]
     (zeros at 2 bits), and the decoded vectors [8, N].
     """
+    if x.device.type == "cpu" and (run := _in_c(bits)) is not None:
+        return run(x, metric, 8 if wide else 2)
+    return encode_in_calls(x, bits, metric, wide=wide)
+
+
+@lru_cache(maxsize=8)
+def _in_c(bits: int) -> Encode | None:
+    t = _tables(torch.device("cpu"))
+    return native(bits, (t.index, t.odd, t.absolute.T, t.halves.T.int(), t.half_row, t.e81b.T))
+
+
+def encode_in_calls(
+    x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`encode`, in torch's calls."""
     codes, value = nearest_per_shift(x)  # [C, N], [8, C, N]
     if wide:
         codes, value = _neighbours(x, codes, value)
