@@ -265,26 +265,27 @@ def test_what_is_wrong_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "line"),
+    ("file", "options", "line", "default"),
     [
-        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (), "--temperature 0.6, --top-p 0.95, --top-k 20"),
-        ({"do_sample": True, "top_k": 20}, (), "--temperature 1, --top-k 20"),
-        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 2), "--top-p 0.95"),
-        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 0), None),
-        ({"temperature": 0.6, "do_sample": False}, (), None),
-        ({"temperature": 0, "top_k": 20}, (), None),
-        ({"top_k": 20}, (), "--temperature 0.7, --top-p 0.95, --top-k 20"),
-        ({"top_k": 20}, ("--temperature", 2), "--top-p 0.95, --top-k 20"),
-        ({"top_k": 20}, ("--temperature", 0), None),
-        ({}, (), "--temperature 0.7, --top-p 0.95"),
-        ({}, ("--top-p", 0.5), "--temperature 0.7"),
-        ({"do_sample": False}, (), None),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (), "--temperature 0.6, --top-p 0.95, --top-k 20", None),
+        ({"do_sample": True, "top_k": 20}, (), "--temperature 1, --top-k 20", None),
+        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 2), "--top-p 0.95", None),
+        ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 0), None, None),
+        ({"temperature": 0.6, "do_sample": False}, (), None, None),
+        ({"temperature": 0, "top_k": 20}, (), None, None),
+        ({"top_k": 20}, (), "--top-k 20", "--temperature 0.7, --top-p 0.95"),
+        ({"top_k": 20, "do_sample": None}, ("--temperature", 2), "--top-k 20", "--top-p 0.95"),
+        ({"top_k": 20}, ("--temperature", 0), None, None),
+        ({}, (), None, "--temperature 0.7, --top-p 0.95"),
+        ({}, ("--top-p", 0.5), None, "--temperature 0.7"),
+        ({"do_sample": False}, (), None, None),
     ],
 )
 def test_it_draws_as_the_model_suggests_and_options_go_over_it(
     file: dict[str, Any],
     options: tuple[Any, ...],
     line: str | None,
+    default: str | None,
     model: Path,
     llm: LLM,
     tmp_path: Path,
@@ -297,10 +298,9 @@ def test_it_draws_as_the_model_suggests_and_options_go_over_it(
     assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 6, *options) == 0
     out, errors = capsys.readouterr()
     told = [each for each in errors.splitlines() if "options go over it" in each]
-    silent = "temperature" not in file and "do_sample" not in file
-    who = "the default, as the model suggests none" if silent else "as the model's generation_config.json has it"
-    assert told == ([] if line is None else [f"[{line}: {who}; options go over it]"])
-    words = [*(line or "").replace(",", "").split(), *map(str, options)]
+    both = (line, "as the model's generation_config.json has it"), (default, "since it says nothing of that")
+    assert told == [f"[{each}: {who}; options go over it]" for each, who in both if each is not None]
+    words = [*", ".join(filter(None, (line, default))).replace(",", "").split(), *map(str, options)]
     fields = {n[2:].replace("-", "_"): float(v) for n, v in zip(words[::2], words[1::2], strict=True)}
     if "top_k" in fields:
         fields["top_k"] = int(fields["top_k"])

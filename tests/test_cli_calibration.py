@@ -1,7 +1,9 @@
 """`onegraph quantize` without a text: calibration on the text of onegraph itself, or on what the model samples."""
 
+import gc
 import importlib
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fuzz.run import invoke
 from onegraph.api.quantize import BUNDLED
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
 from onegraph.quant.quantize import quantize as quantize_blocks
 
 api = importlib.import_module("onegraph.api.quantize")  # the package's `quantize` is the function
@@ -109,3 +112,24 @@ def test_a_model_calibrated_on_itself_generates(model: Path) -> None:
     status, out, errors = invoke(["generate", model.parent / "used", "--prompt", "the", "--raw", "--max-tokens", 4])
     assert status == 0, errors
     assert out.strip()
+
+
+def test_of_the_model_that_wrote_the_text_nothing_is_left(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[Llama]] = []
+    load = Llama.load
+
+    def watched(*args: Any, **options: Any) -> Llama:
+        made = load(*args, **options)
+        loaded.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(api.Llama, "load", watched)
+    gc.disable()
+    try:
+        with Checkpoint.open(model) as checkpoint:
+            starts, silent = [[5], [6]], lambda *_: None
+            text = api.sample_text(checkpoint, Tokenizer(checkpoint), torch.device("cpu"), starts, 8, 0, silent)
+        assert text.shape == (2, 8)
+        assert [each() for each in loaded] == [None]
+    finally:
+        gc.enable()

@@ -157,7 +157,28 @@ def test_one_end_of_a_tied_pair_is_said_to_make_the_model_larger(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"] | {"tie_word_embeddings": tied}))
     found = plan(tmp_path, device="cpu", **rates)
     assert len(found.notes) == (said is not None)
-    assert (said or "") in "".join(found.left_lines)
+    assert found.as_dict()["notes"] == found.notes
+    assert (said or "") in "".join(found.notes)
+
+
+def test_who_is_refused_for_memory_is_told_what_would_do(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(**options: Any) -> str:
+        with pytest.raises(ValueError, match="of memory on cpu and") as caught:
+            plan(model, tmp_path / "out", device="cpu", **options)
+        return str(caught.value)
+
+    alone = plan(model, device="cpu", tokens=1 << 20).rounding
+    monkeypatch.setattr(planning, "sampling_memory", lambda work, device: 1 << 40)
+    monkeypatch.setattr(room, "available_memory", lambda device: alone)
+    assert "--no-extend does without" in told(tokens=1 << 20, extend=True)
+    assert "give a text" in told(tokens=1 << 20, calibration="self")
+    monkeypatch.setattr(room, "available_memory", lambda device: 1)
+    for options in ({}, {"extend": True}):
+        assert told(**options).endswith("ask for fewer tokens")
+        assert told(recipe="good", **options).endswith("ask for fewer tokens, or recipe 'quick'")
+        assert told(recipe="best", **options).endswith("choose 'good'")
 
 
 def test_a_source_of_fewer_bits_is_told_in_16_too() -> None:
@@ -171,12 +192,13 @@ def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"]))
     monkeypatch.setattr("onegraph.api.choices.pick_device", torch.device)
-    monkeypatch.setattr(planning, "estimate", lambda work, device: (1.0, int(work.sampled)))
+    monkeypatch.setattr(planning, "estimate", lambda work, device: (1.0, 1))
 
     def extended(memory: int, **options: Any) -> bool:
         monkeypatch.setattr(planning, "total_memory", lambda device: memory)
         found = plan(tmp_path, **({"device": "cuda", "activations": 0} | options))
-        assert found.memory == found.extended, "time and memory are of what is done"
+        assert found.rounding == 1
+        assert (found.memory > 1) == found.extended, "what is written takes the whole model"
         return found.extended
 
     whole = 2 * (8_030_261_248 + 64 * 512 * 2 * 32 * 8 * 128)  # bfloat16, and the cache of 64 rows
@@ -186,6 +208,7 @@ def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(
     assert not extended(1 << 50, extend=False)
     assert not extended(1 << 50, device="cpu")
     assert not extended(1 << 50, calibration="a text of the user's own, " * 30)
+    assert not extended(1 << 50, tokens=4096), "the bundled text has so many"
 
 
 def refused(
@@ -218,7 +241,7 @@ def test_nothing_is_sampled_for_a_command_that_cannot_end_well(
     refused(r"needs 1\d\d\.\d kB of this disk and 50\.0 kB are free", model, tmp_path / "out", **sampled)
     monkeypatch.undo()
     monkeypatch.setattr(room, "available_memory", lambda _: 400_000)
-    refused(r"calibration 'self' holds the whole model; give a text", model, tmp_path / "out", **sampled)
+    refused(r"ask for fewer tokens", model, tmp_path / "out", **sampled)
     refused(r"takes at least .* of memory on cpu and 400\.0 kB are free", model, tmp_path / "out", calibration=TEXT)
 
 

@@ -382,9 +382,9 @@ def test_a_wide_choice_brings_an_embedding_of_four_bits_closer() -> None:
 
 
 def test_products_are_rounded_on_a_gpu_alone_and_no_longer_than_asked() -> None:
-    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
     with tensor_cores(torch.device("cpu")):
-        assert torch.get_float32_matmul_precision() == before
+        assert torch.get_float32_matmul_precision() == "highest"
 
     def damaged() -> None:
         with tensor_cores(torch.device("cuda")):
@@ -392,4 +392,14 @@ def test_products_are_rounded_on_a_gpu_alone_and_no_longer_than_asked() -> None:
 
     with pytest.raises(KeyError, match="high"):
         damaged()
-    assert torch.get_float32_matmul_precision() == before == "highest"
+    assert torch.get_float32_matmul_precision() == "highest"
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        return
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        for device in ("cpu", "cuda"):
+            with tensor_cores(torch.device(device)):
+                assert torch.backends.cuda.matmul.fp32_precision == "tf32", "a process that has set it keeps it"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

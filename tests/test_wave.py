@@ -168,6 +168,15 @@ def test_a_symmetric_matrix_is_kept_in_half_the_room(n: int) -> None:
     assert torch.equal(back, whole.float())
 
 
+def test_linears_that_are_kept_have_no_factors() -> None:
+    tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
+    made = dict(kl_factors(Tiny(), tokens, seed=0, rounded=lambda name: not name.endswith("down")))
+    whole = dict(kl_factors(Tiny(), tokens, seed=0))
+    for i, factors in made.items():
+        assert factors.triangles.keys() == whole[i].triangles.keys() - {f"blocks.{i}.down"}
+        assert all(torch.equal(t, whole[i].triangles[name]) for name, t in factors.triangles.items())
+
+
 def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"cpu": 8192, "cuda": 32768}  # likewise; of a text, as many as it has
+BUNDLED_LEAST = 4096  # tokens that the bundled text surely has, whatever the tokenizer
 PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
 End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" is to be chosen, 16 and None keep it

@@ -114,7 +114,7 @@ class Work:
 
 
 def estimate(work: Work, device: torch.device) -> tuple[float, int]:
-    """Seconds, and bytes of the device's memory at the least."""
+    """Seconds, and bytes of the device's memory at the least, but for the model that writes text (`sampling_memory`)."""
     if work.levers is None:
         weights = sum(n * k for n, k, _ in work.groups)
         x = _normal(512, 1024, device)
@@ -228,7 +228,7 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
         peak = max(peak, min(work.written, SHARD_BYTES))
     if levers.tune is not None:
         peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + work.stream)
-    return max(peak, sampling_memory(work, device)) if work.sampled else peak
+    return peak
 
 
 def sampling_memory(work: Work, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onegraph.api.budget import Chosen, Layers
-from onegraph.api.choices import Choices, choose, kind_of
+from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
@@ -40,9 +40,10 @@ class Plan:
             our own decoder runs it, `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
-        seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least.
+        seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least;
+            rounding: of them all but for the model that writes text.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
-        notes: what one should know of the choices, a line each.
+        notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
             "text". extended: whether the model goes on with the text up to so many tokens.
     """
@@ -67,18 +68,20 @@ class Plan:
     after: Size
     seconds: float
     memory: int
+    rounding: int
     disk: int
     hessians: int
     notes: list[str]
+    chosen: bool = False
 
     @property
     def left_lines(self) -> list[str]:
-        """A line for each kind of layer that is left as it is and why, numbers of blocks and experts as *; `notes`."""
+        """A line for each kind of layer that is left as it is, with why: numbers of blocks and experts as *."""
         kinds: dict[tuple[str, str], int] = {}
         for name, why in self.left.items():
             key = NUMBER.sub("*", name), why
             kinds[key] = kinds.get(key, 0) + 1
-        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()] + self.notes
+        return [f"left as it is: {name} ({count} of them): {why}" for (name, why), count in kinds.items()]
 
     def __str__(self) -> str:
         """In a line: what is done, and what it costs."""
@@ -104,11 +107,12 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
         told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
-        told |= {"tokens": self.tokens, "extended": self.extended, "linears": self.linears}
+        told |= {"tokens": self.tokens, "extended": self.extended, "linears": self.linears, "chosen": self.chosen}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
         told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
-        return told | {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
+        told |= {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
+        return told | {"notes": self.notes}
 
 
 def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **options: Any) -> Plan:
@@ -156,7 +160,7 @@ def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs |
     decided = with_rates(choices, layers, chosen.rates)
     plan = _survey_e8p(checkpoint, name, decided, found, 0 if measured else len(costs))
     bits = chosen.bits if layers.budget.bits is None else layers.budget.bits
-    return replace(plan, bits=round(bits, 3)), decided, chosen
+    return replace(plan, bits=round(bits, 3), chosen=True), decided, chosen
 
 
 def budget_layers(checkpoint: Checkpoint, choices: Choices, found: Outline | None = None) -> Layers:
@@ -225,7 +229,8 @@ def _extends(choices: Choices, found: Outline, work: Work) -> bool:
     more than three quarters of."""
     if choices.extend is not None:
         return choices.extend
-    if not found.own or choices.calibration != "bundled" or choices.device.type != "cuda":
+    asked = choices.calibration == "bundled" and choices.device.type == "cuda" and choices.tokens > BUNDLED_LEAST
+    if not (asked and found.own):
         return False
     return sampling_memory(work, choices.device) <= 0.75 * total_memory(choices.device)
 
@@ -268,7 +273,8 @@ def _plan(
     before: Size, after: Size, work: Work, found: Outline | None, notes: list[str],
 ) -> Plan:  # fmt: skip
     calibrated = choices.format == "e8p"
-    seconds, memory = estimate(work, choices.device)
+    seconds, rounding = estimate(work, choices.device)
+    memory = max(rounding, sampling_memory(work, choices.device) if work.sampled else 0)
     kept = {layer: "kept: its rate is 16" for layer in shapes if layer not in formats}
     return Plan(
         source=name,
@@ -291,6 +297,7 @@ def _plan(
         after=after,
         seconds=seconds,
         memory=memory,
+        rounding=rounding,
         disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
         notes=notes,

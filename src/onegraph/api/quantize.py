@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -109,7 +110,7 @@ def quantize(
             with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
             most (default: 8192 on a CPU, 32768 on a GPU). sequence: tokens of a row of it. extend: where the text has
             fewer tokens than `tokens`, the model samples the rest behind pieces of it (holds the whole model); None: of
-            the bundled text alone, on a GPU whose memory holds the model twice.
+            the bundled text alone, on a GPU of which the model and its cache take three quarters at most.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are (with `size`
             their rates are chosen; 16 leaves them), "auto": its rate is chosen, and it counts in `bits`. Of a model
@@ -153,7 +154,7 @@ def quantize(
         choices = replace(choices, extend=found.extended)
         check_room(found, run.out)
         tell(f"quantizing {found}")
-        if choices.budget is not None:
+        if found.chosen:
             tell(AVERAGE)
         for line in found.left_lines:
             tell(line)
@@ -256,6 +257,8 @@ class _Run:
             self.tell(f"quantizing {found}")
             alone = {" ".join(parts): round(cost, 6) for parts, cost in costs.items()}
             told, curve = {"allocation": asked | {"costs": alone}}, chosen.curve
+        for line in found.notes:
+            self.tell(line)
         recipe = replace(choices.levers, layers=found.rates)
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
@@ -386,7 +389,24 @@ def sample_text(
     progress: Progress,
 ) -> torch.Tensor:
     """Calibration tokens that the model writes behind each of `starts`, which are of one length, int64 [N, length]: the
-    same seed, the same text."""
+    same seed, the same text. Of the model nothing is left in memory."""
+    try:
+        return _sampled(checkpoint, tokenizer, device, starts, length, seed, progress)
+    finally:
+        gc.collect()  # a graph and the engine that runs it refer to each other
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _sampled(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    starts: list[list[int]],
+    length: int,
+    seed: int,
+    progress: Progress,
+) -> torch.Tensor:
     model = Llama.load(checkpoint, device, pick_dtype("auto", device), max_context=length)
     engine = Engine(model, max_batch=min(len(starts), 64), max_context=length)
     calls, written, total = 0, 0, len(starts) * (length - len(starts[0]))

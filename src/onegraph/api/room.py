@@ -60,10 +60,12 @@ def check_room(found: Plan, out: Path) -> None:
         )
     memory = available_memory(torch.device(found.device))
     if memory is not None and found.memory > memory:
-        whole = "calibration 'self' holds the whole model; give a text" if found.calibration == "self" else None
-        if found.extended:
-            whole = "with extend the model goes on with the text, which holds all of it: --no-extend, or more text"
-        if whole is None and found.recipe == "best":
+        whole = None
+        if found.rounding <= memory:  # the rest is for the model that writes text
+            whole = "the model that goes on with the text takes so much; --no-extend does without"
+            if found.calibration == "self":
+                whole = "calibration 'self' holds the whole model; give a text"
+        elif found.recipe == "best":
             whole = "recipe 'best' holds the whole model; choose 'good'"
         raise ValueError(
             f"{found.source}: takes at least {human_bytes(found.memory)} of memory on {found.device} and "

@@ -84,15 +84,19 @@ def run(args: argparse.Namespace) -> int:
     thinking = thinking_of(args)
     sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
-    tokenizer, context, suggestion, who = prepare(args, thinking, sampling)
-    params = SamplingParams(**suggestion | sampling)
+    tokenizer, context, said, drawn = prepare(args, thinking, sampling)
+    params = SamplingParams(**said | drawn | sampling)
     with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
         )
-        if suggestion:
-            named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in suggestion.items())
-            say(f"[{named}: {who}; options go over it]")
+        for fields, who in (
+            (said, "as the model's generation_config.json has it"),
+            (drawn, "since it says nothing of that"),
+        ):
+            if fields:
+                named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in fields.items())
+                say(f"[{named}: {who}; options go over it]")
         with handled(lambda: None) if interactive() else contextlib.nullcontext():
             for line in lines:
                 try:
@@ -107,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(
     args: argparse.Namespace, thinking: bool | None, sampling: Mapping[str, Any]
-) -> tuple[Tokenizer, int, dict[str, Any], str]:
-    """The model's tokenizer, the context to keep, how to draw beside `sampling`, and who says so; refused before any
-    weight is read is what no turn could do."""
+) -> tuple[Tokenizer, int, dict[str, Any], dict[str, Any]]:
+    """The model's tokenizer, the context to keep, how to draw beside `sampling` as the model says and
+    by default; refused before any weight is read is what no turn could do."""
     from onegraph.api.conversation import room_for
     from onegraph.api.llm import MAX_CONTEXT
     from onegraph.api.tokenizer import Tokenizer
@@ -118,7 +122,7 @@ def prepare(
     with open_model(args.model) as checkpoint:
         largest = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
-        suggestion, who = suggested(checkpoint, sampling)
+        said, drawn = suggested(checkpoint, sampling)
     if args.max_context is not None and args.max_context > largest:
         raise UsageError(f"--max-context {args.max_context}: the model's context is {largest}, which is the most")
     if tokenizer.template is None:
@@ -133,7 +137,7 @@ def prepare(
             f"{shortest} with all that stands around it; give --max-context more (at most {largest}), or a shorter "
             "--system"
         )
-    return tokenizer, context, suggestion, who
+    return tokenizer, context, said, drawn
 
 
 def respond(llm: LLM, conversation: Conversation, line: str) -> bool:

@@ -261,10 +261,10 @@ def tell(found: Plan, json: bool) -> int:
         return 0
     for pattern, names in found.matched.items():
         print(f"{one_line(pattern, 80)}: {len(names)} linears, {names[0]}{' to ' + names[-1] if names[1:] else ''}")
-    for line in found.left_lines:
+    for line in (*found.left_lines, *found.notes):
         print(one_line(line, 400))
     print(f"{found.source}: {found}")
-    if not float(found.bits).is_integer():
+    if found.chosen:
         print(AVERAGE)
     print(f"{found.after}; nothing written")
     return 0

@@ -81,26 +81,27 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"stop": args.stop, "json_schema": schema}
 
 
-def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """How a conversation draws, but for the fields that are `given`, and who says so: the model's
-    generation_config.json, or `DRAWN` where it says nothing; nothing where it does not draw. Raises UsageError for what
-    cannot be drawn with, CheckpointError."""
+def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How a conversation draws, but for the fields that are `given`: what the model's generation_config.json says, and
+    what `DRAWN` adds where it neither says whether to draw nor how. Both are empty where it does not draw. Raises
+    UsageError for what cannot be drawn with, CheckpointError."""
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.files import parse_json
 
     data = checkpoint.sidecar("generation_config.json")
     config = {} if data is None else parse_json(data, "generation_config.json")
-    default = {"temperature": 1.0} if config.get("do_sample") is True else {}
-    said = default | {name: config[name] for name in SUGGESTED if config.get(name) is not None}
-    who = "as the model's generation_config.json has it"
-    if "do_sample" not in config and "temperature" not in said:
-        said, who = DRAWN | said, "the default, as the model suggests none"
-    if config.get("do_sample") is False or {**said, **given}.get("temperature", 0) == 0:
-        return {}, ""
-    found = {name: value for name, value in said.items() if name not in given}
-    for name, value in found.items():
+    said = {name: config[name] for name in SUGGESTED if config.get(name) is not None}
+    drawn: dict[str, Any] = {}
+    if config.get("do_sample") is True:
+        said = {"temperature": 1.0} | said
+    elif config.get("do_sample") is None and "temperature" not in said:
+        drawn = {name: value for name, value in DRAWN.items() if name not in said}
+    if config.get("do_sample") is False or {**said, **drawn, **given}.get("temperature", 0) == 0:
+        return {}, {}
+    said, drawn = ({name: value for name, value in each.items() if name not in given} for each in (said, drawn))
+    for name, value in said.items():
         try:
             SamplingParams(**{name: value})
         except ValueError as error:
             raise UsageError(f"generation_config.json: {error}; give --{name.replace('_', '-')}") from None
-    return found, who
+    return said, drawn

@@ -103,6 +103,7 @@ def kl_factors(
     seed: int,
     draws: int = 1,
     outputs: bool = True,
+    rounded: Callable[[str], bool] = lambda name: True,
     spill: Spill | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Factors]]:
@@ -110,7 +111,7 @@ def kl_factors(
 
     Args:
         tokens: int [N, T]. draws: random directions a token; each is a backward pass. outputs: False for weights of
-            tokens alone, which take next to no room.
+            tokens alone, which take next to no room. rounded: which linears are asked for, by full name.
         progress: called with the number of blocks that are done.
 
     Routed experts have none, linears of more than `LARGEST` outputs no H_O: they, and those that share an input with
@@ -128,11 +129,11 @@ def kl_factors(
             for at in range(len(stream)):
                 stream[at] = model.run_block(block, stream[at])
     source = generator(seed, "fisher")
-    _begin_backward(stream[0].device)
+    _begin_backward(first.device)
     gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
     stream.clear()
     for i in reversed(range(model.num_blocks)):
-        yield i, _block(model, i, before.pop(), gradients, outputs)
+        yield i, _block(model, i, before.pop(), gradients, outputs, rounded, first.dtype)
         if progress is not None:
             progress(model.num_blocks - i)
     for each in gradients:
@@ -199,15 +200,19 @@ class _Sums:
         return made
 
 
-def _block(model: QuantizableModel, i: int, before: Batches, gradients: list[Batches], outputs: bool) -> Factors:
+def _block(
+    model: QuantizableModel, i: int, before: Batches, gradients: list[Batches], outputs: bool,
+    rounded: Callable[[str], bool], dtype: torch.dtype,
+) -> Factors:  # fmt: skip
     """The factors of block `i`; `gradients`, behind the block, become those before it. `before` is used up."""
     block, prefix = model.load_block(i), model.block_prefix(i)
     linears = [(prefix + name, module) for group in model.linear_groups(block) for name, module in group]
+    linears = [(name, module) for name, module in linears if rounded(name)]
     sums = _Sums(outputs)
     with _outputs(linears, sums.add):
         for at in range(len(before)):
             with torch.enable_grad(), reference_ops(), sdpa_kernel(SDPBackend.MATH):
-                x = before[at].to(gradients[0][at].dtype).requires_grad_()
+                x = before[at].to(dtype).requires_grad_()
                 made = model.run_block(block, x)
                 for draw, behind in enumerate(gradients):
                     sums.fresh, last = draw == 0, draw == len(gradients) - 1

@@ -122,7 +122,8 @@ class _Job:
                 chain = made
             keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
             if recipe.fisher:
-                asked = recipe.fisher, recipe.seed, recipe.fisher_outputs and ("float16", LARGEST)
+                kept = [name for name in model.shapes(i) if self.config.bits_of(prefix + name) == KEEP]
+                asked = recipe.fisher, recipe.seed, recipe.fisher_outputs and ("float16", LARGEST), kept
                 keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, asked)
         keys["tuned"] = key_of([keys[f"block-{i:05d}"] for i in range(model.num_blocks)], recipe.to_dict())
         keys["tuning"] = keys["tuned"]
@@ -250,6 +251,7 @@ class _Job:
             seed=recipe.seed,
             draws=recipe.fisher,
             outputs=recipe.fisher_outputs,
+            rounded=lambda name: self.config.bits_of(name) != KEEP,
             spill=self.spill,
             progress=lambda count: self.step(f"gradients of {count} of {len(names)} blocks", 0),
         )

@@ -47,7 +47,7 @@ def output_coupling(factor: Tensor) -> Tensor:
 
 
 def sweep(w: Tensor, bits: int, inputs: Coupling, outputs: Tensor, encode: Encode) -> Rounded:
-    """Codes of w [k, n]. inputs: LDLQ's coupling (`couplings`); outputs: `output_coupling`, of n rounded up.
+    """Codes of w [k, n]. inputs: LDLQ's coupling (`ldlq_coupling`); outputs: `output_coupling`, of n rounded up.
 
     encode: takes targets [8, N] with a metric a column block [N / ROWS, 8, 8].
     """

@@ -20,6 +20,7 @@
 #include "e8p_common.cuh"
 
 constexpr int STAGE_BYTES = TOKENS * 128;
+static_assert(DEPTH >= 2, "a stage is given back behind the next one's first products");
 constexpr int PITCH = ROWS + 4;  // floats of a token in the epilogue
 constexpr float LEVELS = 32768.f;
 constexpr int CONSUMERS = 256;
