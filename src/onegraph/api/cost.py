@@ -114,7 +114,7 @@ class Work:
 
 
 def estimate(work: Work, device: torch.device) -> tuple[float, int]:
-    """Seconds, and bytes of the device's memory at the least, but for the model that writes text (`sampling_memory`)."""
+    """Seconds, and bytes of the device's memory at the least; the model that writes text is `sampling_memory`."""
     if work.levers is None:
         weights = sum(n * k for n, k, _ in work.groups)
         x = _normal(512, 1024, device)
