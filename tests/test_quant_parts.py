@@ -214,6 +214,14 @@ def test_only_rows_that_are_short_are_gone_on_with() -> None:
             sampled_tokens(generate, **({"length": 1, "starts": [[1]]} | wrong))
 
 
+def test_a_row_that_ends_at_once_is_begun_again_and_a_model_that_never_writes_is_refused() -> None:
+    rounds = iter([[[], [7]], [[8], []], [[]]])
+    found = sampled_tokens(lambda prompts, count: next(rounds), starts=[[0, 1], [2, 3]], length=5)
+    assert found.tolist() == [[0, 1, 0, 1, 8], [2, 3, 7, 2, 3]]
+    with pytest.raises(ValueError, match="ends each text before its first token"):
+        sampled_tokens(lambda prompts, count: [[] for _ in prompts], starts=[[0]] * 2, length=5)
+
+
 def test_rows_go_on_with_pieces_from_all_of_a_text() -> None:
     text = list(range(10, 21))
     assert pieces(text, length=2, count=5) == [[10, 11], [12, 13], [14, 15], [16, 17], [18, 19]]

@@ -88,7 +88,7 @@ def sampled_tokens(generate: Generate, *, starts: Sequence[list[int]], length: i
             by an end token (or stopped: a row that ends is begun again from its start).
         starts: tokens that a row begins with: the BOS token, or a piece of a text (`pieces`).
 
-    Raises ValueError if the model gives nothing to continue with.
+    Raises ValueError if the model continues none of the starts.
     """
     if length < 1 or not starts or not all(starts):
         raise ValueError(f"length is {length}, starts {list(starts)}; each needs at least 1")
@@ -99,9 +99,10 @@ def sampled_tokens(generate: Generate, *, starts: Sequence[list[int]], length: i
             break
         # A fresh text is appended to what a row has so far: calibration packs documents as training did.
         wanted = max(length - len(texts[i]) for i in short)
-        for i, more in zip(short, generate([list(starts[i]) for i in short], wanted), strict=True):
-            if not more:
-                raise ValueError("the model ends a text before its first token; calibrate on a text file instead")
+        written = generate([list(starts[i]) for i in short], wanted)
+        if not any(written) and not any(texts):
+            raise ValueError("the model ends each text before its first token; calibrate on a text file instead")
+        for i, more in zip(short, written, strict=True):
             texts[i].extend(starts[i] + more)
     return torch.tensor([text[:length] for text in texts], dtype=torch.int64)
 
