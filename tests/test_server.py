@@ -226,10 +226,9 @@ def test_a_prompt_with_a_known_beginning_is_not_read_twice(server: Running, llm:
 
 
 def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
-    before = server.metrics()
+    before, prompts = server.metrics(), ["the thing"] * 7  # far more than are answered before somebody looks
     streams = [
-        server.client.completions.create(model="plain", prompt="the thing", max_tokens=80, stream=True)
-        for _ in range(10)
+        server.client.completions.create(model="plain", prompt=prompts, max_tokens=80, stream=True) for _ in range(10)
     ]
     next(iter(streams[0]))
     for stream in streams:
@@ -239,12 +238,12 @@ def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
     assert after["onegraph_pages_used"] == 0
     assert after[gone] > before[gone]
     connection = socket.create_connection(("127.0.0.1", server.port))
-    body = json.dumps({"model": "plain", "prompt": "the thing", "max_tokens": 80}).encode()
+    body = json.dumps({"model": "plain", "prompt": prompts * 10, "max_tokens": 80}).encode()
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
         % (KEY.encode(), len(body), body)
     )
-    server.until(lambda now: now["onegraph_running"] == 1)
+    server.until(lambda now: now["onegraph_running"])
     connection.close()
     now = server.until(lambda now: now["onegraph_running"] == now["onegraph_pages_used"] == 0)
     assert now[gone] > after[gone], "a request that is not streamed, too"
