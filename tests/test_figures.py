@@ -19,6 +19,8 @@ from onegraph.engine.record import command_line, emit, machine, with_id
 
 ID = re.compile(r"`([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`(?: to `([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`)?")
 
+SOURCES = {".py", ".cu", ".cuh", ".c"}
+
 
 def results(repo: Path) -> dict[str, list[dict]]:
     files = sorted((repo / "benchmarks/results").iterdir())
@@ -29,6 +31,16 @@ def results(repo: Path) -> dict[str, list[dict]]:
 def documents(repo: Path) -> dict[str, str]:
     files = [repo / "README.md", *sorted((repo / "docs").rglob("*.md"))]
     return {str(file.relative_to(repo)): file.read_text() for file in files}
+
+
+def test_files_of_results_that_are_named_exist(repo: Path) -> None:
+    """In documents, and in what the sources say of their own choices."""
+    texts = documents(repo) | {
+        str(f.relative_to(repo)): f.read_text() for f in (repo / "src").rglob("*.*") if f.suffix in SOURCES
+    }
+    named = {(file, name) for file, text in texts.items() for name in re.findall(r"results/([\w.-]+\.jsonl)", text)}
+    there = results(repo)
+    assert [each for each in sorted(named) if each[1] not in there] == []
 
 
 def test_every_raw_line_says_how_to_make_it_again(repo: Path) -> None:

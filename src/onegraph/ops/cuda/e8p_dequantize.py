@@ -14,7 +14,7 @@ from torch import Tensor
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, Linear, block
 
-LEAST_TOKENS = 1280  # up to 1024 are quicker through e8p_prefill.cu (benchmarks/results/e8p-few-variants-h200.jsonl)
+LEAST_TOKENS = 1280  # up to 1024 are quicker through e8p_prefill.cu (docs/log.md)
 STRIP_BYTES = 128 << 20  # of the weight at a time
 AT_ONCE = 4096  # tokens whose float32 product is kept
 THREADS = 128  # as in the kernel

@@ -46,7 +46,7 @@ def tile(n: int, k: int, tokens: int, sms: int) -> tuple[int, int]:
 
     512 tokens on 4096 -> 4096 take 35.7 us at 2 bits in tiles of 128, 38.9 in tiles of 256 with k cut in two, the same
     at 4 bits; on 14336 -> 4096 109 and 104; 256 tokens on 4096 -> 6144, where 96 SMs would work, 35.9 at 2 bits either
-    way and 41.4 and 39.1 at 4 (benchmarks/results/prefill-tiles-h200.jsonl).
+    way and 41.4 and 39.1 at 4 (docs/log.md).
     """
     if tokens <= 64:
         return (32, 12) if tokens <= 32 else (64, 8)
