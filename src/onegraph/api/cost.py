@@ -139,7 +139,7 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
     work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
     work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
-    work_done += sum(2 * n * k * (n + k) + 6 * k**3 + 8 * n**3 for n, k, _ in work.both)
+    work_done += sum(n * k * (n + k) + 6 * k**3 + 8 * n**3 for n, k, _ in work.both)
     if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
         work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
         work_done += 2.0 * work.tokens * levers.fisher * sum(work.squares)

@@ -12,9 +12,10 @@ Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def encoder(device: torch.device, n: int, bits: int, wide: bool = False, metrics: int = 0) -> Encode:
-    """`encode` for targets [8, n]: itself on a CPU, a replayed graph on a GPU (results valid until the next call).
+    """`encode` for targets [8, at most n]: itself on a CPU, a replayed graph on a GPU (results hold until the next
+    call).
 
-    metrics: parts of the columns that have one each, [metrics, 8, 8]; 0: all have one, [8, 8].
+    metrics: most parts of the columns that have one each, [metrics, 8, 8]; 0: all have one, [8, 8].
     """
     return _captured(device, n, bits, wide, metrics) if device.type == "cuda" else partial(encode, wide=wide)
 
@@ -37,9 +38,11 @@ def _captured(device: torch.device, n: int, bits: int, wide: bool, metrics: int)
 
     def replay(target: Tensor, rate: int, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert rate == bits
-        x.copy_(target)
-        metric.copy_(factor)
+        count = target.shape[1]
+        x[:, :count].copy_(target)
+        metric[: len(factor)].copy_(factor)
         graph.replay()
-        return result
+        codes, residual, value = result
+        return codes[:count], residual[:count], value[:, :count]
 
     return replay

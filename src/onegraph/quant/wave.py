@@ -23,7 +23,7 @@ Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def parts(k: int, n: int) -> int:
-    """Blocks of a wave of [k, n], each of `ROWS` vectors; what is missing of shorter ones is encoded as zeros."""
+    """Blocks of the largest waves of [k, n], each of `ROWS` vectors."""
     return min(k // 8, -(-n // ROWS))
 
 
@@ -54,31 +54,35 @@ def sweep(w: Tensor, bits: int, inputs: Coupling, outputs: Tensor, encode: Encod
     k, n = w.shape
     device = w.device
     deep, wide = k // 8, outputs.shape[0] // ROWS
-    padded = torch.nn.functional.pad(w, (0, wide * ROWS - n))
-    target = padded.view(deep, 8, wide, ROWS)
-    along = inputs.matrix.T.reshape(deep, 8, k)  # rows k of L_I - I
+    # Blocks of inputs are counted from the last one here, so that a wave is a diagonal of (inputs, outputs): a view of
+    # what it reads, and a run of rows of what it adds to.
+    target = torch.nn.functional.pad(w, (0, wide * ROWS - n)).view(deep, 8, wide, ROWS).flip(0)
+    along = inputs.matrix.T.reshape(deep, 8, deep, 8).flip(0, 2).view(deep, 8, k)  # rows k of L_I - I
     across = outputs.view(wide, ROWS, wide * ROWS)
+    metrics = inputs.metric.flip(0)
     deeper = torch.zeros(wide, k, ROWS, device=device)  # L_I^T E, of what is done, by block of outputs
     beside = torch.zeros(deep, 8, wide * ROWS, device=device)  # (L_I^T E) (L_O - I), likewise, by block of inputs
     codes = torch.zeros(deep, wide, ROWS, dtype=torch.int32, device=device)
-    residual, value = torch.zeros_like(codes), torch.zeros(deep, wide, 8, ROWS, device=device)
-    most = parts(k, n)
-    x, metric = torch.zeros(8, most, ROWS, device=device), inputs.metric[:1].repeat(most, 1, 1)
-    for wave in range(deep + wide - 1):
-        first = max(0, wave - deep + 1)
-        b = wide - 1 - torch.arange(first, min(wave, wide - 1) + 1, device=device)
-        a = deep - 1 - (wave - (wide - 1 - b))
-        count = len(b)
-        blocks = deeper.view(wide, deep, 8, ROWS)[b, a]
-        want = target[a, :, b] - blocks - beside.view(deep, 8, wide, ROWS)[a, :, b]
-        x[:, :count] = want.transpose(0, 1)
-        metric[:count] = inputs.metric[a]
-        found, rest, got = encode(x.view(8, -1), bits, metric)
-        got = got.view(8, most, ROWS)[:, :count].transpose(0, 1)
-        codes[a, b], residual[a, b] = found.view(most, ROWS)[:count], rest.view(most, ROWS)[:count]
-        value[a, b] = got
-        error = got - target[a, :, b]
-        deeper[b] += along[a].transpose(1, 2) @ error
-        beside[a] += (blocks + error) @ across[b]
-    flat = value.permute(0, 2, 1, 3).reshape(k, wide * ROWS)[:, :n]
-    return Rounded(codes.view(deep, -1)[:, :n], residual.view(deep, -1)[:, :n], flat)
+    residual, value = torch.zeros_like(codes), torch.zeros(deep, 8, wide, ROWS, device=device)
+    for offset in range(wide - 1, -deep, -1):  # the diagonal of the wave
+        b = slice(max(0, offset), min(wide, deep + offset))
+        a = slice(b.start - offset, b.stop - offset)
+
+        def of_wave(tensor: Tensor, offset: int = offset) -> Tensor:  # [deep, 8, wide, ROWS] -> [8, count, ROWS]
+            return tensor.diagonal(offset, 0, 2).transpose(1, 2)
+
+        goal, done = of_wave(target), of_wave(deeper.view(wide, deep, 8, ROWS).permute(1, 2, 0, 3))
+        want = goal - done - of_wave(beside.view(deep, 8, wide, ROWS))
+        found, rest, got = encode(want.reshape(8, -1), bits, metrics[a])
+        got = got.view(8, -1, ROWS)
+        for to, what in ((codes, found), (residual, rest)):
+            to.diagonal(offset).copy_(what.view(-1, ROWS).T)
+        of_wave(value).copy_(got)
+        error = (got - goal).transpose(0, 1).contiguous()
+        behind = error + done.transpose(0, 1)
+        # L is lower, so what is nearer the beginning than the nearest of the wave hears of it, and nothing else does
+        inner, outer = (a.start + 1) * 8, (b.stop - 1) * ROWS
+        deeper[b, inner:].baddbmm_(along[a, :, inner:].transpose(1, 2), error)
+        beside[a, :, :outer].baddbmm_(behind, across[b, :, :outer])
+    flat = value.flip(0).view(k, wide * ROWS)[:, :n]
+    return Rounded(codes.flip(0).view(deep, -1)[:, :n], residual.flip(0).view(deep, -1)[:, :n], flat)
