@@ -15,7 +15,7 @@ from torch import Tensor
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.cuda import exchange as launcher
 from onegraph.ops.exchange import all_gather, all_reduce
-from onegraph.ops.ranks import CHUNK, EXPIRED, LAST_ROUND, MODE, ROUNDS, UNARMED, part_of
+from onegraph.ops.ranks import CHUNK, EXPIRED, LAST_ROUND, MODE, RAISED, ROUNDS, UNARMED, part_of
 
 HERE = Path(__file__).parent
 
@@ -128,6 +128,19 @@ def test_a_rank_that_stays_away_is_named_and_nobody_hangs() -> None:
     group.reset()
     group.check()
     assert all(torch.equal(out, summed(x)) for out in together(group, lambda peer: peer.all_reduce(x[peer.index])))
+
+
+def test_a_gpu_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, stopped = peers(2), threading.Event()
+    group.devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr("onegraph.nn.peers.ANSWER", 0.05)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: stopped.wait() if device.index == 1 else None)
+    group.alarm[RAISED] = 1
+    with pytest.raises(PeerError, match=r"cuda:1 has not answered for .*: restart the process"):
+        group.reset()
+    stopped.set()
+    group.reset()
+    group.check()
 
 
 def test_a_rank_that_is_not_armed_goes_on_alone() -> None:

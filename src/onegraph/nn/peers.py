@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -11,10 +14,16 @@ from onegraph.ops.exchange import all_gather, all_reduce
 from onegraph.ops.ranks import ALARM, ARMED, MAX_RANKS, MODE, RAISED, RECORDS, ROUNDS, UNARMED, new_state, part_of
 
 PATIENCE = 5.0  # seconds that a rank waits for another: the host launches all of them within some milliseconds
+ANSWER = 60.0  # seconds that a GPU may take, behind a wait in vain, for what is under way on it
 
 
 class PeerError(RuntimeError):
     """A rank waited too long for another; the message says which for which."""
+
+
+def _synchronize(device: torch.device) -> None:
+    with suppress(RuntimeError):  # which whoever synchronizes next is told
+        torch.cuda.synchronize(device)
 
 
 class Peers:
@@ -69,7 +78,10 @@ class Peers:
 
     def reset(self) -> None:
         """Begin anew, on all ranks at once: after a rank waited in vain, or was launched without the others. Waits for
-        what is under way, which ends by itself."""
+        what is under way, which ends by itself; raises PeerError where a rank waited in vain and a GPU does not answer
+        within `ANSWER` seconds."""
+        if int(self.alarm[RAISED]):
+            self._wait_for_answers()
         self._wait()
         for inbox, state in zip(self.inboxes, self.states, strict=True):
             inbox.zero_()
@@ -81,6 +93,17 @@ class Peers:
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+    def _wait_for_answers(self) -> None:
+        """As `_wait`, which a GPU that has stopped would hold up for ever."""
+        asked = {d: Thread(target=_synchronize, args=(d,), daemon=True) for d in self.devices if d.type == "cuda"}
+        until = time.monotonic() + ANSWER
+        for thread in asked.values():
+            thread.start()
+        for device, thread in asked.items():
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise PeerError(f"{device} has not answered for {ANSWER:.0f} s: restart the process")
 
     def check(self) -> None:
         """Raises PeerError where a rank waited in vain. It asks no device."""
@@ -96,7 +119,7 @@ class Peers:
         raise PeerError(
             f"{'; '.join(waits)}: the other GPU stopped, or the host launched nothing on it meanwhile (a debugger, "
             "CUDA_LAUNCH_BLOCKING); what the sequences had computed is lost: try again, and restart the process if it "
-            "happens again, or if the next call waits for ever: then the GPU does not answer"
+            "happens again"
         )
 
 
