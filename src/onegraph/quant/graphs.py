@@ -15,7 +15,7 @@ def encoder(device: torch.device, n: int, bits: int, wide: bool = False, metrics
     """`encode` for targets [8, at most n]: itself on a CPU, a replayed graph on a GPU (results hold until the next
     call).
 
-    metrics: most parts of the columns that have one each, [metrics, 8, 8]; 0: all have one, [8, 8].
+    metrics: parts of n columns that have one each, [at most metrics, 8, 8]; 0: all columns have one, [8, 8].
     """
     return _captured(device, n, bits, wide, metrics) if device.type == "cuda" else partial(encode, wide=wide)
 
