@@ -13,6 +13,7 @@ from textwrap import dedent
 import pytest
 
 from onegraph.check import CheckError, check_step, cli, reconcile
+from onegraph.check.pytest_plugin import assert_capturable
 from onegraph.check.report import Event, Finding, Origin, Report, Severity
 from onegraph.check.rules import RULES
 from onegraph.check.target import load
@@ -313,6 +314,37 @@ def test_what_ran_outranks_what_was_read() -> None:
     assert kept == {(5, "CG309", "warning"), (9, "CG101", "warning"), (7, "CG202", "error")}
     alone = Report(target="t", origins=(Origin.SOURCE,), findings=report.findings)
     assert reconcile.reconcile(alone) == alone
+
+
+KEPT = """
+    import torch
+
+    class Masks:
+        def __init__(self):
+            self.length, self.masks = 0, {}
+
+        def __call__(self, x):
+            self.length += 1
+            if self.length not in self.masks:
+                self.masks[self.length] = torch.arange(16, device="cuda") < self.length
+            return x.masked_fill(~self.masks[self.length], 0.0)
+
+    def decode():
+        return Masks(), lambda i: (torch.full((16,), i + 1.0, device="cuda"),)
+"""
+
+
+def test_a_proven_error_is_one_however_it_is_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading suspects the condition, which runs do not see change: what they prove does not follow from that."""
+    path = tmp_path / "steps.py"
+    path.write_text(dedent(KEPT))
+    assert run("check", f"{path}:decode") == 1
+    assert "CG202 error" in capsys.readouterr().out
+    factory = load(f"{path}:decode").factory
+    for report in (check_step(factory), check_step(factory, source=True)):
+        assert [f.code for f in report.of(Severity.ERROR)] == ["CG202"]
+    with pytest.raises(AssertionError, match="CG202 error"):
+        assert_capturable(factory)
 
 
 PLUGIN = """

@@ -16,7 +16,6 @@ import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
 from onegraph.check.declared import capturable, key_of
-from onegraph.check.reconcile import reconcile
 from onegraph.check.simulate import budget, interpret, simulate_step, specialized
 from onegraph.check.source import check_source
 from onegraph.cli import main
@@ -51,7 +50,7 @@ def test_a_kernel_computes_what_it_says(form):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_findings_stand_on_the_expected_lines(case):
-    report = reconcile(check_step(case.factory, source=True))  # as the command does
+    report = check_step(case.factory, source=True)  # as the command does
     found = {(f.line, f.code) for f in report.findings}
     for expected in case.expected:
         assert expected.optional or any((expected.line, c) in found for c in expected.codes), _told(report)

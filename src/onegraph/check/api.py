@@ -6,7 +6,7 @@ from typing import Any
 
 from onegraph.check.causes import fold
 from onegraph.check.places import users
-from onegraph.check.reconcile import VARYING
+from onegraph.check.reconcile import VARYING, reconcile
 from onegraph.check.report import CheckError, Report, merge
 
 LIVE_STEPS = 6
@@ -28,7 +28,7 @@ def check_step(
         factory: builds model and buffers on device "cuda" and returns `(step, inputs)`; `step(*inputs(i))` is the i-th
             step (`step(**inputs(i))` where that is a mapping). It returns tensors in any container, or nothing.
         simulate: run it on the CPU against a simulated GPU.
-        source: read the code that the step reaches.
+        source: read the code that the step reaches; what it suspects is weighed against the steps that ran.
         live: capture and replay it on the GPU of this machine.
         steps: how many steps to simulate (3 or more) and to replay live, LIVE_STEPS of them at least: what a replay
             feeds on may be right for some steps by chance.
@@ -54,7 +54,7 @@ def check_step(
         from onegraph.check.live import live_step
 
         reports.append(live_step(factory, steps=steps if steps < 3 else max(steps, LIVE_STEPS), target=target))
-    return users(fold(reports[0] if len(reports) == 1 else merge(target, reports)))
+    return users(fold(reports[0] if len(reports) == 1 else reconcile(merge(target, reports))))
 
 
 def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:

@@ -283,7 +283,6 @@ def check(target: str, args: argparse.Namespace) -> Report:
         return finished(fold(apply(check_tree(target))))
     from onegraph.check.api import check_step
     from onegraph.check.deadline import deadline
-    from onegraph.check.reconcile import reconcile
     from onegraph.check.target import load
 
     with deadline(args.timeout, f"target {target!r}"):
@@ -297,7 +296,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
             gpus=args.gpus,
             target=target,
         )
-    return finished(fold(apply(reconcile(report))))
+    return finished(fold(apply(report)))
 
 
 def finished(report: Report) -> Report:
