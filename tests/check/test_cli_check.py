@@ -110,11 +110,16 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
         assert run("check", str(path)) == 1
         assert "read in the source; 1 file, 1 step found, 1 function read\n" in capsys.readouterr().out
     (target.parent / "broken.py").write_text("import torch\ndef f(:\n")
-    assert run("check", str(target.parent), "--ignore", "CG") == 0
+    assert run("check", str(target.parent), "--ignore", "CG") == 2, "a gate does not pass on what it could not look at"
     captured = capsys.readouterr()
     assert "nothing found" in captured.out
-    assert captured.err.count("\n") == 1
+    assert captured.err.count("\n") == 2
     assert "broken.py:2: syntax error" in captured.err
+    assert f"error: {target.parent}: 1 of the files could not be read" in captured.err
+    assert run("check", str(target.parent), "--sarif") == 2
+    (invocation,) = json.loads(capsys.readouterr().out)["runs"][0]["invocations"]
+    assert invocation["executionSuccessful"] is False
+    assert "could not be read" in invocation["toolExecutionNotifications"][0]["message"]["text"]
 
 
 def test_a_file_that_is_no_python_is_an_error_where_it_is_asked_for(

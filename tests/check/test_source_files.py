@@ -49,6 +49,8 @@ def test_damaged_file_is_one_line_and_the_rest_is_read(name: str, tmp_path: Path
     assert "\n" not in line
     assert line.startswith(str(tmp_path / "damaged.py"))
     assert any(part in line for part in wanted.split("|")), line
+    assert report.facts["unreadable"] == [line]
+    assert report.exit_code() == 2, "a gate does not pass on what it could not look at"
     with pytest.raises(CheckError):
         check_tree(str(tmp_path / "damaged.py"))
 
@@ -85,6 +87,7 @@ def test_deep_forward_is_said_not_fatal(tmp_path: Path) -> None:
     report = check_tree(str(tmp_path))
     assert [f.code for f in report.findings] == ["CG101"]
     assert all("nested too deeply" in line for line in report.facts["unread"])
+    assert report.exit_code() == 0, "it was read, but for that"
 
 
 def test_recursion_limit_is_put_back(tmp_path: Path) -> None:

@@ -132,9 +132,9 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
         print_failure(message, args)
         return 2
     print_report(report, args)
-    if "ended" in report.facts:
+    if report.incomplete:
         sys.stdout.flush()
-        print(f"onegraph: error: {report.target}: {report.facts['ended']}", file=sys.stderr)
+        print(f"onegraph: error: {report.target}: {report.incomplete}", file=sys.stderr)
         return 2
     return 0 if args.write_baseline else report.exit_code(strict=args.strict)
 
@@ -156,7 +156,7 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
         changes = Changes(args.changed_since)
 
     def narrow(report: Report) -> Report:
-        if args.write_baseline and "ended" not in report.facts:  # halfway: what comes later would be missing
+        if args.write_baseline and not report.incomplete:  # what was not looked at would be missing
             write(args.baseline, baseline.dump(report, args.baseline))
             remark(f"{len(report.findings)} findings written to {args.baseline}")
         if known is not None:
@@ -313,9 +313,9 @@ def together(reports: list[Report]) -> Report:
     if any("files" in r.facts for r in reports):
         for key in ("files", "steps found", "functions"):
             merged.facts[key] = sum(r.facts.get(key, 0) for r in reports)
-    unread = sorted({line for r in reports for line in r.facts.get("unread", ())})
-    if unread:
-        merged.facts["unread"] = unread
+    for key in ("unread", "unreadable"):
+        if lines := sorted({line for r in reports for line in r.facts.get(key, ())}):
+            merged.facts[key] = lines
     return merged
 
 

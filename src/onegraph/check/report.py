@@ -208,8 +208,17 @@ class Report:
             return Verdict.WARNINGS
         return Verdict.CAPTURABLE
 
+    @property
+    def incomplete(self) -> str:
+        """Why not everything was looked at: a program that ended early, files that cannot be read; "" where it was."""
+        files = self.facts.get("unreadable", ())
+        return str(self.facts.get("ended", "")) or (f"{len(files)} of the files could not be read" if files else "")
+
     def exit_code(self, *, strict: bool = False) -> int:
-        """0 without errors, 1 with; `strict` counts warnings and unverified launches as errors."""
+        """0 without errors, 1 with, 2 where the report is `incomplete`; `strict` counts warnings and unverified
+        launches as errors."""
+        if self.incomplete:
+            return 2
         counted = {Severity.ERROR, Severity.WARNING, Severity.UNVERIFIED} if strict else {Severity.ERROR}
         return int(any(f.severity in counted for f in self.counted))
 

@@ -33,18 +33,23 @@ def render(report: Report, root: str | None = None, *, strict: bool = False) -> 
         "verdict": report.verdict.value,
         **{key: report.facts[key] for key in ("unknown",) if key in report.facts},
     }
-    invocation = {"executionSuccessful": True, "exitCode": report.exit_code(strict=strict)}
+    invocation: dict[str, Any] = {
+        "executionSuccessful": not report.incomplete,
+        "exitCode": report.exit_code(strict=strict),
+    }
+    if report.incomplete:
+        invocation |= _notified(report.incomplete)
     results = [_result(f, root, codes, report.following(f)) for f in report.counted]
     return _log(root, results, invocation, properties)
 
 
+def _notified(message: str) -> dict[str, Any]:
+    return {"toolExecutionNotifications": [{"level": "error", "message": {"text": message}}]}
+
+
 def failure(message: str, target: str) -> str:
     """The SARIF log of a check that could not run: no results, and why."""
-    invocation = {
-        "executionSuccessful": False,
-        "exitCode": 2,
-        "toolExecutionNotifications": [{"level": "error", "message": {"text": message}}],
-    }
+    invocation = {"executionSuccessful": False, "exitCode": 2} | _notified(message)
     return _log(os.getcwd(), [], invocation, {"target": target})
 
 

@@ -70,8 +70,8 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
     Steps are: what a file captures (`with torch.cuda.graph(...)`, `capture_begin`, `make_graphed_callables`), the
     `forward` of every module, the step of every function that returns `(step, inputs)`, and functions that are named as
     steps are (`decode_step`). What lies only behind a condition, or rests on a presumed device, is a warning. How many
-    there are is `facts["steps found"]`, how many functions with those that they call `facts["functions"]`; files that
-    cannot be read are named in `facts["unread"]`.
+    there are is `facts["steps found"]`, how many functions with those that they call `facts["functions"]`; what
+    was left out is told in `facts["unread"]`, files that cannot be read at all in `facts["unreadable"]` besides.
     """
     path = os.path.abspath(path)
     if os.path.isfile(path):
@@ -87,16 +87,18 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
         raise CheckError(f"{path}: {what}")
     findings: dict[tuple[str, int, int, str], Finding] = {}
     unread: list[str] = []
+    unreadable: list[str] = []
     reached: set[tuple[str, int, int]] = set()
     allowing: list[str] = []
     steps: set[tuple[str, int]] = set()
-    for found, problems, read, allows, met in _map(files, processes):
+    for found, problems, closed, read, allows, met in _map(files, processes):
         for finding in found:
             key = (finding.path, finding.line, finding.column, finding.code)
             known = findings.get(key)
             if known is None or (known.severity != "error" and finding.severity == "error"):
                 findings[key] = finding
-        unread += problems
+        unread += problems + closed
+        unreadable += closed
         reached |= read
         allowing += allows
         steps |= met
@@ -113,13 +115,14 @@ def check_tree(path: str, *, processes: int | None = None) -> Report:
             "steps found": len(steps),
             "functions": len(reached),
             "unread": sorted(set(unread)),
+            "unreadable": sorted(set(unreadable)),
             "read": sorted(reached),
             "allowing": sorted(allowing),
         },
     )
 
 
-Batch = tuple[list[Finding], list[str], set[tuple[str, int, int]], list[str], set[tuple[str, int]]]
+Batch = tuple[list[Finding], list[str], list[str], set[tuple[str, int, int]], list[str], set[tuple[str, int]]]
 
 
 def _map(files: list[str], processes: int | None) -> Iterable[Batch]:
@@ -144,6 +147,7 @@ def read_files(files: list[str]) -> Batch:
         _PROJECT.append(Project())
     machine = Interpreter(_PROJECT[0], presume=True)
     unread: list[str] = []
+    unreadable: list[str] = []
     alive: list[SourceFile] = []  # what the machine remembers of a tree goes by its nodes' identity
     with deep_recursion(), no_collection():
         for path in files:
@@ -153,11 +157,11 @@ def read_files(files: list[str]) -> Batch:
                 alive.append(machine.project.file(path))
                 unread += read_file(machine, alive[-1])
             except Unreadable as error:
-                unread.append(str(error))
+                unreadable.append(str(error))
             except RecursionError:
                 unread.append(f"{path}: nested too deeply, left unread")
     allowing = [file.path for file in alive if ALLOWANCE in file.text]
-    return list(machine.findings.values()), unread, machine.read, allowing, machine.steps
+    return list(machine.findings.values()), unread, unreadable, machine.read, allowing, machine.steps
 
 
 def _concerns(path: str) -> bool:
