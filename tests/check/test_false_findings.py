@@ -57,6 +57,37 @@ def test_a_number_that_changes_beside_a_checkpoint_is_still_found() -> None:
     assert ("CG202", "error") in codes(factory)
 
 
+class Counting:
+    def __init__(self) -> None:
+        self.n, self.tags = 0, [0]
+
+    def bump(self) -> None:
+        self.n += 1
+        tags = self.tags
+        tags[0] += 1
+
+
+def test_state_is_placed_where_it_changes_and_not_where_a_local_is_called_alike() -> None:
+    def factory() -> Any:
+        counter, n = Counting(), [0]
+
+        def flat(given: torch.Tensor) -> torch.Tensor:
+            n, k = given.shape
+            return given.reshape(sum(n for _ in range(k)))  # a cell of its own
+
+        def step(given: torch.Tensor) -> torch.Tensor:
+            out = flat(given)
+            counter.bump()
+            n[0] += 1
+            return out
+
+        return step, lambda i: (x(i),)
+
+    found = check_step(factory).findings
+    assert sorted(f.source.strip() for f in found) == ["n[0] += 1", "self.n += 1", "tags[0] += 1"]
+    assert {f.code for f in found} == {"CG210"}
+
+
 def over_devices() -> Any:
     weights = [torch.ones(8, device=f"cuda:{i}") for i in range(torch.cuda.device_count())]
 

@@ -201,11 +201,13 @@ _MUTATORS = {"append", "extend", "add", "insert", "pop", "popleft", "appendleft"
 
 
 def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None:
-    """The line, among the functions that ran, that changes the state called `name`."""
+    """The line, among the functions that ran, that changes the state called `name`: an attribute through an attribute,
+    a variable where it is none of the function's own; else through another name that is spelled alike."""
     last = name.removesuffix(" (length)")
     while last.endswith("]"):
         last = last[: last.rindex("[")]
-    last = last.rsplit(".", 1)[-1]
+    owner, _, last = last.rpartition(".")
+    alike = None
     for code in codes:
         module = frames.tree(code.co_filename)
         if module is None:
@@ -213,37 +215,48 @@ def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None
         end = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
         for node in ast.walk(module):
             line = getattr(node, "lineno", 0)
-            if code.co_firstlineno <= line <= end and _changes(node, last):
-                return frames.Place(
-                    code.co_filename,
-                    line,
-                    getattr(node, "col_offset", 0) + 1,
-                    frames.linecache.getline(code.co_filename, line).rstrip("\n"),
-                )
-    return None
+            if not code.co_firstlineno <= line <= end:
+                continue
+            at = frames.Place(
+                code.co_filename,
+                line,
+                getattr(node, "col_offset", 0) + 1,
+                frames.linecache.getline(code.co_filename, line).rstrip("\n"),
+            )
+            for changed in _changed(node, last):
+                own = isinstance(changed, ast.Name) and changed.id in (*code.co_varnames, *code.co_cellvars)
+                if isinstance(changed, ast.Attribute) == bool(owner) and not own:
+                    return at
+                bound = isinstance(node, ast.Assign | ast.AnnAssign | ast.Delete) and changed in _bound(node)
+                if not bound:  # to bind a name anew changes nothing that another one holds
+                    alike = alike or at
+    return alike
 
 
-def _changes(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.AugAssign | ast.AnnAssign):
-        return _named(node.target, name)
-    if isinstance(node, ast.Assign):
-        return any(_named(t, name) for target in node.targets for t in _targets(target))
-    if isinstance(node, ast.Delete):
-        return any(_named(t, name) for t in node.targets)
+def _changed(node: ast.AST, name: str) -> list[ast.expr]:
+    """Names and attributes spelled `name` that the node changes, or whose items."""
+    if isinstance(node, ast.AugAssign | ast.Assign | ast.AnnAssign | ast.Delete):
+        return [found for target in _bound(node) for found in _named(target, name)]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
-        return _named(node.func.value, name) or (node.func.attr in ("train", "eval") and name == "training")
-    return isinstance(node, ast.Call) and any(_named(a, name) for a in node.args) and _calls_next(node)
+        if node.func.attr in ("train", "eval") and name == "training":
+            return [node.func]
+        return _named(node.func.value, name)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
+        return [found for argument in node.args for found in _named(argument, name)]
+    return []
+
+
+def _bound(node: ast.AugAssign | ast.Assign | ast.AnnAssign | ast.Delete) -> list[ast.expr]:
+    targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
+    return [t for target in targets for t in _targets(target)]
 
 
 def _targets(node: ast.expr) -> list[ast.expr]:
     return [t for item in node.elts for t in _targets(item)] if isinstance(node, ast.Tuple | ast.List) else [node]
 
 
-def _calls_next(node: ast.Call) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == "next"
-
-
-def _named(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.Subscript):
-        return _named(node.value, name)
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+def _named(node: ast.expr, name: str) -> list[ast.expr]:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+    return [node] if spelled == name else []
