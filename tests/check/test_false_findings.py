@@ -88,6 +88,28 @@ def test_state_is_placed_where_it_changes_and_not_where_a_local_is_called_alike(
     assert {f.code for f in found} == {"CG210"}
 
 
+def masked() -> Any:
+    masks: dict[int, torch.Tensor] = {}
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        n = given.shape[1]
+        if n not in masks:
+            masks[n] = torch.tensor([[float(a <= b) for a in range(n)] for b in range(n)], device="cuda")
+        return given @ masks[n]
+
+    return step, lambda i: (x(i),)
+
+
+def masked_anew() -> Any:
+    step, _ = masked()
+    return lambda given, n: step(given[:, :n]), lambda i: (x(i), 1 + i % 2)
+
+
+def test_a_constant_that_the_warm_up_makes_is_no_copy_of_the_step() -> None:
+    assert check_step(masked, source=True).findings == ()
+    assert "CG102" in {f.code for f in check_step(masked_anew, source=True).findings}, "the captured step makes another"
+
+
 def over_devices() -> Any:
     weights = [torch.ones(8, device=f"cuda:{i}") for i in range(torch.cuda.device_count())]
 

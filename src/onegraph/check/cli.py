@@ -301,7 +301,7 @@ def check(target: str, args: argparse.Namespace) -> Report:
 
 def finished(report: Report) -> Report:
     """The report without the facts that only the steps before it needed: which functions were read."""
-    facts = {key: value for key, value in report.facts.items() if key not in ("read", "allowing")}
+    facts = {key: value for key, value in report.facts.items() if key not in ("read", "allowing", "warm-up")}
     return replace(report, facts=facts)
 
 

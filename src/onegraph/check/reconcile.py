@@ -14,9 +14,10 @@ VARYING = frozenset(["CG201", "CG202", "CG203", "CG204", "CG208"])
 def reconcile(report: Report) -> Report:
     """A merged report in which what the source alone suspects is weighed against the steps that were run.
 
-    A line that ran without showing a hazard which that way of looking sees reliably is cleared: the finding goes. What
-    lies on a line that never ran stays, as a warning, and so does a value that changes by what its code says, even if
-    it did not in the steps that were run. Where a replay differed and no op told why (CG212), such a value is why, and
+    A line that ran without showing a hazard which that way of looking sees reliably is cleared: the finding goes; so is
+    what may be there by a condition that held in the warm-up alone, as where something is made once and kept. What lies
+    on a line that never ran stays, as a warning, and so does a value that changes by what its code says, even if it did
+    not in the steps that were run. Where a replay differed and no op told why (CG212), such a value is why, and
     where the path parted around such a condition, the condition is the place.
     """
     ran = [origin for origin in report.origins if origin is not Origin.SOURCE]
@@ -25,6 +26,7 @@ def reconcile(report: Report) -> Report:
     report = replace(report, findings=tuple(_at_its_condition(f, report.findings) for f in report.findings))
     told = {_line(f) for f in report.findings if f.origin is not Origin.SOURCE}
     executed = {(os.path.realpath(event.path), event.line) for event in report.timeline} | told
+    once = {(os.path.realpath(path), line) for path, line in report.facts.get("warm-up", ())}
     unexplained = [f for f in report.findings if f.code == "CG212"]
     proven = [f for f in report.findings if _explains(f)] if unexplained else []
     kept = []
@@ -39,6 +41,8 @@ def reconcile(report: Report) -> Report:
         reliable = any(RULES[finding.code].seen.get(origin) == "yes" for origin in ran)
         note = f"not seen in the {report.steps} steps that were run"
         if reliable and _line(finding) in executed and (finding.code not in VARYING or _line(finding) in told):
+            continue
+        if reliable and finding.severity is Severity.WARNING and _line(finding) in once:
             continue
         if reliable and finding.code in VARYING:  # its line may have run without an op: a condition, an index
             note = f"in none of the {report.steps} steps that were run did it differ"

@@ -295,7 +295,18 @@ class Findings:
             steps=steps,
             timeline=tuple(timeline),
             storages=tuple(seen[n] for n in sorted(seen)),
+            facts={"warm-up": self._warm_up_alone()},
         )
+
+    def _warm_up_alone(self) -> list[tuple[str, int]]:
+        """Lines whose ops ran before the captured step, and never again."""
+        before: set[tuple[str, int]] = set()
+        since: set[tuple[str, int]] = set()
+        for index, step in self.steps.items():
+            places = (self.locate(op.chain) for op in step.ops)
+            lines = before if index < self.world.captured_step else since
+            lines |= {(place.path, place.line) for place in places if place is not None}
+        return sorted(before - since)
 
 
 def home_of(step: Callable[..., Any], factory: Callable[..., Any]) -> frames.Place:
