@@ -119,6 +119,7 @@ def test_target_loads_a_file_and_finds_its_neighbours(tmp_path):
         ("{tmp}/broken.py:factory", "broken.py:1: syntax error"),
         ("{tmp}/raises.py:factory", r"importing it raised KeyError: 'x' \({tmp}/raises.py:1\)"),
         ("{tmp}/leaves.py:factory", "importing it raised SystemExit"),
+        ("{tmp}/early.py:factory", r"early.py:2\)\. There is a simulated GPU inside of the factory; .*\(--run\)"),
     ],
 )
 def test_bad_targets_are_one_line(tmp_path, spec, told):
@@ -127,6 +128,7 @@ def test_bad_targets_are_one_line(tmp_path, spec, told):
         "broken.py": "def factory(:\n",
         "raises.py": "{}['x']\n",
         "leaves.py": "raise SystemExit(3)\n",
+        "early.py": "import torch\nassert torch.cuda.is_available()\n",
         "notes.txt": "hello\n",
     }.items():
         (tmp_path / name).write_text(body)

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -53,12 +54,18 @@ def split(spec: str) -> tuple[str, str]:
     return os.path.abspath(found.origin), name
 
 
+def _asks_for_a_gpu(error: BaseException) -> bool:
+    """Whether the line that raised, or what it raised, speaks of CUDA."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("cuda" in text.lower() for text in (str(error), *(frame.line or "" for frame in frames[-3:])))
+
+
 def load(spec: str, *, live: bool = False) -> Target:
     """Import the target's module and find its factory, which is not called. Raises CheckError with one line.
 
     live: it will run on this machine's GPU; otherwise Triton's driver stands for the simulated one.
     """
-    from onegraph.check.simulate.calling import line, where
+    from onegraph.check.simulate.calling import NO_GPU_YET, line, where
     from onegraph.check.simulate.cuda import importing
 
     path, name = split(spec)
@@ -74,6 +81,8 @@ def load(spec: str, *, live: bool = False) -> Target:
         if isinstance(error, KeyboardInterrupt | Overdue):
             raise
         told = f"{type(error).__name__}: {line(error)}{where(error)}"
+        if not live and _asks_for_a_gpu(error):
+            told += f". {NO_GPU_YET[0].upper()}{NO_GPU_YET[1:]}: ask for it there, or check the program (--run)"
         raise CheckError(f"target {spec!r}: importing it raised {told}") from error
     factory = getattr(module, name, None)
     if factory is None:

@@ -16,6 +16,7 @@ from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
 
 NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
+NO_GPU_YET = "there is a simulated GPU inside of the factory; while a file is imported there is none yet"
 
 
 _STAND_INS = ("device.py", "cuda.py", "modes.py", "backward.py")

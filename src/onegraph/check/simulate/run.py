@@ -12,7 +12,7 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded
+from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
@@ -304,7 +304,7 @@ class _Simulation:
         world = self.world
         captured = self.steps[world.captured_step]
         if not (world.sightings or self.returned or any(s.ops for s in self.steps.values())):
-            raise CheckError(NOTHING)
+            raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
         books = Books(self.names, self._alive() - self._dead(captured), self.made, self.returned)
         at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
