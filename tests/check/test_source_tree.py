@@ -7,6 +7,24 @@ from test_source import HEAD, step_file
 from onegraph.check.source import check_tree
 
 
+def test_a_project_finds_its_own_package_below_src(tmp_path: Path) -> None:
+    """Not installed, as in the environment of a pre-commit hook, and from a folder beside it."""
+    for folder, marker in (("marked", True), ("bare", False)):
+        root = tmp_path / folder
+        (root / "src" / "own").mkdir(parents=True)
+        (root / "tests").mkdir()
+        if marker:
+            (root / "pyproject.toml").write_text("")
+        (root / "src" / "own" / "__init__.py").write_text("def total(x):\n    return x.sum().item()\n")
+        for place in (root, root / "tests"):
+            (place / "steps.py").write_text(
+                HEAD + "from own import total\ndef f():\n    return (lambda x: x + total(x)), lambda i: (torch.ones(4, "
+                "device='cuda'),)\n"
+            )
+            found = {(f.code, Path(f.path).name) for f in check_tree(str(place / "steps.py")).findings}
+            assert (("CG101", "__init__.py") in found) == marker
+
+
 def test_tree_reads_forwards_captures_and_factories(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         HEAD + "class Model(nn.Module):\n"

@@ -9,11 +9,12 @@ import sysconfig
 import tokenize
 import warnings
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import BinaryIO
 
 from onegraph.check.report import CheckError
 
+PROJECT_FILES = "pyproject.toml", "setup.py", "setup.cfg", ".git"
 MAX_BYTES = 4_000_000
 """Larger files are data that somebody wrote as Python; parsing one takes gigabytes."""
 
@@ -135,11 +136,24 @@ def module_name(path: str, root: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def project_folders(root: str) -> tuple[str, ...]:
+    """Where the modules of the project around `root` are: its own folder, and `src` in it."""
+    folder = root
+    while not any(os.path.exists(os.path.join(folder, name)) for name in PROJECT_FILES):
+        above = os.path.dirname(folder)
+        if above == folder:
+            return ()
+        folder = above
+    return folder, os.path.join(folder, "src")
+
+
 class Project:
     """The user's own code around one file: what may be followed, parsed once.
 
-    Followed: modules beside the file's package, in the working directory, and on `sys.path` outside the interpreter's
-    own folders. Installed packages are not the user's code, except the one the file itself belongs to.
+    Followed: modules beside the file's package, in the working directory, on `sys.path` outside the interpreter's own
+    folders, and in the project that the file belongs to, also below its `src`, installed or not. Installed packages are
+    not the user's code, except the one the file itself belongs to.
     """
 
     def __init__(self) -> None:
@@ -184,7 +198,7 @@ class Project:
         if self.is_installed(root):
             folders = [root] if name.split(".")[0] == seen_from.module.split(".")[0] else []
         else:
-            folders = [root, *self._search]
+            folders = [root, *self._search, *project_folders(root)]
         for folder in folders:
             base = os.path.join(folder, *name.split("."))
             for path in (base + ".py", os.path.join(base, "__init__.py")):
