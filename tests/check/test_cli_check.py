@@ -122,6 +122,17 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
     assert "could not be read" in invocation["toolExecutionNotifications"][0]["message"]["text"]
 
 
+def test_what_cannot_be_checked_does_not_hide_the_rest(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target.write_text(BAD + "\n\ndef raises():\n    raise RuntimeError('no weights')\n")
+    assert run("check", f"{target}:factory", f"{target}:raises", f"{target}:factory") == 2
+    captured = capsys.readouterr()
+    assert "CG101 error" in captured.out
+    assert "no weights" in captured.err
+    assert captured.err.count("onegraph: error") == 1
+    assert run("check", f"{target}:raises", f"{target}:raises") == 2
+    assert "no weights" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_python_is_an_error_where_it_is_asked_for(
     target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

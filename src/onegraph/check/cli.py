@@ -134,7 +134,8 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     print_report(report, args)
     if report.incomplete:
         sys.stdout.flush()
-        print(f"onegraph: error: {report.target}: {report.incomplete}", file=sys.stderr)
+        for why in report.incomplete:
+            print(f"onegraph: error: {' '.join(why.split())}", file=sys.stderr)
         return 2
     return 0 if args.write_baseline else report.exit_code(strict=args.strict)
 
@@ -225,13 +226,23 @@ def run_fix(args: argparse.Namespace) -> int:
 
 
 def check_targets(args: argparse.Namespace) -> Report:
-    """All targets as one report. Raises CheckError."""
+    """All targets as one report; those that could not be checked are told in `facts["failed"]`. Raises CheckError where
+    none could."""
     if args.run_program is not None:
         return check_program(args.run_program, args)
     if not args.target:
         raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
-    reports = [check(target, args) for target in args.target]
-    return reports[0] if len(reports) == 1 else together(reports)
+    reports, failed = [], []
+    for target in args.target:
+        try:
+            reports.append(check(target, args))
+        except CheckError as error:
+            failed.append(error)
+    if not reports:
+        raise CheckError("; ".join(map(str, failed))) from failed[0]
+    report = reports[0] if len(reports) == 1 else together(reports)
+    report.facts.update({"failed": [str(error) for error in failed]} if failed else {})
+    return report
 
 
 def check_program(words: list[str], args: argparse.Namespace) -> Report:

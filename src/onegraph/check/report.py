@@ -209,10 +209,13 @@ class Report:
         return Verdict.CAPTURABLE
 
     @property
-    def incomplete(self) -> str:
-        """Why not everything was looked at: a program that ended early, files that cannot be read; "" where it was."""
-        files = self.facts.get("unreadable", ())
-        return str(self.facts.get("ended", "")) or (f"{len(files)} of the files could not be read" if files else "")
+    def incomplete(self) -> tuple[str, ...]:
+        """Why not everything was looked at: a program that ended early, files that cannot be read, targets that could
+        not be checked."""
+        why = [f"{self.target}: {self.facts['ended']}"] if "ended" in self.facts else []
+        if files := self.facts.get("unreadable"):
+            why.append(f"{self.target}: {len(files)} of the files could not be read")
+        return (*why, *self.facts.get("failed", ()))
 
     def exit_code(self, *, strict: bool = False) -> int:
         """0 without errors, 1 with, 2 where the report is `incomplete`; `strict` counts warnings and unverified

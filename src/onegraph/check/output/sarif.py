@@ -38,13 +38,13 @@ def render(report: Report, root: str | None = None, *, strict: bool = False) -> 
         "exitCode": report.exit_code(strict=strict),
     }
     if report.incomplete:
-        invocation |= _notified(report.incomplete)
+        invocation |= _notified(*report.incomplete)
     results = [_result(f, root, codes, report.following(f)) for f in report.counted]
     return _log(root, results, invocation, properties)
 
 
-def _notified(message: str) -> dict[str, Any]:
-    return {"toolExecutionNotifications": [{"level": "error", "message": {"text": message}}]}
+def _notified(*messages: str) -> dict[str, Any]:
+    return {"toolExecutionNotifications": [{"level": "error", "message": {"text": text}} for text in messages]}
 
 
 def failure(message: str, target: str) -> str:
