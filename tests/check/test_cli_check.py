@@ -72,6 +72,7 @@ def test_bad_target_shows_line_caret_and_cure(target: Path, capsys: pytest.Captu
 def test_select_ignore_and_strict(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target.write_text(BAD)
     assert run("check", f"{target}:factory", "--ignore", "CG101,CG202,CG212") == 0
+    assert f"{target}:factory: nothing else found, 1 left out\n" in capsys.readouterr().out
     assert run("check", f"{target}:factory", "--select", "CG3") == 0
     assert run("check", f"{target}:factory", "--select", "device-value-read-on-host") == 1
     target.write_text(COUNTING)
@@ -112,7 +113,7 @@ def test_folder_and_file_read_sources_alone(target: Path, capsys: pytest.Capture
     (target.parent / "broken.py").write_text("import torch\ndef f(:\n")
     assert run("check", str(target.parent), "--ignore", "CG") == 2, "a gate does not pass on what it could not look at"
     captured = capsys.readouterr()
-    assert "nothing found" in captured.out
+    assert "nothing else found, 2 left out" in captured.out
     assert captured.err.count("\n") == 2
     assert "broken.py:2: syntax error" in captured.err
     assert f"error: {target.parent}: 1 of the files could not be read" in captured.err

@@ -121,7 +121,10 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
                 "named as steps is known to be a tensor (annotate `x: torch.Tensor`); "
                 "name the step as file.py:factory, or say --allow-no-steps"
             )
+        found = len(report.counted)
         report = narrow(report.select(select, ignore))
+        if left := found - len(report.counted):
+            report.facts["left out"] = left
         if args.html:
             from onegraph.check.output import html
 

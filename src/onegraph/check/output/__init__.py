@@ -4,7 +4,10 @@ from onegraph.check.report import Origin, Report, Verdict
 
 
 def verdict_words(report: Report) -> str:
-    """The verdict as people read it. Reading alone never says that a step can be captured."""
+    """The verdict as people read it. Reading alone never says that a step can be captured, nor does a report whose
+    findings were left out."""
+    if report.verdict is Verdict.CAPTURABLE and (left := report.facts.get("left out")):
+        return f"nothing else found, {left} left out"
     if report.origins and all(origin is Origin.SOURCE for origin in report.origins):
         if not report.findings:
             none = report.facts.get("steps found") == 0

@@ -2,6 +2,7 @@
 
 import os
 
+from onegraph.check.output import verdict_words
 from onegraph.check.report import Finding, Report, Severity
 from onegraph.check.rules import RULES
 
@@ -19,7 +20,7 @@ def render(report: Report, root: str | None = None) -> str:
     root = os.path.realpath(root or os.environ.get("GITHUB_WORKSPACE") or os.getcwd())
     lines = [_command(finding, root) for finding in report.counted]
     counts = ", ".join(f"{len(report.of(s))} {s.value}" for s in Severity if report.of(s))
-    return "\n".join([*lines, f"{report.target}: {report.verdict.value}" + (f" ({counts})" if counts else "")]) + "\n"
+    return "\n".join([*lines, f"{report.target}: {verdict_words(report)}" + (f" ({counts})" if counts else "")]) + "\n"
 
 
 def failure(message: str) -> str:
