@@ -43,6 +43,9 @@ PRINTED = ("CG210", 8)
         ("# onegraph: allow[CG101] read on purpose", ""),
         ("# onegraph: allow[CG101]: read on purpose", ""),
         ("pass", "# onegraph:allow[ cg101 , CG202 ] read on purpose"),
+        ("pass", "# noqa: E501  # onegraph: allow[CG101] read on purpose"),
+        ("pass", "# calibration; onegraph: allow[CG101] read on purpose  # noqa: E501"),
+        ("# noqa  # onegraph: allow[CG205] not this one  # onegraph: allow[CG101] read on purpose", ""),
     ],
 )
 def test_allows_on_the_line_and_above(above: str, same: str, tmp_path: Path) -> None:
@@ -90,6 +93,20 @@ def test_unknown_and_missing_codes(tmp_path: Path) -> None:
     assert ("CG402", 7) in places(checked(tmp_path, same="# onegraph: allow this line"))
 
 
+def test_behind_another_comment_the_same_is_said_of_it(tmp_path: Path) -> None:
+    report = checked(tmp_path, same="# noqa  # onegraph: allow[CG101, CG106, CG999] on purpose")
+    assert [f.message[:12] for f in report.findings if f.code == "CG403"] == ["CG106 does n", "allow[CG999]"]
+    assert {f.column for f in report.findings if f.code == "CG403"} == {37}
+    assert ("CG402", 7) in places(checked(tmp_path, same="# noqa  # onegraph: allow[CG101]"))
+    # What another tool reads is no reason.
+    assert ("CG402", 7) in places(checked(tmp_path, same="# onegraph: allow[CG101]  # noqa: E501"))
+
+
+def test_a_comment_that_quotes_an_allowance_allows_nothing(tmp_path: Path) -> None:
+    for quoted in ("see `# onegraph: allow[CG101] why`", "as in `onegraph: allow[CG101] why`"):
+        assert places(checked(tmp_path, same=f"# {quoted}")) == [("CG101", 7), PRINTED]
+
+
 def test_only_comments_count(tmp_path: Path) -> None:
     path = tmp_path / "t.py"
     path.write_text('text = "# onegraph: allow[CG101] reason"\n"""\n# onegraph: allow[CG101] reason\n"""\n')
@@ -106,6 +123,8 @@ def test_in_a_tree_files_without_findings_are_looked_at(tmp_path: Path) -> None:
         ("clean.py", 3),
         ("t.py", 7),
     ]
+    (tmp_path / "clean.py").write_text("import torch\n\nx = 1  # noqa  #onegraph:allow[CG101]\n")
+    assert "clean.py" in [Path(f.path).name for f in apply(check_tree(str(tmp_path))).findings if f.code == "CG402"]
 
 
 def test_no_allowance_changes_nothing(tmp_path: Path) -> None:

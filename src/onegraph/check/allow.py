@@ -1,6 +1,6 @@
 """Allowances in the source: `# onegraph: allow[CG101] reason`, on the line of the finding or the line above it.
 
-Several codes stand in one bracket, separated by commas. An allowance without a reason allows nothing and is a finding
+It may stand behind another comment (`# noqa: E501  # onegraph: allow[CG101] reason`). Several codes stand in one bracket, separated by commas. An allowance without a reason allows nothing and is a finding
 itself (CG402); one that no longer fires is too (CG403), but only where the ways of looking that were run would have
 seen it and its line was reached.
 """
@@ -16,12 +16,16 @@ from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Origin, Report, ordered
 from onegraph.check.rules import RULES
 
-_COMMENT = re.compile(r"#\s*onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*(.*)$")
+_ALLOW = re.compile(r"(?<![`'\"\w])(?<![`'\"]#)(?<![`'\"]# )onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*")
+"""Anywhere in a comment, but not where it is quoted: that speaks about allowances."""
+
+_NO_REASON = re.compile(r"(?:^|\s*)#\s*(?:noqa|type:|pragma|pylint|pyright|mypy|ruff|fmt|isort|nosec)\b.*")
+"""What another tool is told behind an allowance."""
 
 
 @dataclass
 class Allowance:
-    """One comment. `lines` are those it speaks for."""
+    """One allowance of a comment. `lines` are those it speaks for."""
 
     path: str
     line: int
@@ -72,10 +76,9 @@ def read(path: str) -> list[Allowance]:
     lines = text.splitlines()
     found = []
     for number, column, comment in _comments(text):
-        match = _COMMENT.match(comment)
-        if match is None:
+        matches = list(_ALLOW.finditer(comment))
+        if not matches:
             continue
-        codes = tuple(c.strip().upper() for c in (match.group(1) or "").split(",") if c.strip())
         covered = [number]
         source = lines[number - 1] if number <= len(lines) else ""
         if not source[:column].strip():
@@ -83,8 +86,12 @@ def read(path: str) -> list[Allowance]:
             while below < len(lines) and (not lines[below].strip() or lines[below].lstrip().startswith("#")):
                 below += 1
             covered.append(below + 1)
-        reason = match.group(2).strip()
-        found.append(Allowance(path, number, column + 1, source, codes, reason, tuple(covered)))
+        ends = [m.start() for m in matches[1:]] + [len(comment)]
+        for match, end in zip(matches, ends, strict=True):
+            codes = tuple(c.strip().upper() for c in (match.group(1) or "").split(",") if c.strip())
+            reason = _NO_REASON.sub("", comment[match.end() : end]).strip().rstrip("#").strip()
+            start = column + max(comment.rfind("#", 0, match.start()), 0)
+            found.append(Allowance(path, number, start + 1, source, codes, reason, tuple(covered)))
     return found
 
 

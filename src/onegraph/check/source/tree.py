@@ -17,7 +17,7 @@ SKIPPED = frozenset(
     ["__pycache__", ".git", ".hg", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", "build", "dist"]
 )
 
-ALLOWANCE = "onegraph: allow"
+ALLOWANCE = "onegraph:"
 """What every allowance comment holds; `onegraph.check.allow` reads them."""
 
 RECURSION = 12_000
