@@ -9,7 +9,7 @@ from textwrap import dedent, indent
 import pytest
 
 from onegraph.check import CheckError, cli
-from onegraph.check.report import Report
+from onegraph.check.report import Report, relative
 from onegraph.check.rewrite import Plan, plan, text, verify
 
 HEAD = """\
@@ -216,6 +216,34 @@ def test_several_are_tried_at_once_and_those_that_hold_are_kept(tmp_path, lookin
     assert [f.code for f in made.left] == ["CG101"]
     assert "cache[at.reshape(1)] = y[0]" in new
     assert looking.looks <= 4
+
+
+def test_what_is_left_is_told_by_the_lines_of_the_file_as_it_is(tmp_path, looking):
+    body = "y = x[[0, 1, 2]] * 1\ncache[at] = 3.0\nn = y.sum().item()\nreturn y + n + cache.mean()"
+    path = target(tmp_path, "", body)
+    line = path.read_text().splitlines().index("        n = y.sum().item()") + 1
+    made, new = planned(path)
+    told = list(made.told(written=False))
+    assert made.left[0].line == line + 1  # a constant was made above it
+    assert new.splitlines()[line] == "        n = y.sum().item()"
+    assert told[0].endswith("2 findings would be fixed; --fix --write changes the files")
+    assert told[1].endswith(": 1 without a mechanical fix:")
+    assert told[2].lstrip().startswith(f"{relative(str(path))}:{line}: CG101 ")
+    assert list(made.told(written=True))[2].lstrip().startswith(f"{relative(str(path))}:{line + 1}: CG101 ")
+
+
+def test_a_line_that_was_rewritten_is_told_as_one_it_was_made_of():
+    old = text.of("a.py", "a = 1\nb = 2\nc = 3\nd = 4\n", "utf-8")
+    assert old is not None
+    assert [old.line_of("a = 1\nx = 0\ny = 0\nB = 2\nc = 3\nd = 4\n", n) for n in (1, 2, 4, 5, 6)] == [1, 2, 2, 3, 4]
+    assert old.line_of("n = 0\na = 1\nb = 2\nc = 3\nd = 4\n", 1) == 1
+    assert old.line_of("a = 1\nd = 4\n", 2) == 4
+
+
+def test_where_nothing_is_rewritten_it_says_so_once(tmp_path, looking):
+    path = target(tmp_path, "", "n = x.sum().item()\nreturn x * n")
+    told = list(planned(path)[0].told(written=False))
+    assert [told[0], len(told)] == [f"{path}:factory: 1 finding without a mechanical fix:", 2]
 
 
 def test_a_rewrite_that_changes_results_is_refused(tmp_path, monkeypatch, looking):

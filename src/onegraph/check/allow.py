@@ -1,8 +1,9 @@
 """Allowances in the source: `# onegraph: allow[CG101] reason`, on the line of the finding or the line above it.
 
-It may stand behind another comment (`# noqa: E501  # onegraph: allow[CG101] reason`). Several codes stand in one bracket, separated by commas. An allowance without a reason allows nothing and is a finding
-itself (CG402); one that no longer fires is too (CG403), but only where the ways of looking that were run would have
-seen it and its line was reached.
+It may stand behind another comment (`# noqa: E501  # onegraph: allow[CG101] reason`). Several codes stand in one
+bracket, separated by commas. An allowance without a reason allows nothing and is a finding itself (CG402); one that no
+longer fires is too (CG403), but only where the ways of looking that were run would have seen it and its line was
+reached.
 """
 
 import io

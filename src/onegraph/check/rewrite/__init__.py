@@ -17,9 +17,8 @@ MOST = 200
 
 @dataclass
 class Plan:
-    """What `--fix` would do to a target. changed: new text by file; before, report: of
-    the target without and with it; done: findings that
-    it takes away; left: those that have no mechanical fix."""
+    """What `--fix` would do to a target. changed: new text by file; before, report: of the target without and with it;
+    done: findings that it takes away; left: those that have no mechanical fix, as they stand in the new text."""
 
     target: str
     before: Report
@@ -40,11 +39,22 @@ class Plan:
         """What is done and what is left, a line each."""
         count = len(self.done)
         did = "fixed" if written else "would be fixed; --fix --write changes the files"
-        yield f"{self.target}: {count} finding{'s' * (count != 1)} {did}" if count else f"{self.target}: nothing to fix"
+        if count:
+            yield f"{self.target}: {count} finding{'s' * (count != 1)} {did}"
+        elif not self.left:
+            yield f"{self.target}: nothing to fix"
         if self.left:
-            yield f"{self.target}: {len(self.left)} without a mechanical fix:"
+            left = len(self.left)
+            kind = "" if count else f" finding{'s' * (left != 1)}"
+            yield f"{self.target}: {left}{kind} without a mechanical fix:"
         for finding in self.left:
-            yield f"  {relative(finding.path)}:{finding.line}: {finding.code} {finding.message}; fix: {finding.fix}"
+            line = finding.line if written else self._line_now(finding)
+            yield f"  {relative(finding.path)}:{line}: {finding.code} {finding.message}; fix: {finding.fix}"
+
+    def _line_now(self, finding: Finding) -> int:
+        """Its line in the file as it is: the report is of the copy with all rewrites, which may add lines."""
+        file = self.files.get(finding.path)
+        return file.line_of(self.changed[finding.path], finding.line) if file is not None else finding.line
 
     def exit_code(self, *, written: bool, strict: bool) -> int:
         """That of a check of the files as they are now."""

@@ -81,6 +81,14 @@ class Text:
             return Edit(self.starts[last], self.starts[last], self._indent(statement) + text + self.newline)
         return Edit(len(self.text), len(self.text), self.newline + self._indent(statement) + text)
 
+    def line_of(self, other: str, line: int) -> int:
+        """Where a line of the edited text `other` is in this one; where it was rewritten, a line it was made of."""
+        ours, theirs = self.text.split("\n"), other.split("\n")
+        for _, first, last, start, stop in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            if start < line <= stop:
+                return max(min(first + line - start, last), 1)
+        return line
+
     def _indent(self, statement: ast.stmt) -> str:
         start = self.starts[statement.lineno - 1]
         line = self.text[start : self.begin(statement)]
