@@ -110,6 +110,8 @@ def test_target_loads_a_file_and_finds_its_neighbours(tmp_path):
     ("spec", "told"),
     [
         ("target.py", "allowed path/to/file.py:factory"),
+        ("emptydir", "no such file or folder; allowed path/to/file.py:factory"),
+        ("{tmp}", "name the function that builds the step"),
         ("target.py:", "allowed path/to/file.py:factory"),
         ("nowhere.py:factory", "no such file: nowhere.py"),
         ("no.such.module:factory", "no module 'no.such.module'"),

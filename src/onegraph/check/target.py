@@ -32,6 +32,8 @@ def split(spec: str) -> tuple[str, str]:
     Raises CheckError where the form is wrong or no such file or module exists.
     """
     where, colon, name = spec.rpartition(":")
+    if not colon and not os.path.exists(spec):
+        raise CheckError(f"target {spec!r}: no such file or folder; allowed {FORM}, or a file or folder to be read")
     if not colon or not where or not name.isidentifier():
         raise CheckError(f"target {spec!r}: allowed {FORM}; name the function that builds the step")
     if where.endswith(".py") or os.sep in where:
