@@ -96,8 +96,9 @@ def test_what_is_found_no_longer_is_told(steps: Path, capsys: pytest.CaptureFixt
     ("body", "said"),
     [
         (None, "no such file; write it with --write-baseline"),
-        ("{", "Expecting"),
-        ("[]", "not a baseline of format_version 1"),
+        ("[project]", "not a baseline that onegraph wrote; a new one is made by --baseline capture-baseline.json"),
+        ("[]", "not a baseline that onegraph wrote"),
+        ("{}", "not a baseline that onegraph wrote"),
         ('{"format_version": 2}', "not a baseline of format_version 1"),
         ('{"format_version": 1, "findings": [{"path": "a"}]}', "an entry needs path, code and source"),
         ('{"format_version": 1, "findings": 3}', "an entry needs path, code and source"),

@@ -69,9 +69,16 @@ def load(path: str) -> Baseline:
             body = json.load(handle)
     except FileNotFoundError:
         raise CheckError(f"--baseline {path}: no such file; write it with --write-baseline") from None
-    except (OSError, ValueError) as error:
-        raise CheckError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(body, dict) or body.get("format_version") != FORMAT_VERSION:
+    except OSError as error:
+        raise CheckError(f"--baseline {path}: {error.strerror or error}") from None
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or "format_version" not in body:
+        raise CheckError(
+            f"--baseline {path}: not a baseline that onegraph wrote; a new one is made by "
+            "--baseline capture-baseline.json --write-baseline"
+        )
+    if body["format_version"] != FORMAT_VERSION:
         raise CheckError(
             f"--baseline {path}: not a baseline of format_version {FORMAT_VERSION}; write it anew with --write-baseline"
         )
