@@ -23,6 +23,16 @@ def test_a_finding_is_one_command_that_the_runner_reads_back(tmp_path: Path) -> 
     assert verdict == "t: unverified (1 unverified)"
 
 
+def test_counts_are_words(tmp_path: Path) -> None:
+    findings = [
+        Finding(code="CG101", severity=severity, origin=Origin.SOURCE, path="a.py", line=line, message="m")
+        for severity, count in ((Severity.ERROR, 2), (Severity.UNVERIFIED, 2), (Severity.WARNING, 1))
+        for line in range(count)
+    ]
+    told = github.render(Report(target="t", findings=tuple(findings))).splitlines()[-1]
+    assert told == "t: not capturable (2 errors, 1 warning, 2 unverified)"
+
+
 def test_paths_are_those_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     path = tmp_path / "sub" / "steps.py"

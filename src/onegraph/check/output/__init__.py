@@ -1,6 +1,6 @@
 """A report as text, JSON, SARIF or one HTML page."""
 
-from onegraph.check.report import Origin, Report, Verdict
+from onegraph.check.report import Origin, Report, Severity, Verdict
 
 
 def verdict_words(report: Report) -> str:
@@ -15,3 +15,8 @@ def verdict_words(report: Report) -> str:
         if report.verdict is not Verdict.NOT_CAPTURABLE:
             return "suspects in the source"
     return report.verdict.value
+
+
+def plural(severity: Severity, count: int) -> str:
+    """What `count` findings of a severity are called."""
+    return severity.value if count == 1 or severity is Severity.UNVERIFIED else f"{severity.value}s"

@@ -2,7 +2,7 @@
 
 import os
 
-from onegraph.check.output import verdict_words
+from onegraph.check.output import plural, verdict_words
 from onegraph.check.report import Finding, Report, Severity
 from onegraph.check.rules import RULES
 
@@ -19,7 +19,7 @@ def render(report: Report, root: str | None = None) -> str:
     (GITHUB_WORKSPACE), else the working directory."""
     root = os.path.realpath(root or os.environ.get("GITHUB_WORKSPACE") or os.getcwd())
     lines = [_command(finding, root) for finding in report.counted]
-    counts = ", ".join(f"{len(report.of(s))} {s.value}" for s in Severity if report.of(s))
+    counts = ", ".join(f"{len(report.of(s))} {plural(s, len(report.of(s)))}" for s in Severity if report.of(s))
     return "\n".join([*lines, f"{report.target}: {verdict_words(report)}" + (f" ({counts})" if counts else "")]) + "\n"
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onegraph.check.output import verdict_words
+from onegraph.check.output import plural, verdict_words
 from onegraph.check.report import Finding, Report, Severity, Verdict, relative
 from onegraph.check.rules import RULES
 
@@ -65,7 +65,7 @@ def summary(report: Report, *, color: bool = False) -> str:
     """The verdict and the counts in one or two lines."""
     paint = _painter(color)
     counts = Counter(f.severity for f in report.counted)
-    words = [f"{counts[s]} {_plural(s, counts[s])}" for s in Severity if counts[s]]
+    words = [f"{counts[s]} {plural(s, counts[s])}" for s in Severity if counts[s]]
     said = "; ".join(["read in the source"] * ("source" in report.origins) + _ran(report))
     verdict = paint(verdict_words(report), _MARKS[report.verdict])
     follow = len(report.findings) - len(report.counted)
@@ -146,10 +146,6 @@ def _function(name: str) -> str:
 
 def _some(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _plural(severity: Severity, count: int) -> str:
-    return severity.value if count == 1 or severity is Severity.UNVERIFIED else f"{severity.value}s"
 
 
 def _painter(color: bool) -> Callable[[str, str], str]:
