@@ -202,6 +202,10 @@ def returns_nothing():
 BAD = {
     "factory raises": (lambda: 1 / 0, r"factory\(\) raised ZeroDivisionError: division by zero"),
     "step for a factory": (named_step, r"named_step\(x, scale\) looks like a step.*return named_step, inputs"),
+    "factory with arguments": (
+        lambda n: None,
+        r"\(n\) looks like a step.* a factory, give its arguments defaults",
+    ),
     "module for a factory": (torch.nn.ReLU(), r"a ReLU\(input\) looks like a step.*return step, inputs"),
     "class for a factory": (torch.nn.Linear, r"Linear\(\) raised TypeError: .*missing 2 required"),
     "factory calls wrongly": (lambda: named_step(1), r"TypeError: .*missing 1 required.*test_simulate.py:\d+\)$"),

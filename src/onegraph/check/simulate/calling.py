@@ -68,9 +68,10 @@ def _step_named(factory: Callable[..., Any], needed: list[str]) -> str:
     """What to write where a step was named in place of its factory."""
     name = _name(factory)
     return (
-        f"{name or kind(factory)}({', '.join(needed)}) looks like a step, allowed a factory: a function without "
-        f"arguments that returns (step, inputs); write def factory(): return {name or 'step'}, inputs, where inputs(i) "
-        "gives the arguments of the i-th step as a tuple or a dict"
+        f"{name or kind(factory)}({', '.join(needed)}) looks like a step, allowed a factory: a function that "
+        "returns (step, inputs) and is called without arguments. If it is a factory, give its arguments defaults; if "
+        f"it is a step, write def {'make' if name == 'factory' else 'factory'}(): return {name or 'step'}, inputs, "
+        "where inputs(i) gives the arguments of the i-th step as a tuple or a dict"
     )
 
 
