@@ -385,6 +385,21 @@ PLUGIN = """
         return (lambda x: x * x.sum().item()), (lambda i: (torch.full((4,), float(i), device="cuda"),))
 
 
+    @pytest.mark.capturable(stirct=True)
+    def test_typo():
+        return None
+
+
+    @pytest.mark.capturable(ignore="CG2", baseline="known.json")
+    def test_known():
+        return (lambda x: x * x.sum().item()), (lambda i: (torch.full((4,), float(i), device="cuda"),))
+
+
+    @pytest.mark.capturable(ignore="CG2")
+    def test_ignored_as_one_text():
+        return (lambda x: x * x.sum().item()), (lambda i: (torch.full((4,), float(i), device="cuda"),))
+
+
     def test_call():
         step, inputs = (lambda x: x * 2), (lambda i: (torch.full((4,), float(i), device="cuda"),))
         report = assert_capturable(lambda: (step, inputs))
@@ -418,22 +433,30 @@ PLUGIN = """
 
 
 def test_pytest_plugin(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    (tmp_path / "test_steps.py").write_text(dedent(PLUGIN))
-    known = any(pytestconfig.pluginmanager.hasplugin(name) for name in ("onegraph", "onegraph.check.pytest_plugin"))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "steps" / "test_steps.py").write_text(dedent(PLUGIN))
+    line = next(line.strip() for line in dedent(PLUGIN).splitlines() if "x.sum().item()" in line)
+    known = {"path": "steps/test_steps.py", "code": "CG101", "source": line}
+    (tmp_path / "known.json").write_text(json.dumps({"format_version": 1, "findings": [known]}))
+    loaded = any(pytestconfig.pluginmanager.hasplugin(name) for name in ("onegraph", "onegraph.check.pytest_plugin"))
     argv = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "test_steps.py"]
     done = subprocess.run(
-        argv if known else [*argv, "-p", "onegraph.check.pytest_plugin"],
-        cwd=tmp_path,
+        argv if loaded else [*argv, "-p", "onegraph.check.pytest_plugin"],
+        cwd=tmp_path / "steps",  # not the rootdir, from which the baseline is named
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # this very package, wherever it lies
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "5 failed, 3 passed" in done.stdout, done.stdout + done.stderr
+    assert "7 failed, 4 passed" in done.stdout, done.stdout + done.stderr
     assert "CG101 error device-value-read-on-host" in done.stdout
     sections = re.split(r"^_{3,} (\w+) _{3,}$", done.stdout.partition("short test summary")[0], flags=re.MULTILINE)
     told = dict(zip(sections[1::2], sections[2::2], strict=True))
     assert "CG202" not in told["test_bad"]
+    assert "CG101" in told["test_ignored_as_one_text"]
+    allowed = "steps=, live=, strict=, gpus=, ignore=, baseline="
+    assert told["test_typo"].strip() == f"capturable: got stirct=, allowed {allowed}"
     assert "test_nothing(): got None, allowed a tuple (step, inputs)" in told["test_nothing"]
     assert '>       return x @ torch.ones(3, 4, device="cuda")' in told["test_raising"]
     assert ">       assert_capturable(lambda: ((lambda x" in told["test_call_bad"]

@@ -8,6 +8,7 @@ def test_decode_step():
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -40,21 +41,25 @@ def assert_capturable(
         live: capture on the GPU of this machine besides.
         strict: count warnings and unverified launches too.
         gpus: GPUs of the simulated machine.
-        ignore: codes or prefixes left out, e.g. ("CG401",). Allowances in the source are honoured.
-        baseline: a file as `onegraph check --write-baseline` writes it, whose findings are left out.
+        ignore: codes, prefixes or names left out, e.g. ("CG401",), or as --ignore takes them, "CG401,CG2".
+            Allowances in the source are honoured.
+        baseline: a file as `onegraph check --write-baseline` writes it, whose findings are left out. From the working
+            directory; the marker's from pytest's rootdir.
 
     Returns the report. Raises AssertionError with the findings, as `onegraph check` prints them; CheckError where the
     check could not run.
     """
     __tracebackhide__ = True
     from onegraph.check.allow import apply
+    from onegraph.check.cli import codes
 
+    left_out = codes(ignore if isinstance(ignore, str) else ",".join(ignore))
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
     try:
         report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name))
     except CheckError as error:
         raise error.with_traceback(None) from _as_the_user_sees(error.__cause__)
-    report = report.select((), tuple(ignore))
+    report = report.select((), left_out)
     if baseline:
         from onegraph.check.baseline import load
 
@@ -90,6 +95,7 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     mark = pyfuncitem.get_closest_marker(MARK)
     if mark is None:
         return None
+    options = _options(mark, pyfuncitem)
     wanted = inspect.signature(pyfuncitem.obj).parameters
     given = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
 
@@ -97,5 +103,20 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
     def factory() -> Any:
         return pyfuncitem.obj(**given)
 
-    assert_capturable(factory, **mark.kwargs)
+    assert_capturable(factory, **options)
     return True
+
+
+def _options(mark: Any, pyfuncitem: Any) -> dict[str, Any]:
+    """What the marker says. Fails the test, in one line, where it says anything else."""
+    allowed = [name for name, p in inspect.signature(assert_capturable).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    wrong = [repr(value) for value in mark.args] + [f"{name}=" for name in mark.kwargs if name not in allowed]
+    if wrong:
+        import pytest
+
+        allow = ", ".join(f"{name}=" for name in allowed)
+        pytest.fail(f"{MARK}: got {', '.join(wrong)}, allowed {allow}", pytrace=False)
+    options = dict(mark.kwargs)
+    if options.get("baseline"):
+        options["baseline"] = os.path.join(pyfuncitem.config.rootpath, options["baseline"])
+    return options
