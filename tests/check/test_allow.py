@@ -43,6 +43,8 @@ PRINTED = ("CG210", 8)
         ("# onegraph: allow[CG101] read on purpose", ""),
         ("# onegraph: allow[CG101]: read on purpose", ""),
         ("pass", "# onegraph:allow[ cg101 , CG202 ] read on purpose"),
+        ("pass", "# onegraph: allow[CG1] read on purpose"),
+        ("pass", "# onegraph: allow[CG205, device-value-read-on-host] read on purpose"),
         ("pass", "# noqa: E501  # onegraph: allow[CG101] read on purpose"),
         ("pass", "# calibration; onegraph: allow[CG101] read on purpose  # noqa: E501"),
         ("# noqa  # onegraph: allow[CG205] not this one  # onegraph: allow[CG101] read on purpose", ""),
@@ -95,7 +97,7 @@ def test_unknown_and_missing_codes(tmp_path: Path) -> None:
 
 def test_behind_another_comment_the_same_is_said_of_it(tmp_path: Path) -> None:
     report = checked(tmp_path, same="# noqa  # onegraph: allow[CG101, CG106, CG999] on purpose")
-    assert [f.message[:12] for f in report.findings if f.code == "CG403"] == ["CG106 does n", "allow[CG999]"]
+    assert [f.message[:12] for f in report.findings if f.code == "CG403"] == ["allow[CG999]", "CG106 does n"]
     assert {f.column for f in report.findings if f.code == "CG403"} == {37}
     assert ("CG402", 7) in places(checked(tmp_path, same="# noqa  # onegraph: allow[CG101]"))
     # What another tool reads is no reason.
@@ -105,6 +107,18 @@ def test_behind_another_comment_the_same_is_said_of_it(tmp_path: Path) -> None:
 def test_a_comment_that_quotes_an_allowance_allows_nothing(tmp_path: Path) -> None:
     for quoted in ("see `# onegraph: allow[CG101] why`", "as in `onegraph: allow[CG101] why`"):
         assert places(checked(tmp_path, same=f"# {quoted}")) == [("CG101", 7), PRINTED]
+
+
+def test_what_is_no_rule_is_told_as_it_is_written(tmp_path: Path) -> None:
+    report = checked(tmp_path, same="# onegraph: allow[CG101, device-value-raed] on purpose")
+    told = [f.message for f in report.findings if f.code == "CG403"]
+    assert [t.partition(";")[0] for t in told] == ["allow[device-value-raed]: there is no such rule"]
+
+
+def test_a_prefix_is_unused_only_where_each_of_its_rules_would_be_seen(tmp_path: Path) -> None:
+    assert "CG403" not in {code for code, _ in places(checked(tmp_path, same="# onegraph: allow[CG101, CG2] why"))}
+    report = checked(tmp_path, same="# onegraph: allow[CG101, CG106, explicit-synchronize] on purpose")
+    assert ["CG106" in f.message for f in report.findings if f.code == "CG403"] == [True, True]
 
 
 def test_only_comments_count(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ ADVICE: dict[str, dict[str, str]] = {
     },
     "CG401": {"": "check it with --live on a GPU, give the op a fake, or declare it with onegraph.check.declare"},
     "CG402": {"": "say after the bracket why the code is right all the same"},
-    "CG403": {"": "remove the comment"},
+    "CG403": {"": "remove the comment, or name the rule that is found here"},
 }
 """code -> construct -> what to do. The order of constructs is the order in which they are looked for; "": any other."""
 

@@ -1,9 +1,9 @@
 """Allowances in the source: `# onegraph: allow[CG101] reason`, on the line of the finding or the line above it.
 
-It may stand behind another comment (`# noqa: E501  # onegraph: allow[CG101] reason`). Several codes stand in one
-bracket, separated by commas. An allowance without a reason allows nothing and is a finding itself (CG402); one that no
-longer fires is too (CG403), but only where the ways of looking that were run would have seen it and its line was
-reached.
+It may stand behind another comment (`# noqa: E501  # onegraph: allow[CG101] reason`). Several codes, names or prefixes
+of codes (`CG1`) stand in one bracket, separated by commas. An allowance without a reason allows nothing and is a
+finding itself (CG402); one that no longer fires is too (CG403), but only where the ways of looking that were run would
+have seen it and its line was reached.
 """
 
 import io
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Origin, Report, ordered
-from onegraph.check.rules import RULES
+from onegraph.check.rules import RULES, prefix_of
 
 _ALLOW = re.compile(r"(?<![`'\"\w])(?<![`'\"]#)(?<![`'\"]# )onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*")
 """Anywhere in a comment, but not where it is quoted: that speaks about allowances."""
@@ -26,13 +26,15 @@ _NO_REASON = re.compile(r"(?:^|\s*)#\s*(?:noqa|type:|pragma|pylint|pyright|mypy|
 
 @dataclass
 class Allowance:
-    """One allowance of a comment. `lines` are those it speaks for."""
+    """One allowance of a comment. `codes`: what the codes that it allows begin with; `unknown`: words that are no rule;
+    `lines`: those it speaks for."""
 
     path: str
     line: int
     column: int
     source: str
     codes: tuple[str, ...]
+    unknown: tuple[str, ...]
     reason: str
     lines: tuple[int, ...]
     used: set[str] = field(default_factory=set)
@@ -52,8 +54,9 @@ def apply(report: Report) -> Report:
     for finding in report.findings:
         match = None
         for allowance in by_place.get((os.path.realpath(finding.path), finding.line), ()):
-            if finding.code in allowance.codes:
-                allowance.used.add(finding.code)
+            fitting = [code for code in allowance.codes if finding.code.startswith(code)]
+            if fitting:
+                allowance.used.update(fitting)
                 match = allowance if allowance.reason else match
         if match is None:
             kept.append(finding)
@@ -89,11 +92,22 @@ def read(path: str) -> list[Allowance]:
             covered.append(below + 1)
         ends = [m.start() for m in matches[1:]] + [len(comment)]
         for match, end in zip(matches, ends, strict=True):
-            codes = tuple(c.strip().upper() for c in (match.group(1) or "").split(",") if c.strip())
+            codes, unknown = _codes(match.group(1) or "")
             reason = _NO_REASON.sub("", comment[match.end() : end]).strip().rstrip("#").strip()
             start = column + max(comment.rfind("#", 0, match.start()), 0)
-            found.append(Allowance(path, number, start + 1, source, codes, reason, tuple(covered)))
+            found.append(Allowance(path, number, start + 1, source, codes, unknown, reason, tuple(covered)))
     return found
+
+
+def _codes(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the words in the bracket mean, and those that mean nothing."""
+    codes, unknown = [], []
+    for word in (w.strip() for w in text.split(",") if w.strip()):
+        try:
+            codes.append(prefix_of(word))
+        except ValueError:
+            unknown.append(word)
+    return tuple(codes), tuple(unknown)
 
 
 def _comments(text: str) -> Iterable[tuple[int, int, str]]:
@@ -129,8 +143,11 @@ class _Looked:
         )
 
     def at(self, allowance: Allowance, code: str) -> bool:
-        """Source reading knows the functions that it read, a run the lines whose ops it saw."""
-        seen = RULES[code].seen
+        """Source reading knows the functions that it read, a run the lines whose ops it saw. `code`: or a prefix: then
+        each of its rules."""
+        return all(self._at(allowance, rule.seen) for name, rule in RULES.items() if name.startswith(code))
+
+    def _at(self, allowance: Allowance, seen: dict[Origin, str]) -> bool:
         path = os.path.realpath(allowance.path)
         if Origin.SOURCE in self._origins and seen.get(Origin.SOURCE) == "yes":
             spans = self._read.get(path, ())
@@ -144,19 +161,18 @@ def _about(allowance: Allowance, origins: tuple[Origin, ...], looked: _Looked) -
     """What is to be said about the allowance itself."""
     if not looked.reached(allowance):
         return []
-    if not allowance.codes:
+    if not allowance.codes and not allowance.unknown:
         return [_finding("CG402", allowance, "the allowance names no rule: write allow[CG101] and the reason", origins)]
     found = []
     if not allowance.reason:
-        text = f"allow[{', '.join(allowance.codes)}] has no reason after it, so it allows nothing"
+        text = f"allow[{', '.join(allowance.codes + allowance.unknown)}] has no reason after it, so it allows nothing"
         found.append(_finding("CG402", allowance, text, origins))
-    for code in allowance.codes:
-        rule = RULES.get(code)
-        if rule is None:
-            found.append(_finding("CG403", allowance, f"allow[{code}]: there is no such rule", origins))
-        elif code not in allowance.used and looked.at(allowance, code):
-            found.append(_finding("CG403", allowance, f"{code} does not fire here: nothing to allow", origins))
-    return found
+    for word in allowance.unknown:
+        text = f"allow[{word}]: there is no such rule; allowed codes, prefixes and names, as `onegraph rule` lists them"
+        found.append(_finding("CG403", allowance, text, origins))
+    unused = (code for code in allowance.codes if code not in allowance.used and looked.at(allowance, code))
+    told = (f"{code} does not fire here: nothing to allow" for code in unused)
+    return [*found, *(_finding("CG403", allowance, text, origins) for text in told)]
 
 
 def _finding(code: str, allowance: Allowance, message: str, origins: tuple[Origin, ...]) -> Finding:

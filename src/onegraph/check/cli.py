@@ -335,20 +335,12 @@ def together(reports: list[Report]) -> Report:
 
 def codes(text: str) -> tuple[str, ...]:
     """Codes, names or prefixes from a comma-separated option. Raises CheckError for one that names nothing."""
-    from onegraph.check.rules import RULES, code_of, find
+    from onegraph.check.rules import prefix_of
 
-    found = []
-    for word in (w.strip() for w in text.split(",")):
-        if not word:
-            continue
-        if any(code.startswith(word.upper()) for code in RULES):
-            found.append(word.upper())
-            continue
-        try:
-            found.append(code_of(find(word)))
-        except ValueError as error:
-            raise CheckError(str(error)) from None
-    return tuple(found)
+    try:
+        return tuple(prefix_of(word) for word in (w.strip() for w in text.split(",")) if word)
+    except ValueError as error:
+        raise CheckError(str(error)) from None
 
 
 def write(path: str, text: str) -> None:

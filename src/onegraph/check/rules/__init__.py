@@ -79,7 +79,7 @@ RULES: dict[str, type[Rule]] = {
     "CG403": UnusedAllowance,
 }
 
-__all__ = ["RULES", "SECTIONS", "Rule", "explain", "find"]
+__all__ = ["RULES", "SECTIONS", "Rule", "explain", "find", "prefix_of"]
 
 
 def find(code: str) -> type[Rule]:
@@ -90,6 +90,13 @@ def find(code: str) -> type[Rule]:
     if rule is None:
         raise ValueError(f"rule: got {code!r}, allowed {', '.join(RULES)}; or the name of one")
     return rule
+
+
+def prefix_of(word: str) -> str:
+    """What codes begin with that a word means: a code, a prefix (`CG2`) or a name. Raises ValueError as `find`."""
+    if word and any(code.startswith(word.upper()) for code in RULES):
+        return word.upper()
+    return code_of(find(word))
 
 
 def code_of(rule: type[Rule]) -> str:
