@@ -181,6 +181,34 @@ def test_only_what_changed_and_the_functions_that_did(
     assert run("check", "steps.py", "--changed-since", "HEAD~1") == 1
 
 
+def test_git_is_asked_where_the_target_lies(
+    steps: Path,
+    git: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.chdir(elsewhere)
+    steps.write_text(CAPTURE.replace("    x.tolist()", "    x.add_(1)\n    x.tolist()"))
+    step = (
+        "        return x * x.sum().item()\n\n    return step, lambda i: (torch.full((2,), i + 1.0, device='cuda'),)\n"
+    )
+    step = "import torch\n\n\ndef factory():\n    def step(x):\n" + step
+    (steps.parent / "other.py").write_text(step)
+    capsys.readouterr()
+    for target, lines in ((str(steps), [13]), (f"{steps.parent / 'other.py'}:factory", [6])):
+        run("check", target, "--changed-since", "HEAD", "--json")
+        assert [line for _, line in found(capsys)] == lines
+    (elsewhere / "third.py").write_text(CAPTURE)
+    assert run("check", str(steps), "third.py", "--changed-since", "HEAD") == 2
+    assert "not a git repository" in capsys.readouterr().err
+    assert run("check", "missing", "--changed-since", "HEAD") == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
 def test_a_file_that_git_does_not_know_is_new(
     steps: Path, git: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from onegraph.check.report import CheckError, Finding, Report
@@ -13,21 +14,29 @@ _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
 class Changes:
-    """Lines changed since `revision` in the repository of the working directory: committed since, staged or not.
+    """Lines changed since `revision` in the repositories that hold `folders`: committed since, staged or not.
 
     Counted from where the branch left that revision, so that what others did there meanwhile is no change of ours.
     """
 
-    def __init__(self, revision: str) -> None:
-        """Raises CheckError without git, outside of a repository, and for an unknown revision."""
+    def __init__(self, revision: str, folders: Sequence[str] = (os.curdir,)) -> None:
+        """Raises CheckError without git, for a folder outside of a repository, and for a revision unknown there."""
         self.asked = revision
-        self.root = os.path.realpath(self._git("rev-parse", "--show-toplevel").rstrip("\n"))
-        commit = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
-        try:
-            self.base = self._git("merge-base", commit, "HEAD").strip()
-        except CheckError:  # no commit in common, or a shallow clone that has not got it
-            self.base = commit
+        self._bases: dict[str, str] = {}
+        """The commit to compare with, by the repository's root."""
+        for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders):
+            root = os.path.realpath(self._git("rev-parse", "--show-toplevel", folder=folder).rstrip("\n"))
+            if root not in self._bases:
+                self._bases[root] = self._base(root)
         self._known: dict[str, tuple[list[range], list[range]]] = {}
+
+    def _base(self, root: str) -> str:
+        named = f"{self.asked}^{{commit}}"
+        commit = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", named, folder=root).strip()
+        try:
+            return self._git("merge-base", commit, "HEAD", folder=root).strip()
+        except CheckError:  # no commit in common, or a shallow clone that has not got it
+            return commit
 
     def select(self, report: Report) -> tuple[Report, int]:
         """The report with findings on changed lines and in changed functions alone, and how many were left out."""
@@ -50,18 +59,19 @@ class Changes:
         return self._known[path]
 
     def _lines(self, path: str) -> list[range]:
-        if not path.startswith(self.root + os.sep) or not os.path.isfile(path):
+        root = max((root for root in self._bases if path.startswith(root + os.sep)), key=len, default="")
+        if not root or not os.path.isfile(path):
             return []
-        inside = os.path.relpath(path, self.root)
-        if not self._git("ls-files", "-z", "--", inside, folder=self.root):
+        inside = os.path.relpath(path, root)
+        if not self._git("ls-files", "-z", "--", inside, folder=root):
             return [range(1, sys.maxsize)]  # not tracked yet: all of it is new
         plain = ("--no-color", "--no-ext-diff", "--no-textconv", "--unified=0")
-        diff = self._git("diff", *plain, self.base, "--", inside, folder=self.root)
+        diff = self._git("diff", *plain, self._bases[root], "--", inside, folder=root)
         # Where lines were only taken out, a range without a line marks the seam: it begins at the line behind it.
         hunks = ((int(m[1]), int(m[2]) if m[2] is not None else 1) for m in _HUNK.finditer(diff))
         return [range(first, first + count) if count else range(first + 1, first + 1) for first, count in hunks]
 
-    def _git(self, *args: str, folder: str | None = None) -> str:
+    def _git(self, *args: str, folder: str) -> str:
         command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "--literal-pathspecs", *args]
         try:
             done = subprocess.run(
@@ -72,7 +82,8 @@ class Changes:
         if done.returncode:
             said = done.stderr.strip().splitlines()
             why = said[-1] if said else "unknown revision; allowed a commit, branch or tag of this repository"
-            raise CheckError(f"--changed-since {self.asked}: {why}")
+            where = "" if folder == os.path.realpath(os.curdir) else f" (git in {folder})"
+            raise CheckError(f"--changed-since {self.asked}: {why}{where}")
         return done.stdout
 
 

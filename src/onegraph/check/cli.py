@@ -157,7 +157,8 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
     if args.changed_since:
         from onegraph.check.changed import Changes
 
-        changes = Changes(args.changed_since)
+        with contextlib.redirect_stdout(sys.stderr):  # finding a module imports the packages around it
+            changes = Changes(args.changed_since, [f for t in asked(args) if (f := folder_of(t))])
 
     def narrow(report: Report) -> Report:
         if args.write_baseline and not report.incomplete:  # what was not looked at would be missing
@@ -176,6 +177,25 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
         return report
 
     return narrow
+
+
+def asked(args: argparse.Namespace) -> list[str]:
+    """The targets, or the program to be run; the working directory where neither is given (--vllm)."""
+    return list(args.target) or (args.run_program or [])[:1] or [os.curdir]
+
+
+def folder_of(target: str) -> str:
+    """The folder that holds a target's own code, the working directory for a module to be run; "" where there is none:
+    the check itself says so. Raises CheckError where the target's file or module cannot be found."""
+    if target == "-m":
+        return os.curdir
+    if os.path.isdir(target):
+        return target
+    if ":" in os.path.basename(target):
+        from onegraph.check.target import split
+
+        target, _ = split(target)
+    return os.path.dirname(os.path.realpath(target)) if os.path.isfile(target) else ""
 
 
 def narrowed(args: argparse.Namespace) -> bool:
