@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -464,6 +465,23 @@ def test_pytest_plugin(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     frames = re.findall(r"^(\S+\.py):\d+: ", done.stdout, flags=re.MULTILINE)
     assert set(frames) == {"test_steps.py"}  # neither torch's lines nor ours
     assert "pyfuncitem" not in done.stdout
+
+
+def test_the_page_about_ci_names_every_option_and_an_install_that_there_is(repo: Path) -> None:
+    from onegraph.check.pytest_plugin import assert_capturable
+
+    page = (repo / "docs" / "check" / "ci.md").read_text()
+    options = [p for p in inspect.signature(assert_capturable).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert options
+    for option in options:
+        default = '""' if option.default == "" else option.default
+        assert f"| `{option.name}={default}` |" in page
+    yaml = pytest.importorskip("yaml")
+    job, *_, hooks = (yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    runs = [step["run"] for step in job["jobs"]["capture"]["steps"] if "run" in step]
+    assert [run for run in runs if "onegraph @ git+https://" in run]
+    assert not re.search(r"pip install (-\S+ )*onegraph\b", page)
+    assert hooks["repos"][0]["hooks"][1]["additional_dependencies"]
 
 
 def test_pre_commit_hooks_name_real_commands(repo: Path) -> None:
