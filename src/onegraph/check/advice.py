@@ -21,6 +21,7 @@ _ONE_HOT = "say num_classes=, so that the largest value need not be read"
 _MASK_READ = "keep the full shape: torch.where(mask, x, 0) before a sum; count with mask.sum()"
 _LIST = "stack the tensors once where the step is built, and take stacked.index_select(0, index)"
 _DRAW = "draw on the device, torch.rand((), device=...): a graph takes new numbers of the default generator each replay"
+_LARGEST = "launch the largest grid, and mask in the kernel what lies past the number"
 _CAPTURABLE = "make the optimizer with capturable=True: its step count and factors are then device tensors"
 _LINALG = "torch.linalg.{0}_ex does not look for errors: take {0}_ex(...).{1}, and look at its info after the replay"
 
@@ -31,6 +32,7 @@ ADVICE: dict[str, dict[str, str]] = {
         "clip_grad_norm_": "leave error_if_nonfinite=False; look at the returned norm after the replay",
         "GradScaler": "make the optimizer with fused=True: its kernel looks at the scaler's found_inf on the device",
         "one_hot": _ONE_HOT,
+        "launch": f"give the kernel the tensor and read it there with tl.load; {_LARGEST}",
         "loop count": _ROUNDS,
         "branch": _CHOOSE,
         "slice write": _ROW_COPY,
@@ -108,6 +110,8 @@ ADVICE: dict[str, dict[str, str]] = {
     "CG202": {
         "optimizer": _CAPTURABLE,
         "random": _DRAW,
+        "launch": "give the kernel a device tensor, which the step updates or the caller fills before each replay, and "
+        f"read it there with tl.load; {_LARGEST}",
         "slice write": f"{_ROW_COPY}; the position comes in as an input",
         "slice bound": f"{_LENGTH}; the bound comes in as a device tensor",
         "index write": f"{_ROW_COPY}; the position comes in as an input",
@@ -169,7 +173,13 @@ ADVICE: dict[str, dict[str, str]] = {
     "CG314": {
         "": "keep what it writes in a module, as a buffer; host work, reads, changing sizes outside of the function"
     },
-    "CG401": {"": "check it with --live on a GPU, give the op a fake, or declare it with onegraph.check.declare"},
+    "CG401": {
+        "declared": "its author says that it cannot be captured: launch it outside of the step",
+        "address": "launch what takes the address in a custom op (torch.library.custom_op, with register_fake) and "
+        "declare that op with onegraph.check.declare; or check it with --live on a GPU",
+        "kernel": "check it with --live on a GPU; or read what its launch does, and declare(kernel) (onegraph.check)",
+        "": "check it with --live on a GPU; or read what it launches, and declare it with onegraph.check.declare",
+    },
     "CG402": {"": "say after the bracket why the code is right all the same"},
     "CG403": {"": "remove the comment, or name the rule that is found here"},
 }

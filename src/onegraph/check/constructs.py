@@ -422,6 +422,21 @@ def _target(statement: ast.AST, node: ast.AST) -> bool:
     return isinstance(statement, ast.AugAssign) and statement.target is node
 
 
+def _launch(spot: Spot, code: str) -> bool:
+    """In `kernel[grid](...)`, the grid or an argument, but not the index or bound of a tensor there."""
+    for node, parent in zip(spot.nodes, (*spot.nodes[1:], None), strict=True):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            return _is_grid(spot, node.func.slice)
+        if isinstance(node, ast.Subscript) and not (isinstance(parent, ast.Call) and parent.func is node):
+            return False
+    return False
+
+
+def _is_grid(spot: Spot, index: ast.expr) -> bool:
+    """A tuple or a function: other subscripts that are called are of lists of functions."""
+    return any(isinstance(v, ast.Tuple | ast.List | ast.Lambda) for v in (index, *bindings(spot, last_name(index))))
+
+
 _mask_read = _subscript(write=False, sliced=False)
 
 TESTS: dict[str, Callable[[Spot, str], bool]] = {
@@ -430,6 +445,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "clip_grad_norm_": _nonfinite,
     "GradScaler": _scaler,
     "one_hot": _called("one_hot"),
+    "launch": _launch,
     "loop count": _loop,
     "branch": _branch,
     "while": _header(ast.While, "test"),
@@ -480,5 +496,8 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "compile": _called("compile"),
     "hook": _hooked,
     "autocast": _autocast,
+    "declared": lambda spot, code: False,  # nothing of the text says so
+    "address": _called("data_ptr"),
+    "kernel": _launch,
 }
 """What tells each construct that `advice` knows, given the place and the code of the finding."""

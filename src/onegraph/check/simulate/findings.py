@@ -214,6 +214,7 @@ class Findings:
 
     def _add(self, sighting: Sighting, place: frames.Place | None, *, construct: str = "") -> None:
         place = place or self.home
+        construct = construct or _unlooked(sighting)
         key = (sighting.code, place.path, place.line)
         known = self.found.get(key)
         if known is not None:
@@ -327,3 +328,14 @@ def _module(chain: frames.Chain) -> str:
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _unlooked(sighting: Sighting) -> str:
+    """Of a launch that nothing looked into, what it was: the code around it may only call what launches."""
+    if sighting.code != "CG401":
+        return ""
+    if sighting.severity is Severity.ERROR:
+        return "declared"
+    if not isinstance(sighting.note, str):
+        return "address"
+    return "kernel" if sighting.note.startswith("triton:") else ""
