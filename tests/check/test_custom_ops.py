@@ -22,6 +22,25 @@ def adds(total: torch.Tensor, x: torch.Tensor, factor: float) -> None:
     total.add_(x, alpha=factor)
 
 
+def test_a_declared_name_that_no_op_has_is_told():
+    def factory():
+        op = torch.ops.checktests.scales
+        return (lambda x: op(x, 2.0) + 1), (lambda i: (torch.ones(2, device="cuda") * i,))
+
+    with declared("checktests::sclaes", "checktests.scales", "checktests::nothing_like_it", "chektests::scales"):
+        report = check_step(factory)
+    assert report.facts["declared"] == [
+        'declare("checktests::sclaes"): there is no such op; is it checktests::scales?',
+        'declare("checktests.scales"): there is no such op; is it checktests::scales?',
+        'declare("checktests::nothing_like_it"): there is no such op',
+        'declare("chektests::scales"): there is no such op; is it checktests::scales?',
+    ]
+    assert '  declare("checktests::sclaes"): there is no such op; is it checktests::scales?\n' in f"{report}\n"
+    # Kernels have names of their own, and a library may not be imported.
+    with declared("checktests::scales", "checktests::*", "triton:scales", "a_kernel", "otherlibrary::op"):
+        assert "declared" not in check_step(factory).facts
+
+
 def test_an_op_without_a_cpu_kernel_is_unverified():
     def factory():
         op = torch.ops.checktests.scales

@@ -68,6 +68,9 @@ try:
     # Walks lists, tuples and dicts as torch does. Since 1.8.
     tree_map = torch.utils._pytree.tree_map
 
+    # The names of all ops, with their overloads. Since 1.8.
+    _op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+
     # Whether an op, by name, has a kernel for a dispatch key.
     _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -180,6 +183,11 @@ def no_mode_asked(kernel: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         known[name] = before
+
+
+def ops() -> frozenset[str]:
+    """ "namespace::name" of every op that torch knows, without overloads."""
+    return frozenset(name.partition(".")[0] for name in _op_names())
 
 
 @contextmanager

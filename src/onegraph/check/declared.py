@@ -8,8 +8,9 @@ A user says it of anybody's, with `declare`, whose word counts for more.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -53,6 +54,21 @@ def capturable(key: str) -> bool | None:
     if any(fnmatchcase(name, pattern) for pattern in _of_libraries(len(sys.modules))):
         return True
     return None
+
+
+def nameless(ops: Collection[str]) -> list[str]:
+    """What was declared by a name that none of the ops has, a sentence each. Names of kernels cannot be known, and ops
+    of a library that is not imported are not there: a name is told where one like it is, or its namespace."""
+    found = []
+    for name in _DECLARED:
+        space, colons, _ = name.partition("::")
+        if _AT in name or space == "triton" or name.startswith("triton:") or any(fnmatchcase(op, name) for op in ops):
+            continue
+        spelled = name if colons else name.removeprefix("torch.ops.").replace(".", "::", 1)
+        like = [spelled] if spelled in ops else get_close_matches(spelled, ops, 1, 0.8) if colons else []
+        if like or (colons and any(op.startswith(f"{space}::") for op in ops)):
+            found.append(f'declare("{name}"): there is no such op' + "".join(f"; is it {op}?" for op in like))
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -81,6 +81,8 @@ def summary(report: Report, *, color: bool = False) -> str:
         tail.append(f"  source: {report.facts['source']}")
     if "unknown" in report.facts:
         tail += textwrap.wrap(report.facts["unknown"], 110, initial_indent="  ", subsequent_indent="    ")
+    for words in report.facts.get("declared", ()):
+        tail.append(f"  {words}")
     if "probe ended" in report.facts:
         tail.append("  " + " ".join(report.facts["probe ended"].split()))
     if report.facts.get("allowed"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check import compat, containers
+from onegraph.check.declared import nameless
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
@@ -330,6 +331,8 @@ class _Simulation:
         report.facts["memory"] = memory.facts(captured, findings.locate)
         if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
+        if words := nameless(compat.ops()):
+            report.facts["declared"] = words
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
         return report
