@@ -209,6 +209,7 @@ def test_a_program_saves_and_loads_its_weights(tmp_path: Path) -> None:
     g = torch.cuda.CUDAGraph()
     with torch.cuda.graph(g):
         y = other(x)
+    g.replay()
     """)
     assert ran(tmp_path, text).findings == ()
 
@@ -225,6 +226,7 @@ def test_a_program_asks_for_times_and_memory(tmp_path: Path) -> None:
     g = torch.cuda.CUDAGraph()
     with torch.cuda.graph(g):
         y = x + w
+    g.replay()
     """)
     assert ran(tmp_path, text).findings == ()
 
@@ -238,6 +240,7 @@ def test_a_stream_entered_twice_is_left_twice(tmp_path: Path) -> None:
         with torch.cuda.graph(g, stream=side):
             y = x + w
         assert torch.cuda.current_stream() == side
+        g.replay()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     """)
     assert ran(tmp_path, text).findings == ()

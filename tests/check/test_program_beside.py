@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 from programs import HEAD, line_of, lines, ran
 
+from onegraph.check import Verdict
 from onegraph.check.program import beside
 
 
@@ -147,7 +148,7 @@ def test_numbers_of_a_graphed_module_are_compared(tmp_path: Path) -> None:
         ("def capture():\n    with torch.cuda.graph(g):\n        return x + w\ny = capture()\n",
          "its statements cannot be run by themselves"),
         ("left = [1]\nwith torch.cuda.graph(g):\n    left.pop()\n    y = x + w\n",
-         "run by themselves, its statements raise IndexError"),
+         "run by themselves, its statements raise IndexError at program.py:9: pop from empty list"),
     ],
     ids=["yield", "return", "raises"],
 )  # fmt: skip
@@ -156,6 +157,10 @@ def test_what_cannot_be_run_again_is_said_and_still_replayed(tmp_path: Path, bod
     report = ran(tmp_path, text + "x.fill_(5.0)\ng.replay()\nassert y.tolist() == [7.0] * 4\n")
     (capture,) = report.facts["captures"]
     assert (capture["replays"], capture["compared"], capture["not compared"]) == (1, 0, why)
+    (finding,) = report.findings
+    assert (finding.code, finding.line) == ("CG401", line_of(text, "with torch.cuda.graph(g)"))
+    assert finding.message.endswith(why)
+    assert (report.verdict, report.exit_code(), report.exit_code(strict=True)) == (Verdict.UNVERIFIED, 0, 1)
 
 
 def test_a_copy_that_cannot_be_made_or_dies_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ x + w
 g = torch.cuda.CUDAGraph()
 with torch.cuda.graph(g):
     y = x + w
+g.replay()
 """
     )
     assert ran(tmp_path, text).findings == ()
@@ -126,6 +127,7 @@ g = torch.cuda.CUDAGraph()
 with torch.cuda.graph(g, capture_error_mode="{mode}"):
     y = x + w
     {meanwhile}
+g.replay()
 """
 )
 

@@ -104,6 +104,7 @@ ADVICE: dict[str, dict[str, str]] = {
     "CG201": {
         "loop count": "run the largest count of rounds, with torch.where(i < count, new, old) and a device tensor "
         "as count; or capture a graph for each count and choose outside of the step",
+        "raise": "check it outside of the captured statements, before each replay: a replay runs no Python",
         "": "let a device tensor that the step updates decide, with torch.where; or capture a graph for each case and "
         "choose outside of the step",
     },
@@ -144,7 +145,11 @@ ADVICE: dict[str, dict[str, str]] = {
         "": "do it in the caller, after the replay: a replay runs no Python",
     },
     "CG211": {"": "take one path in both cases; do checks and warm-up before capture"},
-    "CG212": {"": "look for host state that the step reads: whatever changes between steps must be a device tensor"},
+    "CG212": {
+        "refused values": "keep them in range: the caller checks its own count of positions before the replay; on the "
+        "device, clamp, or send what is past the end to a row that nobody reads",
+        "": "look for host state that the step reads: whatever changes between steps must be a device tensor",
+    },
     "CG301": {"": "leave generator= out (every graph knows the default one), or call graph.register_generator_state"},
     "CG302": {"": "seed outside of the step: before capture, and between replays"},
     "CG303": {
@@ -174,6 +179,8 @@ ADVICE: dict[str, dict[str, str]] = {
         "": "keep what it writes in a module, as a buffer; host work, reads, changing sizes outside of the function"
     },
     "CG401": {
+        "replay": "capture one call of a function, y = step(x), which can be called again at any time; or give check a "
+        "factory of that step",
         "declared": "its author says that it cannot be captured: launch it outside of the step",
         "address": "launch what takes the address in a custom op (torch.library.custom_op, with register_fake) and "
         "declare that op with onegraph.check.declare; or check it with --live on a GPU",

@@ -499,5 +499,8 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "declared": lambda spot, code: False,  # nothing of the text says so
     "address": _called("data_ptr"),
     "kernel": _launch,
+    "raise": lambda spot, code: isinstance(spot.statement, ast.Raise | ast.Assert),
+    "refused values": lambda spot, code: False,  # this one and the next are seen in what runs, not in the text
+    "replay": lambda spot, code: False,
 }
 """What tells each construct that `advice` knows, given the place and the code of the finding."""

@@ -13,24 +13,26 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.check import compat, containers
+from onegraph.check.places import package_of
 from onegraph.check.program.held import Gone
 from onegraph.check.program.region import Region, identity
 from onegraph.check.program.replays import refreshed
 from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
-from onegraph.check.report import Finding
+from onegraph.check.report import SILENT, Finding, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.findings import Findings
-from onegraph.check.simulate.records import Step, same
-from onegraph.check.simulate.replay import replay
+from onegraph.check.simulate.records import Sighting, Step, same
+from onegraph.check.simulate.replay import replay, told
 from onegraph.check.simulate.run import _codes, _inner
 from onegraph.check.simulate.state import Snapshot, changes, methods
 
@@ -50,6 +52,22 @@ AGAIN = 1_000_000
 """Steps that are run beside replays are numbered from here."""
 
 GONE = "what its statements use is no more"
+ALONE = "its statements cannot be run by themselves"
+RAISE = "run by themselves, its statements raise"
+BACKWARD = "the backward of a graphed callable"
+OVER = f"comparing took {LONGEST:.0f} seconds, or {10 * LONGEST:.0f} in all"
+
+GUARD = "these statements raise here now, and a replay, which runs no Python, goes on"
+OP = "eager raises here now, and a replay, which has other values, goes on"
+
+
+@dataclass
+class Raised:
+    """The statements, run beside a replay, raised: what for, and what that says."""
+
+    reason: str
+    detail: str
+    findings: list[Finding]
 
 
 class Beside:
@@ -65,9 +83,10 @@ class Beside:
         """One replay against the region run again, if it can be and there is time for it."""
         pinned = refreshed(capture)
         if capture.region is None or not hasattr(os, "fork"):
-            capture.why_not = capture.why_not or "its statements cannot be run by themselves"
+            capture.uncompared(BACKWARD if capture.backward else ALONE)
             return
         if capture.replays >= ALWAYS and (capture.seconds > LONGEST or self.spent > 10 * LONGEST):
+            capture.uncompared(OVER)
             return
         if capture.seconds >= STUCK:  # a second copy would not end either
             return
@@ -75,16 +94,20 @@ class Beside:
         try:
             body = self._body(capture, capture.region)
         except (Gone, SyntaxError) as error:
-            capture.why_not = GONE if isinstance(error, Gone) else "its statements cannot stand alone"
+            capture.uncompared(GONE if isinstance(error, Gone) else "its statements cannot stand alone")
             return
         answer = _in_a_copy(lambda: self._look(capture, body, dead, pinned))
         capture.seconds += time.perf_counter() - begin
         self.spent += time.perf_counter() - begin
-        if isinstance(answer, list):
-            capture.compared += 1
-            self.findings.setdefault(capture.number, []).extend((capture.replays + 1, f) for f in answer)
+        if isinstance(answer, str):
+            capture.uncompared(answer)
+            return
+        if isinstance(answer, Raised):
+            capture.uncompared(answer.reason, answer.detail)
+            answer = answer.findings
         else:
-            capture.why_not = answer
+            capture.compared += 1
+        self.findings.setdefault(capture.number, []).extend((capture.replays + 1, f) for f in answer)
 
     def _body(self, capture: Capture, region: Region) -> Callable[[], dict[str, Any]]:
         """The region as a function, over what its names held then or, where the program means that, hold now."""
@@ -122,10 +145,10 @@ class Beside:
         with _modes(capture):
             try:
                 results = call_body(body)
-            except UnboundLocalError:
-                if region.begin.keys() <= set(code.co_freevars):
-                    raise
-                return GONE  # it is read before it is bound, after all
+            except Exception as error:
+                if isinstance(error, UnboundLocalError) and not region.begin.keys() <= set(code.co_freevars):
+                    return GONE  # it is read before it is bound, after all
+                return self._raised(capture, record, error)
         for thread in world.apart:  # what they do counts, and must not come in between the comparison
             thread.join(PATIENCE)
         world.streams.end(world)
@@ -153,6 +176,45 @@ class Beside:
         findings.of_state({number: {n: c for n, c in changed.items() if n not in region.stored}}, codes)
         findings.of_referee(verdicts)
         return list(findings.found.values())
+
+    def _raised(self, capture: Capture, record: Step, error: Exception) -> Raised:
+        """Statements that captured well raise now. That is an error of the program where they were run beside an
+        earlier replay, and a `raise` of its own, or an op that the replay has too, refuses what changed since. Other
+        errors may come from running them a second time."""
+        world = self.world
+        chain = frames.chain_of_error(error, call_body.__code__)
+        findings = Findings(
+            capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
+        )
+        place = findings.locate(chain)
+        where = f" at {os.path.basename(place.path)}:{place.line}" if place is not None else ""
+        reason, detail = f"{RAISE} {type(error).__name__}{where}", told(error).removeprefix(type(error).__name__)
+        code = "CG201" if self._guards(capture, error) else "CG212" if self._refuses(capture, record, chain) else ""
+        if code and place is not None:
+            findings.of_running([
+                Sighting(
+                    capture.number, code, Severity.ERROR, chain, GUARD if code == "CG201" else OP, SILENT,
+                    (f"replay {capture.replays + 1}: {told(error)}",),
+                    construct="raise" if code == "CG201" else "",
+                )
+            ])  # fmt: skip
+        return Raised(reason, detail, list(findings.found.values()))
+
+    def _guards(self, capture: Capture, error: Exception) -> bool:
+        """Whether a `raise` or `assert` outside of torch and Python's own library refuses to go on."""
+        code = frames.raised_by(error)
+        if code is None or capture.compared == 0 or self.world.asked_capturing:
+            return False
+        own = not frames._skipped(code.co_filename) and package_of(code.co_filename) != ""
+        return own and not isinstance(error, AttributeError | StopIteration)  # which Python itself asks for
+
+    def _refuses(self, capture: Capture, record: Step, chain: frames.Chain) -> bool:
+        """Whether the op that raised is the one that the graph has there, on tensors of the same shapes."""
+        at = len(record.ops)
+        if self.world.raised is None or record.parted or at >= len(capture.step.ops):
+            return False
+        op = capture.step.ops[at]
+        return (op.func, op.shapes) == self.world.raised and op.chain == chain
 
     def _enter(self, capture: Capture, record: Step) -> None:
         world = self.world
@@ -285,7 +347,7 @@ def _child(work: Callable[[], Any], write: int) -> None:
         try:
             answer = work()
         except BaseException as error:
-            answer = f"run by themselves, its statements raise {type(error).__name__}"
+            answer = f"{RAISE} {type(error).__name__}"
         with os.fdopen(write, "wb") as out:
             out.write(pickle.dumps(answer))
     finally:

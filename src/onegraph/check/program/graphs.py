@@ -70,7 +70,7 @@ class Recorder:
         self.suite = None if found is not None else regions.suite_of(frame)
         self.scope = regions.scope_of(frame)
         if found is not None and _backward(found):
-            found, self.suite, capture.why_not = None, None, "the backward of a graphed callable"
+            found, self.suite, capture.backward = None, None, True
         elif found is not None:
             regions.remember(found, self.scope)
             self.scope = {}

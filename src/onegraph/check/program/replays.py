@@ -5,10 +5,14 @@ import torch
 from onegraph.check import compat
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate.compare import short
 from onegraph.check.simulate.device import flat_bytes
-from onegraph.check.simulate.records import OpRecord, Sighting
-from onegraph.check.simulate.replay import _again
+from onegraph.check.simulate.perform import Unavailable, perform
+from onegraph.check.simulate.records import OpRecord, Sighting, map_tensors
+from onegraph.check.simulate.replay import REFUSALS, again, told
 from onegraph.check.simulate.run import _alive, _view
+
+REFUSED = "CUDA error: device-side assert triggered; or memory past the tensor is read or written, without an error"
 
 
 def freed(world: ProgramWorld, capture: Capture) -> set[int]:
@@ -62,7 +66,40 @@ def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
             if op.captured and op.again is not None:
                 op.again(op, lambda _: None)
             elif op.captured and op.kind in ("op", "h2d", "d2h"):
-                _again(op)
+                try:
+                    again(op)
+                except REFUSALS as error:
+                    if not (dead or op.given or world.unknowns.among(op.tensors)):  # else its values are no real ones
+                        _tell_refused(world, capture, position, error)
+
+
+def _tell_refused(world: ProgramWorld, capture: Capture, position: int, error: Exception) -> None:
+    """An op of a replay raises on the values that it finds there, as on an index past the end."""
+    op = capture.step.ops[position]
+    if f"refused {position}" not in capture.told:
+        if not _takes_others(op):
+            return
+        capture.told.add(f"refused {position}")
+    world.flag(
+        capture, "CG212", f"a replay gives {short(op.name)} values that it refuses", op.chain,
+        (f"replay {capture.replays + 1}: {told(error)}",), happens=REFUSED, construct="refused values",
+    )  # fmt: skip
+
+
+def _takes_others(op: OpRecord) -> bool:
+    """Whether an op that raised does not where its integers are 0, or 1: then it raised because of their values."""
+    for fill in (0, 1):
+
+        def other(tensor: torch.Tensor, fill: int = fill) -> torch.Tensor:
+            plain = tensor.is_floating_point() or tensor.is_complex() or tensor.layout is not torch.strided
+            return tensor.clone() if plain else torch.full_like(tensor, fill)
+
+        try:
+            perform(op.func, map_tensors(op.args, other), map_tensors(op.kwargs, other))
+        except (Unavailable, *REFUSALS):
+            continue
+        return True
+    return False
 
 
 def _poison(ops: list[OpRecord], dead: set[int]) -> None:

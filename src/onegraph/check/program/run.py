@@ -17,11 +17,12 @@ from onegraph.check.report import CheckError, Finding, Origin, Report, Severity,
 from onegraph.check.simulate import compiled, frames, memory, threads
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.findings import RANK, Findings
-from onegraph.check.simulate.records import Step
+from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.unknown import told
 
 NO_CAPTURES = "0 captures found: the program captured nothing (torch.cuda.graph, CUDAGraph, make_graphed_callables, "
 MODES = "torch.compile with mode='reduce-overhead' or 'max-autotune')"
+NEVER = "the program never replays it"
 _MOST_VALUES = 6
 
 
@@ -77,6 +78,16 @@ def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, F
         capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
     )
     findings.of_running(s for s in world.sightings if s.step == capture.number)
+    replayed = any(other.replays for other in world.captures)
+    failed = any(f.severity is Severity.ERROR for f in (*findings.found.values(), *(f for _, f in beside)))
+    if not (capture.compared or capture.backward or failed) and (capture.replays or not replayed):
+        why = "; ".join(capture.why_not.values()) or NEVER
+        findings.of_running([
+            Sighting(
+                capture.number, "CG401", Severity.UNVERIFIED, capture.chain,
+                f"no replay of this graph is compared with eager: {why}", "", construct="replay",
+            )
+        ])  # fmt: skip
     report = findings.report("", capture.replays)
     known = [*report.findings, *(f for _, f in beside)]
     bound = {(f.path, f.line) for f in known if f.code == "CG205" and f.severity is Severity.ERROR}
@@ -147,8 +158,8 @@ def _facts(world: ProgramWorld, capture: Capture) -> dict[str, Any]:
         "adds to its pool": need.reserved if need else 0,
         "peak": need.peak if need else 0,
     }
-    if capture.replays and capture.why_not and not capture.compared:
-        found["not compared"] = capture.why_not
+    if capture.why_not:
+        found["not compared"] = "; ".join(capture.why_not.values())
     return found
 
 

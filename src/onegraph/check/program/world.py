@@ -16,6 +16,7 @@ from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
 from onegraph.check.simulate.records import Sighting, Step, tensors_in
+from onegraph.check.simulate.replay import REFUSALS
 from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.world import World
 
@@ -52,6 +53,8 @@ class Capture:
         nodes: sequence numbers of the nodes that autograd recorded in it, from and to.
         fresh: leaves whose `.grad` the capture made.
         callable: made by `make_graphed_callables`, each of whose calls hands out new tensors of old memory.
+        backward: of such a callable, which cannot be run by itself.
+        compared: how many replays were; why_not: each reason for which others were not.
     """
 
     number: int
@@ -73,12 +76,17 @@ class Capture:
     generators: list[Any] = field(default_factory=list)
     nodes: tuple[int, int] = (0, 0)
     callable: bool = False
+    backward: bool = False
     replays: int = 0
     last: int = 0
     compared: int = 0
     seconds: float = 0.0
-    why_not: str = ""
+    why_not: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+
+    def uncompared(self, reason: str, detail: str = "") -> None:
+        """A replay is not compared. Of several with one reason, the first one's detail is told."""
+        self.why_not.setdefault(reason, reason + detail)
 
     def release(self) -> None:
         """The graph is gone: nothing will be replayed, and what it held is free. The report needs its ops alone."""
@@ -126,6 +134,7 @@ class ProgramWorld(World):
         self.compiled_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # storages that such a function returned: which one, in which call
         self.compiled_outputs: weakref.WeakKeyDictionary[StorageRecord, tuple[Any, int]] = weakref.WeakKeyDictionary()
+        self.raised: tuple[Any, tuple[tuple[int, ...], ...]] | None = None  # the last op that did, and given shapes
         self.late: list[Sighting] = []  # reads of those after a later call
 
     # books
@@ -236,10 +245,10 @@ class ProgramWorld(World):
 
     def flag(
         self, capture: Capture, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = (), *,
-        severity: Severity = Severity.ERROR, happens: str = SILENT,
+        severity: Severity = Severity.ERROR, happens: str = SILENT, construct: str = "",
     ) -> None:  # fmt: skip
         """Something that the program does outside of a capture, with what that gives: noted once, and counted."""
-        made = Sighting(capture.number, code, severity, chain, message, happens, values)
+        made = Sighting(capture.number, code, severity, chain, message, happens, values, construct=construct)
         known = self.flagged.setdefault((capture.number, code, message, chain), made)
         if known is made:
             self.sightings.append(made)
@@ -279,8 +288,16 @@ class ProgramWorld(World):
     # what the program does with outputs
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.phase == "step" or self.muted:
+        if self.muted:
             return super().dispatch(func, args, kwargs)
+        if self.phase == "step":
+            try:
+                return super().dispatch(func, args, kwargs)
+            except REFUSALS:
+                inner = [t.inner for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+                known = not self.unknowns.among(inner)
+                self.raised = (func, tuple(tuple(t.shape) for t in inner)) if known else None
+                raise
         with self.lock, compat.no_torch_function():
             given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []

@@ -7,7 +7,7 @@ class HostStateBranch(Rule):
     """
     ## What it does
     Finds branches and loop counts that differ between steps because of host state: a counter, a mode, a Python
-    argument.
+    argument. With `--run`, also a `raise` or `assert` that the captured statements come to by now.
 
     ## Why is this bad
     Capture records one path. Every replay takes it, whatever the counter would say by then, and no error is raised.
@@ -295,10 +295,12 @@ class ReplayDiffersFromEager(Rule):
     """
     ## What it does
     Says that replaying the captured step on other inputs gave another result than running it, and that no other rule
-    named the cause.
+    named the cause. With `--run`, also that an op raises in a replay, or would if it were run now: an index past the
+    end, a condition of `torch._assert_async` that does not hold.
 
     ## Why is this bad
-    This is the result that users get. The finding stands at the first op whose replay differs.
+    This is the result that users get. The finding stands at the first op whose replay differs. An index past the end
+    stops the GPU with "device-side assert triggered", or goes to memory of somebody else.
 
     ## Example
     ```python

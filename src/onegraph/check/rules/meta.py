@@ -8,7 +8,8 @@ class UnverifiedLaunch(Rule):
     ## What it does
     Names launches that nothing here looks into: kernels of CuPy, CuTe DSL, cuda.core or NVRTC, custom ops without a
     Python body, addresses that are handed out, and Triton kernels that Triton's interpreter cannot run (inline
-    assembly, too many programs); the message says why. Other Triton kernels are run and compared as any op.
+    assembly, too many programs); the message says why. Other Triton kernels are run and compared as any op. With
+    `--run`, also a graph of which no replay is compared with eager.
 
     ## Why is this bad
     It may be fine. But a check that says "safe" about what it has not seen is worth nothing, so it says "unverified";

@@ -255,10 +255,10 @@ def _number(ours: OpRecord, mine: Any, other: Any, at: tuple[str, str]) -> tuple
     """A Python value that an op is given, or a kernel is launched with, is another one."""
     if isinstance(mine, tuple) and mine and mine[0] == "cpu":
         return "CG203", "a CPU scalar tensor is passed by value", (f"{at[0]}: {mine[1]}", f"{at[1]}: {other[1]}")
-    text = f"a Python number is baked into {_short(ours.name)}"
+    text = f"a Python number is baked into {short(ours.name)}"
     if isinstance(mine, Argument) and isinstance(other, Argument):
         what = "the grid" if mine.name == "grid" else f"argument {mine.name}"
-        text = f"{what} of kernel {_short(ours.name)} changes: it is baked into the launch"
+        text = f"{what} of kernel {short(ours.name)} changes: it is baked into the launch"
         mine, other = mine.value, other.value
     return "CG202", text, (f"{at[0]}: {_text(mine)}", f"{at[1]}: {_text(other)}")
 
@@ -392,7 +392,8 @@ def traced(
     )
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """The name of an op or kernel as people write it."""
     return name.removeprefix("aten.").removeprefix("triton:").removesuffix(".default")
 
 

@@ -62,7 +62,7 @@ class Findings:
                 continue
             if sighting.step > captured and self.world.asked_capturing and sighting.code not in _ALWAYS:
                 continue
-            self._add(sighting, self.locate(sighting.chain))
+            self._add(sighting, self.locate(sighting.chain), construct=sighting.construct)
 
     def of_comparison(self, sightings: Iterable[Sighting]) -> None:
         groups: dict[tuple[str, frames.Chain, int], list[Sighting]] = {}

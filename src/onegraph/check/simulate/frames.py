@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +93,42 @@ def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
         if skip is None:
             skip = _SKIP[code] = _skipped(code.co_filename)
         if not skip:
-            twin = TWINS.get(code) if TWINS else None
-            found.append((code, frame.f_lasti) if twin is None else (twin[0], twin[1].get(frame.f_lasti, -1)))
+            found.append(_own(code, frame.f_lasti))
         frame = frame.f_back
     return ()
+
+
+def _own(code: CodeType, lasti: int) -> tuple[CodeType, int]:
+    """The user's own code and instruction, for a copy of it that runs in its place."""
+    twin = TWINS.get(code) if TWINS else None
+    return (code, lasti) if twin is None else (twin[0], twin[1].get(lasti, -1))
+
+
+def chain_of_error(error: BaseException, stop: CodeType) -> Chain:
+    """The calls between where an error was raised and the frame whose code is `stop`, through which it came."""
+    found: list[tuple[CodeType, int]] = []
+    for code, lasti in _way(error):
+        if code is stop:
+            found.clear()
+        elif not _skipped(code.co_filename):
+            found.insert(0, _own(code, lasti))
+    return (*found, *TAILS.get(stop, ()))
+
+
+def raised_by(error: BaseException) -> CodeType | None:
+    """The code whose `raise` or `assert` an error comes from; None where an op or a function of Python's raised it."""
+    code, lasti = _way(error)[-1]
+    return code if opname(code, lasti) == "RAISE_VARARGS" else None
+
+
+def _way(error: BaseException) -> list[tuple[CodeType, int]]:
+    """The frames that an error came through, outermost first."""
+    found = []
+    at: TracebackType | None = error.__traceback__
+    while at is not None:
+        found.append((at.tb_frame.f_code, at.tb_lasti))
+        at = at.tb_next
+    return found
 
 
 def asks_itself(depth: int = 1) -> bool:

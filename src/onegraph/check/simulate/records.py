@@ -84,6 +84,7 @@ class Sighting:
     cause: frames.Chain = ()  # of the host read that this one follows from
     storages: frozenset[int] = frozenset()  # that differ between the two steps
     count: int = 1  # how often it was seen
+    construct: str = ""  # which one it stands at, where that is known
 
 
 @dataclass(slots=True)

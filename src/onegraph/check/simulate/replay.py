@@ -14,6 +14,11 @@ from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, te
 from onegraph.check.simulate.unknown import Doubts
 from onegraph.check.simulate.world import World
 
+REFUSALS = (RuntimeError, IndexError)
+"""What an op raises on values that it was not made for."""
+
+_LONGEST_TEXT = 80
+
 
 @dataclass(slots=True)
 class Verdict:
@@ -101,8 +106,11 @@ def replay(
                 verdict.failed = verdict.failed or f"{op.name} cannot run again on what it was captured with"
         elif op.captured and op.kind in ("op", "h2d"):
             _protect(op, made, keep)
-            if not _again(op):
-                verdict.failed = verdict.failed or f"{op.name} gives another shape"
+            try:
+                failed = "" if again(op) else f"{op.name} gives another shape"
+            except REFUSALS as refusal:
+                failed = f"{op.name} raises {told(refusal)}"
+            verdict.failed = verdict.failed or failed
         if position < len(eager.ops) and (kept := eager.ops[position].evidence) is not None and not eager.parted:
             same = doubtful is None and all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
             differs = not same and doubtful is not False
@@ -205,8 +213,18 @@ def _protect(op: OpRecord, made: set[int], keep: Callable[[Tensor], None]) -> No
             keep(tensor)
 
 
-def _again(op: OpRecord) -> bool:
-    """Run one recorded op again, into the storages that it had."""
+def told(error: BaseException) -> str:
+    """An error's class and the first line of what it says."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    short = text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT].rstrip() + "..."
+    return f"{type(error).__name__}: {short}" if text else type(error).__name__
+
+
+def again(op: OpRecord) -> bool:
+    """Run one recorded op again, into the storages that it had; whether what it gives has the same shapes.
+
+    Raises one of REFUSALS where the op does on the values that it finds.
+    """
     if op.kind == "h2d":
         assert op.frozen is not None
         target = op.args[0] if op.args else op.outs[0]
@@ -219,8 +237,6 @@ def _again(op: OpRecord) -> bool:
         result = perform(op.func, op.args, op.kwargs)
     except Unavailable:
         return True  # its zeros stay
-    except (RuntimeError, IndexError):
-        return False
     outs = (
         [result]
         if isinstance(result, Tensor)
@@ -228,11 +244,11 @@ def _again(op: OpRecord) -> bool:
         if isinstance(result, list | tuple)
         else []
     )
-    for recorded, fresh, again in zip(op.outs, op.fresh, outs, strict=False):
-        if fresh and again is not recorded:
-            if again.shape != recorded.shape:
+    for recorded, fresh, anew in zip(op.outs, op.fresh, outs, strict=False):
+        if fresh and anew is not recorded:
+            if anew.shape != recorded.shape:
                 return False
-            recorded.copy_(again)
+            recorded.copy_(anew)
     return True
 
 
