@@ -56,6 +56,31 @@ def needs_a_driver(x, by):
     raise OSError("libcuda.so.1: cannot open shared object file")
 
 
+def hands_out(x, by):
+    return torch.full_like(x, float(x.data_ptr() % 7))
+
+
+def as_library(body):
+    """An op with `body` for CUDA and a reference for the CPU, as libraries register them."""
+    library = torch.library.Library("onegraph_test_both", "FRAGMENT")
+    library.define("scale(Tensor x, float by) -> Tensor")
+    library.impl("scale", body, "CUDA")
+    library.impl("scale", lambda x, by: x * by, "CPU")
+    torch.library.register_fake("onegraph_test_both::scale", lambda x, by: torch.empty_like(x), lib=library)
+    return library, torch.ops.onegraph_test_both.scale
+
+
+def as_custom_op(body):
+    """The same by `torch.library.custom_op`."""
+    types = "(Tensor x, float by) -> Tensor"
+    op = torch.library.custom_op(
+        "onegraph_test_both_too::scale", body, mutates_args=(), device_types="cuda", schema=types
+    )
+    op.register_kernel("cpu")(lambda x, by: x * by)
+    op.register_fake(lambda x, by: torch.empty_like(x))
+    return torch.library.Library("onegraph_test_both_too", "FRAGMENT"), op
+
+
 @pytest.mark.parametrize("body", [lambda x, by: x * by, lambda x, by: x * by * x.max().item(), needs_a_driver])
 def test_a_kernel_for_cuda_that_is_python_is_looked_into_where_it_runs(body):
     library = torch.library.Library("onegraph_test_gpu_only", "FRAGMENT")
@@ -77,6 +102,38 @@ def test_a_kernel_for_cuda_that_is_python_is_looked_into_where_it_runs(body):
         assert "CG401" not in report.codes
         assert "unknown" not in report.facts
         assert read == ([body.__code__.co_firstlineno] if "item" in body.__code__.co_names else [])
+
+
+BOTH = [lambda x, by: x * by, lambda x, by: x * by * x.max().item(), needs_a_driver, hands_out]
+
+
+@pytest.mark.parametrize("made", [as_custom_op, as_library], ids=["custom_op", "library"])
+@pytest.mark.parametrize("body", BOTH, ids=["fine", "reads", "needs a driver", "hands out an address"])
+def test_a_kernel_for_cuda_beside_one_for_the_cpu_is_looked_into_where_it_runs(body, made):
+    """Where it cannot be run nothing of it counts, also not what it wrote until then."""
+    library, op = made(body)
+    seen = []
+
+    def factory():
+        def step(x):
+            y = op(x, 2.0)
+            seen.append((x.tolist(), y.tolist()))
+            return y
+
+        return step, lambda i: (torch.full((2,), i + 1.0, device="cuda"),)
+
+    def quiet():
+        return (lambda x: op(x, 2.0)), lambda i: (torch.full((2,), i + 1.0, device="cuda"),)
+
+    report, _ = check_step(quiet, source=False), check_step(factory, source=False)
+    runs = body in BOTH[:2]
+    assert report.codes == ({"CG101"} if body is BOTH[1] else set() if runs else {"CG401"})
+    assert "unknown" not in report.facts
+    assert [x for x, _ in seen[:2]] == [[1.0, 1.0], [2.0, 2.0]]
+    assert seen[1][1] == ([8.0, 8.0] if body is BOTH[1] else [4.0, 4.0])
+    with declared(f"{library.ns}::scale"):
+        assert check_step(quiet, source=False).findings == ()  # its author's word
+    library._destroy()
 
 
 def test_a_custom_op_written_in_python_is_looked_into():

@@ -11,6 +11,7 @@ from programs import HEAD, line_of, lines, ran
 
 from onegraph.check import Verdict
 from onegraph.check.program import beside
+from onegraph.check.simulate import copies
 
 
 def test_a_name_bound_anew_instead_of_copied_into(tmp_path: Path) -> None:
@@ -168,12 +169,12 @@ def test_a_copy_that_cannot_be_made_or_dies_is_a_reason_and_no_error(monkeypatch
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     opened = len(os.listdir("/proc/self/fd"))
-    assert beside._in_a_copy(lambda: [1]) == [1]
+    assert copies.in_a_copy(lambda: [1]) == [1]
     with monkeypatch.context() as patch:
-        patch.setattr(beside.pickle, "dumps", lambda answer, dumps=pickle.dumps: dumps(answer)[:-3])
-        assert beside._in_a_copy(lambda: [1]) == "its copy did not end"
-    monkeypatch.setattr(beside.os, "fork", refused)
-    assert "Resource temporarily unavailable" in beside._in_a_copy(lambda: [1])
+        patch.setattr(copies.pickle, "dumps", lambda answer, dumps=pickle.dumps: dumps(answer)[:-3])
+        assert copies.in_a_copy(lambda: [1]) == "its copy did not end"
+    monkeypatch.setattr(copies.os, "fork", refused)
+    assert "Resource temporarily unavailable" in copies.in_a_copy(lambda: [1])
     assert len(os.listdir("/proc/self/fd")) == opened
 
 

@@ -5,11 +5,7 @@ The program itself goes on with what a replay gives.
 """
 
 import os
-import pickle
-import select
-import signal
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +25,7 @@ from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Finding, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.copies import RAISE, STUCK, in_a_copy
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Sighting, Step, same
@@ -42,9 +39,6 @@ ALWAYS = 2
 LONGEST = 10.0
 """Seconds for the comparisons of one graph, then for all of them ten times as much."""
 
-STUCK = 120.0
-"""Seconds after which a copy that does not end is ended."""
-
 PATIENCE = 1.0
 """Seconds that a thread of the copy has, which the statements started and did not wait for."""
 
@@ -53,7 +47,6 @@ AGAIN = 1_000_000
 
 GONE = "what its statements use is no more"
 ALONE = "its statements cannot be run by themselves"
-RAISE = "run by themselves, its statements raise"
 BACKWARD = "the backward of a graphed callable"
 OVER = f"comparing took {LONGEST:.0f} seconds, or {10 * LONGEST:.0f} in all"
 
@@ -96,7 +89,7 @@ class Beside:
         except (Gone, SyntaxError) as error:
             capture.uncompared(GONE if isinstance(error, Gone) else "its statements cannot stand alone")
             return
-        answer = _in_a_copy(lambda: self._look(capture, body, dead, pinned))
+        answer = in_a_copy(lambda: self._look(capture, body, dead, pinned))
         capture.seconds += time.perf_counter() - begin
         self.spent += time.perf_counter() - begin
         if isinstance(answer, str):
@@ -305,72 +298,3 @@ def _modes(capture: Capture) -> ExitStack:
         stack.enter_context(torch.set_grad_enabled(modes["grad"]))
     stack.enter_context(torch.autocast("cuda", modes["dtype"], modes["autocast"], modes["cache"]))
     return stack
-
-
-def _in_a_copy(work: Callable[[], Any]) -> Any:
-    """What `work` gives in a copy of this process; a text where there is none, it raises or does not end."""
-    try:
-        read, write = os.pipe()
-    except OSError as error:
-        return f"this machine cannot copy the process ({error.strerror or error})"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the copy uses none of them
-        try:
-            child = os.fork()
-        except OSError as error:
-            os.close(read)
-            os.close(write)
-            return f"this machine cannot copy the process ({error.strerror or error})"
-    if child == 0:
-        os.close(read)
-        _child(work, write)
-    os.close(write)
-    try:
-        data = _all(read)
-    finally:
-        os.close(read)
-        if not _ended(child):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    try:
-        return pickle.loads(data)
-    except (EOFError, pickle.UnpicklingError):  # nothing, or the half that was written when it died
-        return "its copy did not end"
-
-
-def _child(work: Callable[[], Any], write: int) -> None:
-    """Runs in the copy, and never returns: nothing of the program's own endings runs twice."""
-    try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = f"{RAISE} {type(error).__name__}"
-        with os.fdopen(write, "wb") as out:
-            out.write(pickle.dumps(answer))
-    finally:
-        os._exit(0)
-
-
-def _all(read: int) -> bytes:
-    parts: list[bytes] = []
-    until = time.monotonic() + STUCK
-    while True:
-        ready, _, _ = select.select([read], [], [], max(until - time.monotonic(), 0))
-        if not ready:
-            return b""
-        part = os.read(read, 1 << 16)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-
-
-def _ended(child: int) -> bool:
-    """Whether it has; one that has told everything is about to."""
-    for _ in range(200):
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return True
-        time.sleep(0.005)
-    return False

@@ -1,5 +1,7 @@
 """The two modes that route torch through the simulated world: one below its functions' arguments, one at its ops."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +13,11 @@ from torch.overrides import TorchFunctionMode
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError
-from onegraph.check.simulate import frames
+from onegraph.check.simulate import frames, kernels
+from onegraph.check.simulate.copies import in_a_copy
 from onegraph.check.simulate.device import DeviceTensor, refuse, swap
-from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda_alone
-from onegraph.check.simulate.world import World
+from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda, has_another
+from onegraph.check.simulate.world import BUILTIN, World
 
 
 @contextmanager
@@ -45,15 +48,42 @@ class _Dispatch(compat.PlainDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         body = body_of(func)
-        if body is not None:
+        if body is not None and (not has_another(func) or self._followed(func, body, args, kwargs or {})):
             done, out = self._inside(func, body, args, kwargs or {})
             if done:
                 return out
         return self.world.dispatch(func, args, kwargs or {})
 
+    def _followed(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Whether a function for CUDA is looked into although the op has a kernel for the CPU: where nobody vouches
+        for the op, torch neither, and it can be run. That is tried once, in a copy of the process: its first half may
+        write."""
+        name = func._schema.name
+        if name.split("::")[0] in BUILTIN or capturable(name) is not None or not hasattr(os, "fork"):
+            return False
+        tried = self.world.tried
+        if func not in tried:
+            tried[func] = in_a_copy(lambda: self._try(body, args, kwargs)) is True
+        return tried[func]
+
+    def _try(self, body: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """In the copy: raises where the function does, or comes to what nothing can look into."""
+        torch.set_num_threads(1)  # the threads of the pool are not in the copy
+        world = self.world
+        world.lock = threading.RLock()
+
+        def unseen(*_: Any, **__: Any) -> None:
+            raise _Unseen
+
+        vars(world).update(dict.fromkeys(("opaque", "unknown", "pointer_escapes"), unseen))
+        vars(kernels)["foreign"] = unseen
+        with self:
+            body(*args, **kwargs)
+        return True
+
     def _inside(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
-        alone may want a driver or a compiler; then what it gives cannot be computed."""
+        may want a driver or a compiler; then a kernel for the CPU computes what it gives, or nothing does."""
         world, name = self.world, func._schema.name
         kept, out, done = len(world.sightings), None, True
         try:
@@ -62,7 +92,7 @@ class _Dispatch(compat.PlainDispatchMode):
         except CheckError:
             raise
         except Exception:
-            if not for_cuda_alone(func):
+            if not for_cuda(func):
                 raise
             done = False
         if capturable(name) is not None:  # its author's word counts for more
@@ -70,6 +100,10 @@ class _Dispatch(compat.PlainDispatchMode):
             if done:
                 world.opaque(name, f"custom op {name}", world.chain())
         return done, out
+
+
+class _Unseen(BaseException):
+    """Something that the simulation cannot look into; no `except Exception` of the user's takes it."""
 
 
 class _Functions(TorchFunctionMode):

@@ -212,24 +212,31 @@ def eagerly(func: compat.HigherOrderOperator) -> Callable[..., Any]:
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """The Python function behind a custom op: one for every device, or for CUDA where the op has none for the CPU."""
+    """The Python function behind a custom op: one for CUDA, or for every device."""
     name = func._schema.name
     definition = compat.OPDEFS.get(name)
     if definition is not None:
         bodies = definition._backend_fns
-        device = None if "cuda" not in bodies else "cuda" if "cpu" not in bodies else "none"
-        body: Callable[..., Any] | None = bodies.get(device)
+        body: Callable[..., Any] | None = bodies.get("cuda" if "cuda" in bodies else None)
         return body
     kernel = f"{name.replace('::', '/')}{'.' * bool(func._schema.overload_name)}{func._schema.overload_name}/CUDA"
-    if kernel not in compat.LIBRARY_KERNELS or func.has_kernel_for_dispatch_key(compat.DispatchKey.CPU):
+    if kernel not in compat.LIBRARY_KERNELS:
         return None
     return functools.partial(func.redispatch, compat.DispatchKeySet(compat.DispatchKey.CUDA))
 
 
-def for_cuda_alone(func: Any) -> bool:
-    """Whether a custom op with a Python function has none that its author wrote for any device."""
+def for_cuda(func: Any) -> bool:
+    """Whether the Python function behind a custom op is one that its author wrote for CUDA."""
     definition = compat.OPDEFS.get(func._schema.name)
     return definition is None or "cuda" in definition._backend_fns
+
+
+def has_another(func: Any) -> bool:
+    """Whether an op with a function for CUDA has a kernel for the CPU beside it."""
+    definition = compat.OPDEFS.get(func._schema.name)
+    if definition is not None:
+        return {"cuda", "cpu"} <= definition._backend_fns.keys()
+    return bool(func.has_kernel_for_dispatch_key(compat.DispatchKey.CPU))
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ class World:
         self.saves = False  # whether tensors of the device may be pickled
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
         self.unknowns = Unknowns()
+        self.tried: dict[Any, bool] = {}  # ops with kernels for CUDA and the CPU: whether the former can be run here
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
     # books
