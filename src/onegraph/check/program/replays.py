@@ -76,10 +76,10 @@ def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
 def _tell_refused(world: ProgramWorld, capture: Capture, position: int, error: Exception) -> None:
     """An op of a replay raises on the values that it finds there, as on an index past the end."""
     op = capture.step.ops[position]
-    if f"refused {position}" not in capture.told:
-        if not _takes_others(op):
-            return
-        capture.told.add(f"refused {position}")
+    if position not in capture.refusing:
+        capture.refusing[position] = _takes_others(op)
+    if not capture.refusing[position]:
+        return
     world.flag(
         capture, "CG212", f"a replay gives {short(op.name)} values that it refuses", op.chain,
         (f"replay {capture.replays + 1}: {told(error)}",), happens=REFUSED, construct="refused values",

@@ -54,6 +54,7 @@ class Capture:
         fresh: leaves whose `.grad` the capture made.
         callable: made by `make_graphed_callables`, each of whose calls hands out new tensors of old memory.
         backward: of such a callable, which cannot be run by itself.
+        refusing: positions of ops that raised in a replay: whether because of the values that they found.
         compared: how many replays were; why_not: each reason for which others were not.
     """
 
@@ -83,6 +84,7 @@ class Capture:
     seconds: float = 0.0
     why_not: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    refusing: dict[int, bool] = field(default_factory=dict)
 
     def uncompared(self, reason: str, detail: str = "") -> None:
         """A replay is not compared. Of several with one reason, the first one's detail is told."""
