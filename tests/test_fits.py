@@ -1,4 +1,4 @@
-"""What does not fit into a GPU's memory is refused before it is made, with the sums."""
+"""What does not fit into memory is refused before it is made, with the sums."""
 
 from pathlib import Path
 
@@ -24,6 +24,7 @@ def load(path: Path, *, decode: bool = True) -> Llama:
 
 def has(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda device, reserve=0: nbytes)
+    monkeypatch.setattr(memory, "system_memory", lambda: nbytes)
 
 
 @pytest.mark.parametrize("kv", [None, "turboquant:4"])
@@ -59,8 +60,15 @@ def test_weights_are_refused_by_the_byte(variant: str, tmp_path: Path, monkeypat
         load(path, decode=False)
 
 
-def test_a_cpu_has_no_bound() -> None:
+def test_a_cpu_bounds_caches_and_not_weights_which_are_read_where_they_lie() -> None:
     assert memory.free_memory(CPU) > 1 << 40
+    assert 0 < memory.room_for_cache(CPU) < 1 << 45
+
+
+def test_a_cache_is_held_against_what_the_machine_has(tmp_path: Path) -> None:
+    save_hf("llama", tmp_path / "model")
+    with pytest.raises(ValueError, match=r"the cache takes .* GB on cpu \(9000000 rows, .* take fewer or shorter rows"):
+        Engine(load(tmp_path / "model"), max_batch=9_000_000, max_context=160)
 
 
 def test_a_gpu_has_what_is_free_unused_and_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

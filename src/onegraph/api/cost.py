@@ -6,16 +6,15 @@ runs behind docs/quality.md, on an H200. Memory is a floor.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from onegraph.formats.checkpoint import SHARD_BYTES
+from onegraph.models.memory import system_memory
 from onegraph.quant import wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.experts import SHARED_ROWS
@@ -253,27 +252,4 @@ def available_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + spare
-    found = []
-    status = _table(Path("/proc/self/status"))
-    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        soft = resource.getrlimit(limit)[0]
-        if soft != resource.RLIM_INFINITY and used in status:
-            found.append(soft - 1024 * status[used])
-    if (free := _table(Path("/proc/meminfo")).get("MemAvailable")) is not None:
-        found.append(1024 * free)
-    group = Path("/sys/fs/cgroup")
-    try:  # a container's limit; its page cache can be taken back
-        limit_of, used_now = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(limit_of - used_now + _table(group / "memory.stat").get("inactive_file", 0))
-    except (OSError, ValueError):
-        pass  # no such group, or "max"
-    return max(0, min(found)) if found else None
-
-
-def _table(file: Path) -> dict[str, int]:
-    """Lines "name: number" of a file that the kernel writes."""
-    try:
-        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    return system_memory()

@@ -1,6 +1,8 @@
-"""Whether a model and its cache fit into a GPU's memory, told before either is made, and what of it buys time."""
+"""Whether a model and its cache fit into memory, told before either is made, and what of a GPU's buys time."""
 
+import resource
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,41 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
     used, held = torch.cuda.memory_allocated(at), torch.cuda.memory_reserved(at)
     allowed = int(torch.cuda.get_per_process_memory_fraction(at) * total)
     return max(0, min(free + held - used, allowed - used) - reserve)
+
+
+def room_for_cache(device: torch.device, reserve: int = 0) -> int:
+    """As `free_memory`, and on a CPU what the system has: it gives more than that, and ends who writes to it."""
+    if device.type == "cpu" and (free := system_memory()) is not None:
+        return free
+    return free_memory(device, reserve)
+
+
+def system_memory() -> int | None:
+    """Bytes of the machine's memory that this process may still take; None where the system does not say."""
+    found = []
+    status = _table(Path("/proc/self/status"))
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY and used in status:
+            found.append(soft - 1024 * status[used])
+    if (free := _table(Path("/proc/meminfo")).get("MemAvailable")) is not None:
+        found.append(1024 * free)
+    group = Path("/sys/fs/cgroup")
+    try:  # a container's limit; its page cache can be taken back
+        limit_of, used_now = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(limit_of - used_now + _table(group / "memory.stat").get("inactive_file", 0))
+    except (OSError, ValueError):
+        pass  # no such group, or "max"
+    return max(0, min(found)) if found else None
+
+
+def _table(file: Path) -> dict[str, int]:
+    """Lines "name: number" of a file that the kernel writes."""
+    try:
+        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
@@ -80,7 +117,7 @@ def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, ex
 
     rows: of a batch. tokens: that its pages hold. exact: whether it is in the model's dtype.
     """
-    if needed > (free := free_memory(device)):
+    if needed > (free := room_for_cache(device)):
         size = f"{rows} rows, {tokens} tokens of {needed / tokens / 1e3:.1f} kB"
         codes = ", or keep it in codes (kv 'turboquant:4')" if exact else ""
         raise ValueError(
