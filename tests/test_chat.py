@@ -297,9 +297,9 @@ def test_it_draws_as_the_model_suggests_and_options_go_over_it(
     (path / "generation_config.json").write_text(json.dumps(file))
     assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 6, *options) == 0
     out, errors = capsys.readouterr()
-    told = [each for each in errors.splitlines() if "options go over it" in each]
-    both = (line, "as the model's generation_config.json has it"), (default, "since it says nothing of that")
-    assert told == [f"[{each}: {who}; options go over it]" for each, who in both if each is not None]
+    told = [each for each in errors.splitlines() if "by these options" in each]
+    both = (line, "the model's generation_config.json suggests it"), (default, "the model suggests none")
+    assert told == [f"[{each}: {why}; say otherwise by these options]" for each, why in both if each is not None]
     words = [*", ".join(filter(None, (line, default))).replace(",", "").split(), *map(str, options)]
     fields = {n[2:].replace("-", "_"): float(v) for n, v in zip(words[::2], words[1::2], strict=True)}
     if "top_k" in fields:

@@ -90,13 +90,13 @@ def run(args: argparse.Namespace) -> int:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
         )
-        for fields, who in (
-            (said, "as the model's generation_config.json has it"),
-            (drawn, "since it says nothing of that"),
+        for fields, why in (
+            (said, "the model's generation_config.json suggests it"),
+            (drawn, "the model suggests none"),
         ):
             if fields:
                 named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in fields.items())
-                say(f"[{named}: {who}; options go over it]")
+                say(f"[{named}: {why}; say otherwise by these options]")
         with handled(lambda: None) if interactive() else contextlib.nullcontext():
             for line in lines:
                 try:
