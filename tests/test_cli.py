@@ -514,6 +514,12 @@ def test_bench_step(model: Path) -> None:
     assert [row["mode"] for row in rows] == ["eager"]
     assert rows[0]["tokens_per_second"] > 0
     assert "tokens_per_second" in invoke(list(command))[1]
+    for dtype in ("auto", "float32", "int8"):  # the weights that `generate` holds
+        (row,) = map(json.loads, invoke([*command, "--json", "--dtype", dtype])[1].splitlines())
+        told = invoke(
+            ["generate", model, "--prompt", "a", "--max-tokens", 1, "--device", "cpu", "--dtype", dtype, "--json"]
+        )
+        assert row["weights"] == json.loads(told[1])["dtype"]
 
 
 def test_env() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from onegraph.cli.common import (
@@ -59,11 +60,13 @@ def add_parser(commands: Any) -> None:
     step.add_argument("model", metavar="MODEL", help=MODEL)
     step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="may be repeated")
     step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="prompt (default: 128)")
-    step.add_argument("--steps", type=STEPS, default=256, metavar="N", help="to time (default: 256)")
+    step.add_argument(
+        "--steps", type=STEPS, default=256, metavar="N", help="to time, eagerly 32 at most (default: 256)"
+    )
     step.set_defaults(run=run_step)
     for each in (linear, attention, step):
         add_device(each)
-        add_dtype(each)
+        add_dtype(each, int8=each is step)
         each.add_argument("--json", action="store_true", help="print one JSON object a row")
 
 
@@ -121,21 +124,28 @@ def run_attention(args: argparse.Namespace) -> int:
 
 
 def run_step(args: argparse.Namespace) -> int:
+    from onegraph.api.device import pick_precision
     from onegraph.engine.bench import bench_step
     from onegraph.models.config import LlamaConfig
-    from onegraph.models.llama import Llama
+    from onegraph.models.load import load_decoder, packable, parse_config
 
     device = pick_device(args.device)
     reach = args.context + args.steps + 1
     with open_model(args.model) as checkpoint:
-        limit = LlamaConfig.from_dict(checkpoint.config).max_positions
-        if reach > limit:
+        config = parse_config(checkpoint.config)
+        if reach > config.max_positions:
             raise UsageError(
-                f"--context {args.context} and --steps {args.steps} need {reach} positions, the model has {limit}"
+                f"--context {args.context} and --steps {args.steps} need {reach} positions, the model has "
+                f"{config.max_positions}"
             )
-        model = Llama.load(checkpoint, device, pick_dtype(args.dtype, device), max_context=reach)
-    rows = bench_step(model, batches=args.batch or (1,), context=args.context, steps=args.steps)
-    columns = ("name", "mode", "batch", "context", "steps", "tokens_per_second", "ms_per_step", "replay_us")
+        dtype, held = pick_precision(  # as `generate` has it
+            args.dtype, device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
+        )
+        model = load_decoder(checkpoint, device, dtype, max_context=reach, held=held)
+    weights = held or str(dtype).removeprefix("torch.")
+    timed = bench_step(model, batches=args.batch or (1,), context=args.context, steps=args.steps)
+    rows = (row | {"weights": weights} for row in timed)
+    columns = ("name", "mode", "weights", "batch", "context", "steps", "tokens_per_second", "ms_per_step", "replay_us")
     return show(rows, columns, args.json)
 
 

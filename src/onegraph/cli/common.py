@@ -141,7 +141,7 @@ def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", *(("int8",) if int8 else ())),
         help="what activations are computed in (default: bfloat16 on a GPU, float32 on a CPU)"
-        + ("; on a CPU float16 and int8 are what weights are held in" if int8 else ""),
+        + ("; a CPU holds weights in float16, by itself where torch packs it, or in int8" if int8 else ""),
     )
 
 
