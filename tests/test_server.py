@@ -484,7 +484,8 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
     try:
         assert second.client.completions.create(**ask | {"stream": False, "max_tokens": 2}).choices
         assert main(["serve", str(model), "--port", str(second.port)]) == 2
-        assert f"cannot listen at 127.0.0.1:{second.port}: Address already in use" in capsys.readouterr().err
+        says = f"cannot listen at 127.0.0.1:{second.port}: Address already in use; give another --port, or end what"
+        assert f"onegraph: error: {says} listens there\n" == capsys.readouterr().err
         streams = [iter(second.client.completions.create(**ask | {"n": 6})) for _ in range(10)]
         next(streams[0])
         second.process.send_signal(signal.SIGINT)
@@ -565,6 +566,29 @@ def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
         with pytest.raises(Heard):
             listen(found, worker, Settings(name="plain"), grace=0, ready=ready)
         worker.close()
+
+
+def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
+    """Not only bound: of two servers begun together one would load in vain. Who comes early is answered."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}: .*; give another --port"):
+            bind("127.0.0.1", port)
+    command = [sys.executable, "-m", "onegraph", "serve", str(model), "--device=cpu", f"--port={port}", "--grace=1"]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert first.stderr is not None
+        assert first.stderr.readline() == f"loading {model}\n"
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            second = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)
+            assert second.returncode == 2
+            assert second.stderr.startswith(f"onegraph: error: cannot listen at 127.0.0.1:{port}: "), second.stderr
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert first.stderr.readline().startswith("serving ")
+    finally:
+        first.kill()
+        first.communicate()
 
 
 def test_mistakes_on_the_command_line(

@@ -124,39 +124,39 @@ def run(args: argparse.Namespace) -> int:
     if key is not None and not (key and key.isascii()):
         told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
         raise UsageError(f"{told}: it is empty or not ASCII; {cure} to let everybody in")
-    socket = bind(args.host, args.port)
-    remark(f"loading {args.model}")
-    with open_model(args.model) as checkpoint:
-        writer = Tokenizer(checkpoint)
-    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
-        llm = LLM(
-            args.model,
-            gpus=args.gpus or 1,
-            split=args.split_mode,
-            kv=args.kv,
-            max_batch=args.max_batch,
-            max_context=args.max_context,
-            cache_tokens=args.cache_tokens,
-            dtype=args.dtype,
-            device=device,
-            capture=CAPTURE[args.capture],
-            w4a4=args.w4a4,
-            **drafted(args),
-        )
-    tell_exact_layers(args.kv, llm.engine.kv)
-    name = args.name or Path(args.model.rstrip("/")).name
-    host, port = socket.getsockname()[:2]
+    with bind(args.host, args.port) as socket:
+        remark(f"loading {args.model}")
+        with open_model(args.model) as checkpoint:
+            writer = Tokenizer(checkpoint)
+        with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
+            llm = LLM(
+                args.model,
+                gpus=args.gpus or 1,
+                split=args.split_mode,
+                kv=args.kv,
+                max_batch=args.max_batch,
+                max_context=args.max_context,
+                cache_tokens=args.cache_tokens,
+                dtype=args.dtype,
+                device=device,
+                capture=CAPTURE[args.capture],
+                w4a4=args.w4a4,
+                **drafted(args),
+            )
+        tell_exact_layers(args.kv, llm.engine.kv)
+        name = args.name or Path(args.model.rstrip("/")).name
+        host, port = socket.getsockname()[:2]
 
-    def ready() -> None:
-        remark(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        def ready() -> None:
+            remark(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
 
-    def ending() -> None:
-        with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
-            remark(f"stopping: answers that run have {args.grace} s")
+        def ending() -> None:
+            with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
+                remark(f"stopping: answers that run have {args.grace} s")
 
-    sys.setswitchinterval(SWITCH)
-    with llm:
-        worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-        settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
-        listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
+        sys.setswitchinterval(SWITCH)
+        with llm:
+            worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
+            settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
+            listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
     return 0

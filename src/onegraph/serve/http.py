@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 
@@ -11,20 +12,36 @@ import uvicorn
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.worker import Stopped, Worker
 
+BACKLOG = 2048  # connections that wait until they are taken: all that come while the model is loaded
+CURES = {
+    errno.EADDRINUSE: "give another --port, or end what listens there",
+    errno.EADDRNOTAVAIL: "give a --host of this machine",
+    errno.EACCES: "give a --port from 1024 on",
+}
 LATE = 3  # seconds more, in which answers that were cut off are sent
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address, port 0 for a free one. Taken before the model is loaded, so that a port that is in use
-    is told at once; nobody can connect until `listen`. Raises ValueError."""
+    """A socket that listens at this address, port 0 for a free one. Raises ValueError.
+
+    Done before the model is loaded, so that a port that is in use is told at once; where sockets are bound only, two of
+    them may have one port. Who connects meanwhile waits until `listen` takes it.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
-        found.bind(address)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+            found.bind(address)
+            found.listen(BACKLOG)
+        except BaseException:
+            found.close()
+            raise
     except (OSError, UnicodeError, OverflowError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"cannot listen at {host}:{port}: {why}") from None
+        number, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, str(error))
+        cure = "give another --host" if isinstance(error, socket.gaierror | UnicodeError) else CURES.get(number or 0)
+        where = f"{f'[{host}]' if ':' in host else host}:{port}"
+        raise ValueError(f"cannot listen at {where}: {why}" + (f"; {cure}" if cure else "")) from None
     return found
 
 
@@ -39,8 +56,8 @@ def listen(
 ) -> None:
     """Serve until SIGINT or SIGTERM: then no new connections, `grace` seconds for answers that run, and the end.
 
-    ready: called once connections are taken, before the first request. ending: called before it waits for answers that
-    run. Raises Stopped where it cannot be built.
+    ready: called once connections are taken. ending: called before it waits for answers that run. Raises ValueError
+    where a step cannot be built.
     """
     try:
         worker.start()
@@ -52,6 +69,7 @@ def listen(
         log_level="warning",
         access_log=False,
         server_header=False,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=grace + LATE,
     )
     _Uvicorn(config, server, grace, ready, ending).run(sockets=[found])
