@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +44,9 @@ DEADLINE = 60.0
 class Running:
     """A server in a process of its own."""
 
-    def __init__(self, model: Path, port: int = 0) -> None:
+    def __init__(self, model: Path, port: int = 0, options: Sequence[str] = ()) -> None:
         command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
+        command += options
         environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
@@ -495,6 +497,69 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         assert "Traceback" not in errors
     finally:
         second.end()
+
+
+@pytest.mark.parametrize(
+    ("signals", "status", "lines"), [("INT INT", 130, ["onegraph: interrupted"]), ("TERM TERM", 0, [])]
+)
+def test_another_signal_does_not_wait(model: Path, signals: str, status: int, lines: list[str]) -> None:
+    """Nor does it cut anybody off without a word."""
+    first, *more = (signal.Signals[f"SIG{name}"] for name in signals.split())
+    running = Running(model, options=["--grace=60"])
+    ask: dict[str, Any] = {"model": "plain", "prompt": "the", "max_tokens": 90}
+    try:
+        with ThreadPoolExecutor() as pool:
+            stream = running.client.completions.create(n=60, stream=True, extra_body={"ignore_eos": True}, **ask)
+            next(iter(stream))
+            whole = pool.submit(running.post, ask | {"n": 19})  # which waits behind those
+            running.until(lambda now: now["onegraph_running"] + now["onegraph_waiting"] > 60)
+            running.process.send_signal(first)
+            assert running.process.stderr is not None
+            assert running.process.stderr.readline() == "stopping: answers that run have 60 s\n"
+            for each in more:
+                time.sleep(0.1)
+                running.process.send_signal(each)
+            _, errors = running.process.communicate(timeout=30)
+            assert (errors.splitlines(), running.process.returncode) == (lines, status)
+            assert whole.result().json()["error"]["message"] == "the server is shutting down"
+            with pytest.raises(openai.APIError, match="the server is shutting down"):
+                list(stream)
+    finally:
+        running.end()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_an_idle_server_ends_at_once_however_often_it_is_told(model: Path, number: signal.Signals, status: int) -> None:
+    running = Running(model, options=["--grace=60"])
+    try:
+        for _ in range(2 if number == signal.SIGINT else 1):
+            running.process.send_signal(number)
+            time.sleep(0.01)
+        _, errors = running.process.communicate(timeout=30)
+        assert (
+            errors.splitlines() == ["stopping: answers that run have 60 s", "onegraph: interrupted"][: 1 + bool(status)]
+        )
+        assert running.process.returncode == status
+    finally:
+        running.end()
+
+
+def test_who_does_not_read_is_cut_off_in_the_end(model: Path) -> None:
+    """A connection whose client takes nothing has its grace, and the seconds that a last word may take."""
+    running = Running(model, options=["--grace=0"])
+    body = json.dumps({"model": "plain", "prompt": "the", "max_tokens": 90, "n": 40, "logprobs": 20, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    try:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", running.port))
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            running.until(lambda now: now['onegraph_answers_total{end="finished"}'] == 40)
+            running.process.send_signal(signal.SIGINT)
+            _, errors = running.process.communicate(timeout=30)
+            assert errors.splitlines() == ["stopping: answers that run have 0 s", "onegraph: interrupted"]
+    finally:
+        running.end()
 
 
 def test_the_end_waits_for_no_body(model: Path) -> None:

@@ -202,7 +202,7 @@ class Serve(Job):
 
     name = "serve"
     phases = ("loading", "answering", "ending")
-    ends = -signal.SIGTERM  # undisturbed, it is told to end when everybody has been answered
+    until_told = True  # undisturbed, it is told to end when everybody has been answered
     port = 0
 
     def __init__(self, folder: Path, rng: random.Random) -> None:

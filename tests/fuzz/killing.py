@@ -128,6 +128,7 @@ class Job(ABC):
     name: str
     phases: tuple[str, ...]
     ends = 0  # the status of an undisturbed run
+    until_told = False  # whether it runs until SIGTERM, which is its end as well then
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self.rng, self.tally = folder, rng, Tally()
@@ -201,7 +202,7 @@ class Job(ABC):
         here, number, sent = self.phase(), self.rng.choice(SIGNALS), time.monotonic()
         process.send(number)
         status = process.end(SECONDS if number == signal.SIGKILL else PROMPT)
-        if status == 0:
+        if status == 0 and not self.until_told:
             need(here in self.phases[-2:], f"{signal.Signals(number).name} while {here}: it goes on to its end")
             return self.came_to_its_end(status, process)
         self.answered(process, number, status, time.monotonic() - sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,5 +159,8 @@ def run(args: argparse.Namespace) -> int:
         with llm:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
             settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
-            listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
+            ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
+    if ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
     return 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
 
@@ -53,8 +56,9 @@ def listen(
     grace: int,
     ready: Callable[[], None],
     ending: Callable[[], None] = lambda: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM: then no new connections, `grace` seconds for answers that run, and the end.
+) -> signal.Signals:
+    """Serve until SIGINT or SIGTERM, which is returned: then no new connections, `grace` seconds for answers that run,
+    and the end. Another signal ends the wait for answers, and one more that for them to be sent.
 
     ready: called once connections are taken. ending: called before it waits for answers that run. Raises ValueError
     where a step cannot be built.
@@ -64,25 +68,54 @@ def listen(
     except Stopped as error:
         raise ValueError(str(error)) from None
     server = Server(worker, settings)
-    config = uvicorn.Config(
-        server.app(),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=grace + LATE,
-    )
-    _Uvicorn(config, server, grace, ready, ending).run(sockets=[found])
+    config = uvicorn.Config(server.app(), log_level="warning", access_log=False, server_header=False, backlog=BACKLOG)
+    listener = _Uvicorn(config, server, grace, ready, ending)
+    with _handled(listener.handle_exit):
+        listener.run(sockets=[found])
+    return listener.told
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call this, in the main thread."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, each in before.items():
+            signal.signal(number, each)
 
 
 class _Uvicorn(uvicorn.Server):
-    """After `grace` seconds what still runs ends with an error of ours; uvicorn would cut its tasks off."""
+    """How it ends is ours: what still runs after `grace` seconds gets an error, where uvicorn cuts tasks off, and a
+    signal is kept, where uvicorn raises it again once the event loop is about to close, into what ends there.
+
+    told: the signal that ended it.
+    """
 
     def __init__(
         self, config: uvicorn.Config, server: Server, grace: int, ready: Callable[[], None], ending: Callable[[], None]
     ) -> None:
         super().__init__(config)
         self._server, self._grace, self._ready, self._ending = server, grace, ready, ending
+        self._hurry = asyncio.Event()  # to be waited for no longer
+        self.told = signal.SIGTERM
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: `listen` has handlers from before the event loop begins until it is closed."""
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self.should_exit, self.told = True, signal.Signals(sig)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._hurry.set)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -91,8 +124,26 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()
-        late = asyncio.get_running_loop().call_later(self._grace, self._server.end)
+        late = asyncio.create_task(self._cut_off())
         try:
             await super().shutdown(sockets)
         finally:
             late.cancel()
+
+    async def _cut_off(self) -> None:
+        """What runs for too long gets an error; what is not sent soon ends without."""
+        await self._pass(self._grace)
+        self._server.end()
+        await self._pass(LATE)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0.1)  # in which they notice
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    async def _pass(self, seconds: float) -> None:
+        """Wait so long, or until there is another signal."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+        self._hurry.clear()
