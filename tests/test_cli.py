@@ -134,6 +134,7 @@ def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_
     fails(*ask, "--max-tokens", "many", says="got 'many'; allowed is an integer from 1 to")
     fails(*ask, "--top-p", "0", says="got '0'; allowed is a number from more than 0 to 1")
     fails(*ask, "--temperature", "nan", says="got 'nan'; allowed is a number")
+    fails(*ask, "--stop", "", says="argument --stop: the text is empty")
     fails(*ask, "--max-tokens", "256", says="at most 255 are possible")
     fails(*ask[:-1], "", says="the prompt is empty")
     fails(*ask[:-1], "x " * 300, says="the model's context is 256; shorten the prompt")

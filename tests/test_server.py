@@ -662,7 +662,10 @@ def test_mistakes_on_the_command_line(
     for words, says in (
         (["--api-key", ""], "--api-key: it is empty or not ASCII"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
-        (["--cache-tokens", "100", "--max-context", "200"], "cache_tokens: got 100; a sequence may have"),
+        (["--cache-tokens", "100", "--max-context", "200"], "--cache-tokens: got 100; a sequence may have 200 tokens:"),
+        (["--max-context", "100000"], "--max-context is 100000; the model allows 1 to 256"),
+        (["--capture", "on"], "--capture on needs a GPU, the device is cpu; use --capture off or auto"),
+        (["--kv", "turboquant"], "--kv is 'turboquant'; allowed are exact, turboquant:4"),
         (["--max-batch", "0"], "argument --max-batch: got '0'; allowed is an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2

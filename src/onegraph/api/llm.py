@@ -124,6 +124,11 @@ class LLM:
             self.weights = held or str(self.dtype).removeprefix("torch.")
             if max_context is None:
                 max_context = min(config.max_positions, MAX_CONTEXT)
+            if cache_tokens is not None and cache_tokens < max_context <= config.max_positions:
+                raise ValueError(
+                    f"cache_tokens: got {cache_tokens}; a sequence may have {max_context} tokens: allowed is that and "
+                    "more, or a shorter context"
+                )
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
             model = load_decoder(
                 checkpoint,
@@ -137,11 +142,6 @@ class LLM:
                 held=held,
                 w4a4=w4a4,
                 progress=None if progress is None else partial(progress, "loading"),
-            )
-        if cache_tokens is not None and cache_tokens < max_context:
-            raise ValueError(
-                f"cache_tokens: got {cache_tokens}; a sequence may have max_context {max_context} tokens: allowed is "
-                "that and more, or a smaller max_context"
             )
         drafting = None
         if draft is not None:

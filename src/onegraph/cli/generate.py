@@ -168,7 +168,8 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     if args.capture in ("on", "split") and device.type != "cuda":
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
     if args.kv != "fp8":
-        parse_kv(args.kv)
+        with options("kv"):
+            parse_kv(args.kv)
     chosen = {"device": device, "dtype": args.dtype, "kv": args.kv}
     return chosen | {
         "gpus": args.gpus or 1,
@@ -184,7 +185,8 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"), bar as loading:
+    names = "gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:", "max_context", "cache_tokens:"
+    with options(*names), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)
     return llm

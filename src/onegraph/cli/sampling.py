@@ -56,7 +56,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> No
     told = "" if stream else ", which --json tells"
     group.add_argument("--seed", type=SEED, metavar="N", help=f"of the draws (default: a new one{told})")
     group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--stop", type=_stop, action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
     if stream:
         parser.set_defaults(n=None, logprobs=None)
@@ -71,6 +71,13 @@ def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> No
     form = group.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", help="answer in JSON that the schema in FILE allows")
     form.add_argument("--regex", metavar="REGEX", help="answer with a match of REGEX")
+
+
+def _stop(text: str) -> str:
+    """An argparse type."""
+    if not text:
+        raise argparse.ArgumentTypeError("the text is empty; give one that the answer may come to, or leave it out")
+    return text
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,23 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from onegraph.cli.common import (
-    BATCH,
-    CONTEXT,
-    MODEL,
-    UsageError,
-    add_device,
-    add_dtype,
-    add_gpus,
-    add_w4a4,
-    number,
-    open_model,
-    options,
-    pick_device,
-    remark,
-    tell_exact_layers,
-)
-from onegraph.cli.generate import CAPTURE, add_draft, drafted
+from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, open_model, remark
+from onegraph.cli.generate import add_engine, engine, load
 from onegraph.formats.extras import install
 
 EPILOG = f"""\
@@ -80,7 +65,6 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="tokens that the KV cache holds (default: max-batch x max-context)",
     )
-    parser.add_argument("--kv", default="exact", metavar="KV", help="the KV cache: exact (default), turboquant:4, ...")
     parser.add_argument(
         "--queue", type=number(int, 0, 1 << 16), default=256, metavar="N", help="answers that may wait (default 256)"
     )
@@ -101,12 +85,7 @@ def add_parser(commands: Any) -> None:
         help="steps to capture before it serves: all that requests may ask for (default), or plain ones: those with "
         "penalties, constraints, min-p or log-probabilities when a first request asks, which everybody waits for",
     )
-    parser.add_argument("--capture", choices=tuple(CAPTURE), default="auto", help="as `generate` has it")
-    add_draft(parser)
-    add_gpus(parser)
-    add_device(parser)
-    add_dtype(parser, int8=True)
-    add_w4a4(parser)
+    add_engine(parser)
     parser.set_defaults(run=run)
 
 
@@ -115,12 +94,11 @@ def run(args: argparse.Namespace) -> int:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
-    from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings
     from onegraph.serve.worker import Worker
 
-    device = pick_device(args.device)
+    place = engine(args)
     key = os.environ.get("ONEGRAPH_API_KEY") if args.api_key is None else args.api_key
     if key is not None and not (key and key.isascii()):
         told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
@@ -129,22 +107,8 @@ def run(args: argparse.Namespace) -> int:
         remark(f"loading {args.model}")
         with open_model(args.model) as checkpoint:
             writer = Tokenizer(checkpoint)
-        with options("gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:"):
-            llm = LLM(
-                args.model,
-                gpus=args.gpus or 1,
-                split=args.split_mode,
-                kv=args.kv,
-                max_batch=args.max_batch,
-                max_context=args.max_context,
-                cache_tokens=args.cache_tokens,
-                dtype=args.dtype,
-                device=device,
-                capture=CAPTURE[args.capture],
-                w4a4=args.w4a4,
-                **drafted(args),
-            )
-        tell_exact_layers(args.kv, llm.engine.kv)
+        sizes = {"max_batch": args.max_batch, "max_context": args.max_context, "cache_tokens": args.cache_tokens}
+        llm = load(args, **sizes, **place)
         name = args.name or Path(args.model.rstrip("/")).name
         host, port = socket.getsockname()[:2]
 
