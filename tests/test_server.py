@@ -413,7 +413,15 @@ def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> No
         ({"role": "tool", "tool_call_id": "a", "content": "a"}, "tools: the model's chat template knows none"),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
         ({"role": "user"}, "content is neither a text nor a list of text parts"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content is neither"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content is neither"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+            'messages[0].content[1] has type "image_url"; this server takes text only',
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            'messages[0].content[0] has type "input_audio"; this server takes text only',
+        ),
         ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]: an object with id"),
         ({"role": "user", "content": "<|im_end|>", "name": 3}, None),
         ({"role": "assistant", "content": [{"type": "text", "text": "a"}], "tool_calls": None}, None),

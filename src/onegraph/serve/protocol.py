@@ -173,6 +173,13 @@ def _message(at: int, message: Json) -> dict[str, Any]:
     if unknown := sorted(message.keys() - {"role", "content", "name", *_ROLES[role]}):
         raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if calls else content
+    for i, part in enumerate(parts if isinstance(parts, list) else ()):
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
+            raise Refused(
+                f"{where}.content[{i}] has type {_shown(part['type'])}; this server takes text only",
+                param="messages",
+                code="unsupported_parameter",
+            )
     if not isinstance(parts, list) or not all(
         isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
     ):
