@@ -27,6 +27,7 @@ from onegraph import LLM
 from onegraph.api.completion import StopTexts
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
+from onegraph.cli.serve import origin
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
@@ -674,6 +675,9 @@ def test_mistakes_on_the_command_line(
         (["--max-context", "100000"], "--max-context is 100000; the model allows 1 to 256"),
         (["--capture", "on"], "--capture on needs a GPU, the device is cpu; use --capture off or auto"),
         (["--kv", "turboquant"], "--kv is 'turboquant'; allowed are exact, turboquant:4"),
+        (["--allow-origin", "foo"], "--allow-origin: got 'foo'; allowed is scheme://host or"),
+        (["--allow-origin", "http://a.example/chat"], "--allow-origin: got 'http://a.example/chat'; allowed is"),
+        (["--name", ""], "--name: it is empty; leave it out"),
         (["--max-batch", "0"], "argument --max-batch: got '0'; allowed is an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
@@ -686,6 +690,35 @@ def test_mistakes_on_the_command_line(
     assert main(["serve", str(model)]) == 2
     says = 'serve needs uvicorn, which is not installed; in a checkout of onegraph: pip install -e ".[serve]"'
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("http://a.example/", "http://a.example"),
+        ("HTTPS://A.example:443", "https://a.example"),
+        ("http://localhost:03000", "http://localhost:3000"),
+        ("http://[::1]:80/", "http://[::1]"),
+        ("https://a.example:80", "https://a.example:80"),
+        ("null", "null"),
+        ("*", "*"),
+    ],
+)
+def test_an_origin_is_what_browsers_send(given: str, sent: str) -> None:
+    assert origin(given) == sent
+
+
+def test_a_model_of_the_current_directory_has_a_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model)
+    running = Running(Path("."), options=["--allow-origin=http://a.example/"])
+    try:
+        assert running.client.models.list().data[0].id == "plain"
+        answer = httpx.get(
+            f"{running.url}/models", headers={"origin": "http://a.example", "authorization": f"Bearer {KEY}"}
+        )
+        assert answer.headers["access-control-allow-origin"] == "http://a.example"
+    finally:
+        running.end()
 
 
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="needs SmolLM2 in 4 bits: `make demo` makes it")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, open_model, remark
+from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, one_line, open_model, remark
 from onegraph.cli.generate import add_engine, engine, load
 from onegraph.formats.extras import install
 
@@ -31,6 +32,9 @@ run. What it needs, and JSON schemas too, is installed {install("serve", "constr
 # Seconds after which a thread gives the interpreter up: the engine's asks for it once a step, every 1 to 3 ms, and by
 # default would wait up to 5 for the thread that writes the streams.
 SWITCH = 0.0002
+# Of a page: scheme, host (in brackets where it is an IPv6 address) and port
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?/?")
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def add_parser(commands: Any) -> None:
@@ -49,12 +53,15 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--allow-origin",
+        type=origin,
         action="append",
         default=[],
         metavar="URL",
         help="web pages of this origin may ask from a browser (CORS); may be repeated, '*': all (default: none)",
     )
-    parser.add_argument("--name", help="the model's name for clients (default: the last part of MODEL)")
+    parser.add_argument(
+        "--name", type=model_name, help="the model's name for clients (default: the last part of MODEL)"
+    )
     parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
     parser.add_argument(
         "--max-context", type=CONTEXT, metavar="N", help="of a prompt and its answer (default: the model's, <= 4096)"
@@ -89,6 +96,27 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def origin(text: str) -> str:
+    """An argparse type: an origin as browsers write it, with which it is compared: lower case, no default port."""
+    if text in ("*", "null"):
+        return text
+    found = ORIGIN.fullmatch(text.lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"got {one_line(repr(text), 60)}; allowed is scheme://host or scheme://host:port without a path, as in "
+            "https://chat.example.org, or '*'"
+        )
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" + (f":{int(port)}" if port and int(port) != DEFAULT_PORTS.get(scheme) else "")
+
+
+def model_name(text: str) -> str:
+    """An argparse type."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; leave it out for the last part of MODEL")
+    return text
+
+
 def run(args: argparse.Namespace) -> int:
     try:
         from onegraph.serve.http import bind, listen
@@ -109,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             writer = Tokenizer(checkpoint)
         sizes = {"max_batch": args.max_batch, "max_context": args.max_context, "cache_tokens": args.cache_tokens}
         llm = load(args, **sizes, **place)
-        name = args.name or Path(args.model.rstrip("/")).name
+        name = args.name or Path(os.path.abspath(args.model)).name  # of '.', too
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:
