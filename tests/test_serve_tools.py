@@ -115,7 +115,14 @@ def test_a_call_that_is_forced_holds_the_schema(app: Starlette, choice: Any) -> 
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]: function.name is not a name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict holds only where"),
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice: allowed are none, auto, required"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice: the function that it asks for is not in tools"),
+        (
+            {"tools": [], "tool_choice": "required"},
+            "tool_choice: it asks for a call, and there are no tools; give some",
+        ),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice: the function that it asks for is not in tools",
+        ),
         ({"messages": [{"role": "tool", "content": "3"}]}, "messages[0]: tool_call_id is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "is not the JSON text"),
         (

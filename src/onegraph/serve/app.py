@@ -235,7 +235,14 @@ class Server:
         room = context - len(prompt)
         wanted = asked.max_tokens or max(room, 1)
         if wanted > room:
-            message = f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}"
+            cure = (
+                f"lower max_tokens to {room}, or shorten the prompt"
+                if room > 0
+                else f"shorten the prompt to {context - 1} tokens or less"
+            )
+            message = (
+                f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}; {cure}"
+            )
             param = "max_tokens" if room > 0 else _field("prompt", asked)
             raise Refused(message, param=param, code="context_length_exceeded")
         return wanted

@@ -65,6 +65,8 @@ def parse_tools(fields: Mapping[str, Json]) -> Tools | None:
         called = [function for function in called if function["name"] == choice["function"].get("name")]
     elif choice not in ("auto", "required"):
         raise ValueError("tool_choice: allowed are none, auto, required and an object that names a function")
+    if not tools:
+        raise ValueError("tool_choice: it asks for a call, and there are no tools; give some, or leave tool_choice out")
     if not called:
         raise ValueError("tool_choice: the function that it asks for is not in tools")
     return Tools(tuple(tools), None if choice == "auto" else forced_schema(called), several)
