@@ -99,6 +99,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._server, self._grace, self._ready, self._ending = server, grace, ready, ending
         self._hurry = asyncio.Event()  # to be waited for no longer
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.told = signal.SIGTERM
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -113,7 +114,7 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             self.should_exit, self.told = True, signal.Signals(sig)
-        else:
+        elif self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._hurry.set)
 
