@@ -117,8 +117,30 @@ def test_without_max_tokens_a_long_prompt_gets_what_the_context_leaves(llm: LLM)
     assert len(long.tokens) == 6 or long.finish_reason == "stop"
     with pytest.raises(ValueError, match="250 tokens and max_tokens 7 make 257; the context is 256"):
         llm.generate([[5] * 250], max_tokens=7)
-    with pytest.raises(ValueError, match="the context is 256: shorten the prompt"):
+    with pytest.raises(
+        ValueError, match=r"got 256 tokens, which leave none .*; the context is 256: shorten the prompt"
+    ):
         llm.generate([[5] * 256])
+
+
+def test_params_without_max_tokens_are_as_no_params(llm: LLM) -> None:
+    how: dict[str, Any] = {"temperature": 0.5, "seed": 1}
+    params, long = SamplingParams(**how), [[5] * 250]
+    assert params.max_tokens is None
+    (want,) = llm.generate(long, **how)
+    assert (
+        llm.generate(long, params)
+        == llm.generate(long, [params])
+        == llm.generate(long, max_tokens=None, **how)
+        == [want]
+    )
+    assert len(want.tokens) == 6 or want.finish_reason == "stop"
+    assert "".join(llm.stream(long[0], params)) == "".join(llm.stream(long[0], **how)) == want.text
+    said = "the " * 110
+    assert len(llm.tokenizer.chat([{"role": "user", "content": said}], None)) + 128 > llm.max_context
+    assert llm.chat(said, params) == llm.chat(said, **how)
+    assert "".join(llm.chat_stream(said, params)) == llm.chat(said, **how).text
+    assert llm.generate(long, SamplingParams(), max_tokens=2)[0].tokens == llm.generate(long, max_tokens=2)[0].tokens
 
 
 # ------------------------------------------------------------------------------------------------------------ streaming

@@ -314,6 +314,7 @@ def test_warm_up_touches_the_sentinel_page_only(make):
         (["text"], GREEDY, "prompt 0: got 't' at 0; allowed are token ids"),
         ([[1] * 60], GREEDY, r"60 tokens and max_tokens 12 make 72; the context is 64: set max_tokens to 4 or less"),
         ([[1] * 64], GREEDY, r"make 76; the context is 64: shorten the prompt"),
+        ([[1] * 64], SamplingParams(), r"prompt 0: got 64 tokens, which leave none for an answer; the context is 64"),
         ([[1], [2]], [GREEDY], "params: got 1 for 2 prompts"),
         ([[1] * 40], GREEDY, r"51 tokens need 13 pages of 4; the cache has 10 besides the sentinel: .*pages=14"),
     ],

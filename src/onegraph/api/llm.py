@@ -205,7 +205,7 @@ class LLM:
             on_done: called as on_done(prompt's number, completion) as soon as that prompt's answers are done, while the
                 others go on: in the order in which they end. It may not call the LLM.
             sampling: fields of SamplingParams by name (max_tokens, temperature, top_p, seed, stop, ...), which go over
-                those of `params`. max_tokens is 128, or what the context leaves, where nobody says otherwise.
+                those of `params`.
 
         The model's own stop tokens always end a text. Where `n` asks for several answers, a prompt's completion is the
         first and has the rest in `others`. Raises ValueError for what cannot run, FloatingPointError where
@@ -335,19 +335,15 @@ class LLM:
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         if unknown := sorted(set(sampling) - set(names)):
             raise ValueError(f"sampling: got {', '.join(unknown)}; allowed are {', '.join(names)}")
-        free = params is None and "max_tokens" not in sampling
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
         found = []
-        for prompt, asked in zip(prompts, params, strict=True):
+        for asked in params:
             wanted = dataclasses.replace(asked, **sampling)
             ids = sorted({*wanted.stop_tokens, *self.tokenizer.stops})
-            changes: dict[str, Any] = {"stop": [*ids, *wanted.stop_texts]}
-            if free:
-                changes["max_tokens"] = max(1, min(wanted.max_tokens, self.max_context - len(prompt)))
-            found.append(dataclasses.replace(wanted, **changes))
+            found.append(dataclasses.replace(wanted, stop=[*ids, *wanted.stop_texts]))
         return found
 
     def _complete(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+ANSWER = 128  # tokens of an answer at most, where nobody says how many
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
 
 
@@ -15,7 +16,7 @@ class SamplingParams:
     """How to continue one prompt.
 
     Args:
-        max_tokens: generate at most this many.
+        max_tokens: generate at most this many; None for 128, or what the context leaves behind the prompt.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: draw among the k likeliest, 0 for all. top_p: draw among the likeliest that reach this mass, 1 for all.
         min_p: draw among those at least this fraction as likely as the likeliest, 0 for all.
@@ -33,7 +34,7 @@ class SamplingParams:
             matches this regular expression. At most one of the two; needs llguidance.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -55,14 +56,16 @@ class SamplingParams:
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("max_tokens", "top_k", "n"):
+        for name in ("top_k", "n"):
             require(name, _is_index(getattr(self, name)), "a whole number")
+        most = self.max_tokens
+        require("max_tokens", most is None or _is_index(most), "a whole number, or None for what the context leaves")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             value = getattr(self, name)
             fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             require(name, fine, "a finite number")
-        require("max_tokens", self.max_tokens >= 1, "1 or more")
+        require("max_tokens", most is None or most >= 1, "1 or more")
         require(
             "temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000"
         )
@@ -84,6 +87,10 @@ class SamplingParams:
         require("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("regex: got one beside json_schema; allowed is one of the two")
+
+    def most(self, room: int) -> int:
+        """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
+        return max(1, min(ANSWER, room)) if self.max_tokens is None else self.max_tokens
 
     @property
     def stop_tokens(self) -> frozenset[int]:

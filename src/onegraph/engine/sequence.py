@@ -15,17 +15,18 @@ from onegraph.engine.params import SamplingParams, TokenLogprob
 class Sequence:
     """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
 
-    read: tokens of prompt and output that are in the cache. to_prefill: how many of them prefill reads, set when the
-    sequence is admitted. exact: whether a cache in codes holds it exactly, because it is short. digests: of its full
-    pages, as far as they were needed. constraint: what may follow. logprobs: of each token of the output, where they
-    are asked for. drafts: how they fare, where somebody drafts. cancelled: it ends before the next token. error: why it
-    ended before its time.
+    most: tokens of the output at most. read: tokens of prompt and output that are in the cache. to_prefill: how
+    many of them prefill reads, set when the sequence is admitted. exact: whether a cache in codes holds it exactly,
+    because it is short. digests: of its full pages, as far as they were needed. constraint: what may follow.
+    logprobs: of each token of the output, where they are asked for. drafts: how they fare, where somebody drafts.
+    cancelled: it ends before the next token. error: why it ended before its time.
     """
 
     index: int
     prompt: list[int]
     params: SamplingParams
     seed: int
+    most: int
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     output: list[int] = field(default_factory=list)
@@ -47,11 +48,11 @@ class Sequence:
     @property
     def limit(self) -> int:
         """Tokens that ever enter the cache: the last one generated is not read again."""
-        return len(self.prompt) + self.params.max_tokens - 1
+        return len(self.prompt) + self.most - 1
 
     @property
     def left(self) -> int:
-        return self.params.max_tokens - len(self.output)
+        return self.most - len(self.output)
 
     @property
     def done(self) -> bool:
@@ -106,7 +107,8 @@ def make_sequences(
     sequences = []
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
-        sequence = Sequence(index, _tokens(index, prompt, vocabulary), wanted, seed)
+        tokens = _tokens(index, prompt, vocabulary)
+        sequence = Sequence(index, tokens, wanted, seed, wanted.most(max_context - len(tokens)))
         _check_size(sequence, max_context, allocator)
         _check_text(sequence, constrain)
         if constrain is not None and wanted.constrained:
@@ -144,13 +146,18 @@ def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
 
 
 def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) -> None:
-    length, more = len(sequence.prompt), sequence.params.max_tokens
-    if length + more > max_context:
+    length, asked = len(sequence.prompt), sequence.params.max_tokens
+    if length + sequence.most > max_context:
         room = max_context - length
         cure = f"set max_tokens to {room} or less" if room > 0 else "shorten the prompt"
+        found = (
+            f"got {length} tokens, which leave none for an answer"
+            if asked is None
+            else f"{length} tokens and max_tokens {asked} make {length + asked}"
+        )
         raise ValueError(
-            f"prompt {sequence.index}: {length} tokens and max_tokens {more} make {length + more}; the context is "
-            f"{max_context}: {cure}, or make the engine with a larger max_context"
+            f"prompt {sequence.index}: {found}; the context is {max_context}: {cure}, or make the engine with a larger "
+            "max_context"
         )
     pages = allocator.needed(sequence.limit)
     if pages > allocator.capacity:
