@@ -275,6 +275,25 @@ def test_dequantize_gives_plain_layers(tmp_path: Path) -> None:
         torch.testing.assert_close(plain(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("coded", [{}, {"lm_head": 4, "embed_tokens": 2}])
+@pytest.mark.parametrize("loaded", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["to", "given"])
+def test_dequantized_layers_have_the_dtype_of_the_rest(
+    way: str, loaded: torch.dtype, coded: dict[str, int], tmp_path: Path
+) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 4, **coded})
+    for wanted in {torch.float16, torch.float32, torch.bfloat16} - {loaded}:
+        model = load(tmp_path / "model", loaded)
+        if way == "to":
+            plain = model.to(wanted).dequantize()
+        else:
+            plain = model.dequantize(dtype=wanted)
+        assert {parameter.dtype for parameter in plain.parameters()} == {wanted}
+        assert plain.model.rotary_emb.inv_freq.dtype == (wanted if way == "to" else torch.float32)
+        assert plain(TOKENS).logits.dtype == wanted
+        assert len(greedy(plain, count=3)) == 3
+
+
 def test_the_bare_model_loads_with_a_mixed_map(tmp_path: Path) -> None:
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3, "layers": {"model.layers.1.mlp.up_proj": 2}})
     bare = AutoModel.from_pretrained(tmp_path / "model", dtype=torch.float32)

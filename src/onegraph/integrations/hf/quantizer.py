@@ -83,8 +83,18 @@ class OnegraphQuantizer(HfQuantizer):
                 module._onegraph_gate = swiglu_of(module)
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a config loaded from JSON has its name
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Plain layers in the model's present dtype; with `dtype` that one, and all other parameters in it too.
+
+        transformers itself takes config.json's where none is given, in which the rest of the model need not be.
+        """
+        if dtype is not None:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+        return super().dequantize(model, dtype=model.dtype if dtype is None else dtype)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         for name, module in list(model.named_modules()):
             if isinstance(module, CodedLinear | CodedEmbedding):
                 model.set_submodule(name, module.plain(dtype or module.dtype))
