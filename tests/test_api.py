@@ -17,7 +17,7 @@ import onegraph
 from deepseek import save_hf as save_deepseek
 from fuzz import tiny
 from models import smollm2_gguf
-from onegraph import LLM, Completion, SamplingParams, check_step, quantize
+from onegraph import LLM, Completion, SamplingParams, check_step, plan, quantize
 from onegraph.formats.checkpoint import Checkpoint
 
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
@@ -204,6 +204,14 @@ def test_a_model_without_a_template_says_what_to_call(model: Path, tmp_path: Pat
         (lambda llm: llm.generate("a", temprature=1), "sampling: got temprature; allowed are max_tokens, temperature"),
         (lambda llm: llm.generate("a", max_tokens=0), "max_tokens: got 0"),
         (lambda llm: llm.generate(["a"], [WARM, WARM]), "params: got 2 for 1 prompts"),
+        (
+            lambda llm: llm.generate("a", {"max_tokens": 3}),
+            "params: got {'max_tokens': 3}; allowed is SamplingParams, or",
+        ),
+        (lambda llm: llm.generate(["a"], [3]), r"params: got \[3\]; allowed is SamplingParams, or a list of them"),
+        (lambda llm: llm.generate("a", on_done=3), "on_done: got 3; allowed is what can be called"),
+        (lambda llm: llm.stream("a", cancelled=3), "cancelled: got 3; allowed is what can be called"),
+        (lambda llm: llm.chat("a", thinking="no"), "thinking: got 'no'; allowed is True, False, or None"),
         (lambda llm: llm.stream("a", temprature=1), "sampling: got temprature"),
         (lambda llm: llm.stream([999]), "got token 999"),
         (lambda llm: llm.chat([]), r"messages: got \[\]; allowed is a text, a list of"),
@@ -222,7 +230,7 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
         ({"gpus": 0}, "gpus: got 0"),
         ({"gpus": 64}, "gpus: got 64 on the device cpu; allowed is auto or cuda"),
         ({"split": "layer"}, "split: layers are placed for DeepSeek-V4 alone; this model is 'llama'"),
-        ({"split": "row"}, "split: got 'row'; allowed are 'tensor', 'layer'"),
+        ({"split": "row"}, "split: got 'row'; allowed is 'tensor', 'layer'"),
         ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
         ({"kv": "turbo"}, "turbo"),
         ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32"),
@@ -235,6 +243,67 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
 def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         LLM(model, **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv": 4}, "kv: got 4; allowed is a text, such as 'exact'"),
+        ({"max_batch": "4"}, "max_batch: got '4'; allowed is a count of 1 and more$"),
+        ({"max_batch": 2.5}, "max_batch: got 2.5; allowed is a count"),
+        ({"max_batch": True}, "max_batch: got True; allowed is a count"),
+        ({"max_batch": 0}, "max_batch: got 0; allowed is a count"),
+        ({"max_context": 100.5}, "max_context: got 100.5; allowed is a count of 1 and more, or None for the model's"),
+        ({"cache_tokens": "1"}, "cache_tokens: got '1'; allowed is a count of 1 and more, or None for max_batch x"),
+        ({"gpus": 1.0}, "gpus: got 1.0; allowed is a count"),
+        ({"split": 3}, "split: got 3; allowed is 'tensor', 'layer', or None"),
+        ({"batch_invariant": "no"}, "batch_invariant: got 'no'; allowed is True or False$"),
+        ({"w4a4": 1}, "w4a4: got 1; allowed is True or False$"),
+        ({"capture": 1}, "capture: got 1; allowed is True, False, 'split', or None"),
+        ({"tokenizer": "a"}, "tokenizer: got 'a'; allowed is a Tokenizer, or None"),
+        ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),
+    ],
+)
+def test_wrong_types_are_named_before_anything_is_read(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        LLM(tmp_path / "nowhere", **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("path", ["", " ", None, 3])
+def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.write_model(tmp_path / "here"))
+    says = f"got {path!r}; allowed is a directory, a .gguf file, or a name on the Hugging Face hub"
+    with pytest.raises(ValueError, match=f"^path: {says}"):
+        LLM(path, device="cpu")
+    with pytest.raises(ValueError, match=f"^source: {says}"):
+        quantize(path, tmp_path / "out", device="cpu")
+    with pytest.raises(ValueError, match=f"^source: {says}"):
+        plan(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": 3}, "layers: got 3; allowed is a mapping of pattern to bits"),
+        ({"layers": {3: 4}}, "layers: got {3: 4}; allowed is a mapping"),
+        ({"calibration": 5}, "calibration: got 5; allowed is a text, the pathlib.Path of one, 'bundled', or 'self'"),
+        ({"calibration": None}, "calibration: got None; allowed"),
+        ({"recipe": ["good"]}, r"recipe: got \['good'\]; allowed is the name of a recipe"),
+        ({"extend": "yes"}, "extend: got 'yes'; allowed is True, False, or None"),
+        ({"lm_head": "best"}, "lm_head: got 'best'; allowed is 2, 3, 4, 16 to keep it, 'auto', or None"),
+        ({"embed_tokens": 5}, "embed_tokens: got 5; allowed is 2, 3, 4"),
+        ({"expert_prior": "a"}, "expert_prior: got 'a'; allowed is a number"),
+        ({"seed": "a"}, "seed: got 'a'; allowed is a whole number"),
+        ({"activations": "1GB"}, "activations: got '1GB'; allowed is a number of bytes, or None"),
+    ],
+)
+def test_wrong_types_of_choices_are_named_before_anything_is_read(
+    tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        plan(tmp_path / "nowhere", device="cpu", **options)
+    with pytest.raises(ValueError, match=says):
+        quantize(tmp_path / "nowhere", tmp_path / "out", device="cpu", **options)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

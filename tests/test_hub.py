@@ -92,7 +92,6 @@ def test_a_path_that_is_there_is_no_name(hub: dict[str, Any], tmp_path: Path, mo
         "org/model.gguf",
         "org/../x",
         "org/",
-        "",
         "org/m@",
         "-o/m",
     ):

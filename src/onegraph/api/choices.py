@@ -13,6 +13,7 @@ import torch
 from onegraph.api.budget import Budget
 from onegraph.api.cost import spill_bound
 from onegraph.api.device import pick_device
+from onegraph.engine.arguments import is_index, is_number, require, require_flag
 from onegraph.formats.e8p import BITS, KEEP
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
@@ -92,6 +93,20 @@ def choose(
     device: str | torch.device = "auto",
 ) -> Choices:
     """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
+    rates = (*BITS, KEEP)
+    fine = isinstance(layers, Mapping | None) and all(isinstance(pattern, str) for pattern in layers or ())
+    require("layers", layers, fine, "a mapping of pattern to bits, such as {'*.down_proj': 4}, or None")
+    for name, end in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
+        fine = end in (None, "auto") or (is_index(end) and end in rates)
+        require(name, end, fine, f"{', '.join(map(str, BITS))}, {KEEP} to keep it, 'auto', or None")
+    require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
+    fine = isinstance(calibration, str | Path)
+    require("calibration", calibration, fine, "a text, the pathlib.Path of one, 'bundled', or 'self'")
+    require_flag("extend", extend, none="what suits the text and the device")
+    require("expert_prior", expert_prior, expert_prior is None or is_number(expert_prior), "a number, or None")
+    require("seed", seed, is_index(seed), "a whole number")
+    fine = activations is None or (is_index(activations) and activations >= 0)
+    require("activations", activations, fine, "a number of bytes, or None for an eighth of what is free")
     target = pick_device(device)
     ends = lm_head or embed_tokens or experts
     if format == "nvfp4" and (bits != 4 or size is not None or ends or any(r != KEEP for r in (layers or {}).values())):
@@ -101,8 +116,6 @@ def choose(
         )
     if experts not in (None, *BITS, KEEP):
         raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
-    if activations is not None and activations < 0:
-        raise ValueError(f"activations: got {activations!r}; it is a number of bytes")
     if extend and (format == "nvfp4" or calibration == "self"):
         why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
         raise ValueError(f"extend lets the model go on with a text, and {why}; leave it out")
@@ -115,14 +128,14 @@ def choose(
         _refuse_short(calibration, min(sequence, tokens or TOKENS[target.type]))
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
     budget = _budget(bits, size, {HEAD: lm_head, EMBED: embed_tokens})
-    rates: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
-    rates |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
-    rates |= {} if expert_prior is None else {"expert_prior": expert_prior}
+    levers: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
+    levers |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
+    levers |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
         device=target,
         format=format,
         recipe=recipe,
-        levers=Recipe.preset(recipe, layers=dict(layers or {}), **rates),
+        levers=Recipe.preset(recipe, layers=dict(layers or {}), **levers),
         calibration=calibration,
         tokens=tokens or TOKENS[target.type],
         sequence=sequence,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from onegraph.engine.arguments import require
 from onegraph.formats.checkpoint import CARD, SIDECARS, unfinished
 from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, reason
@@ -28,15 +29,19 @@ class Located:
     name: str
 
 
-def locate(model: str | os.PathLike[str], *, weights: bool = True) -> Located:
+def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str = "model") -> Located:
     """The model at a path, or by its name on the hub: org/name, or org/name@revision.
 
     A name is fetched into the hub's cache: safetensors, tokenizer and configs only, at one commit, which is asked for
     once in a process; what is there already stays. HF_HUB_OFFLINE is honoured. A directory without config.json that
-    holds just one .gguf file is that file. `weights` False fetches no more than it takes to know the model's size.
+    holds just one .gguf file is that file. `weights` False fetches no more than it takes to know the model's size;
+    `option` is what an error calls `model`.
 
-    Raises CheckpointError where it is neither here nor can be fetched, and says how to.
+    Raises ValueError for what is no path and no name, CheckpointError where it is neither here nor can be fetched, and
+    says how to.
     """
+    fine = isinstance(model, str | os.PathLike) and str(model).strip() != ""
+    require(option, model, fine, "a directory, a .gguf file, or a name on the Hugging Face hub (org/name)")
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))

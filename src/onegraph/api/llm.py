@@ -20,6 +20,7 @@ from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.arguments import require, require_callable, require_count, require_flag
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
@@ -103,16 +104,27 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if type(gpus) is not int or gpus < 1:
-            raise ValueError(f"gpus: got {gpus!r}; allowed is a count of 1 and more")
+        require_count("gpus", gpus)
+        require("split", split, split in (None, "tensor", "layer"), "'tensor', 'layer', or None for the model's own")
+        require("kv", kv, isinstance(kv, str), "a text, such as 'exact' or 'turboquant:4'")
+        require_count("max_batch", max_batch)
+        require_count("max_context", max_context, none="the model's own")
+        require_count("cache_tokens", cache_tokens, none="max_batch x max_context")
         check_draft_tokens(draft_tokens)
         if not isinstance(draft, str | PathLike | None):
             raise ValueError(f"draft: got {draft!r}; {ALLOWED}")
+        require_flag("batch_invariant", batch_invariant)
+        fine = capture is None or isinstance(capture, bool) or capture == "split"
+        require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
+        require_flag("w4a4", w4a4)
+        fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
+        require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
+        require_callable("progress", progress)
         if draft is None and draft_tokens != "auto":
             raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
         if gpus > 1 and str(device) not in ("auto", "cuda"):
             raise ValueError(f"gpus: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
-        located = locate(path)
+        located = locate(path, option="path")
         self.path = located.name
         self.device = pick_device(device)
         setting = None if kv == "fp8" else parse_kv(kv)
@@ -211,6 +223,7 @@ class LLM:
         first and has the rest in `others`. Raises ValueError for what cannot run, FloatingPointError where
         the model gives NaN.
         """
+        require_callable("on_done", on_done)
         if isinstance(prompts, str):
             (completion,) = self._complete([self._encode(prompts)], params, sampling, on_done)
             return completion
@@ -314,6 +327,7 @@ class LLM:
         return list(tokens)
 
     def _conversation(self, messages: Any, thinking: bool | None) -> list[int]:
+        require_flag("thinking", thinking, none="what the chat template does")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         fine = isinstance(messages, Sequence) and all(
@@ -337,6 +351,8 @@ class LLM:
             raise ValueError(f"sampling: got {', '.join(unknown)}; allowed are {', '.join(names)}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        fine = isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params)
+        require("params", params, fine, "SamplingParams, or a list of them; their fields may be given by name instead")
         if len(params) != len(prompts):
             raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
         found = []
@@ -393,6 +409,7 @@ class LLM:
     def _stream(
         self, prompt: list[int], params: Any, sampling: dict[str, Any], cancelled: Callable[[], bool] | None
     ) -> Pieces:
+        require_callable("cancelled", cancelled)
         (asked,) = self._params([prompt], params, sampling)
         if asked.n != 1 or asked.logprobs is not None:
             name = "n" if asked.n != 1 else "logprobs"

@@ -127,7 +127,7 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
     Raises ValueError for what `quantize` would refuse before it begins.
     """
     choices = choose(**options)
-    located = locate(source, weights=False)
+    located = locate(source, weights=False, option="source")
     with described(located.path) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         if out is not None:

@@ -148,7 +148,7 @@ def quantize(
     )
     refuse_existing(run.out)
     text = _text(calibration) if format == "e8p" else None
-    located = locate(source)
+    located = locate(source, option="source")
     with Checkpoint.open(located.path) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         choices = replace(choices, extend=found.extended)

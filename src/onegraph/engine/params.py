@@ -1,11 +1,11 @@
 """What a caller asks of one sequence, and what the engine tells about a run; both plain data."""
 
 import json
-import math
-import operator
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+
+from onegraph.engine.arguments import is_index, is_number, require
 
 ANSWER = 128  # tokens of an answer at most, where nobody says how many
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
@@ -50,41 +50,34 @@ class SamplingParams:
     regex: str | None = None
 
     def __post_init__(self) -> None:
-        def require(name: str, fine: bool, allowed: str) -> None:
-            if not fine:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; allowed is {allowed}")
+        def check(name: str, fine: bool, allowed: str) -> None:
+            require(name, getattr(self, name), fine, allowed)
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("top_k", "n"):
-            require(name, _is_index(getattr(self, name)), "a whole number")
+            check(name, is_index(getattr(self, name)), "a whole number")
         most = self.max_tokens
-        require("max_tokens", most is None or _is_index(most), "a whole number, or None for what the context leaves")
+        check("max_tokens", most is None or is_index(most), "a whole number, or None for what the context leaves")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
-            value = getattr(self, name)
-            fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            require(name, fine, "a finite number")
-        require("max_tokens", most is None or most >= 1, "1 or more")
-        require(
-            "temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000"
-        )
-        require("top_k", 0 <= self.top_k < 2**31, "0 for off, or a count of tokens")
-        require("top_p", 0 < self.top_p <= 1, "above 0, up to 1 for off")
-        require("min_p", 0 <= self.min_p <= 1, "0 for off, up to 1")
-        require("repetition_penalty", 1e-2 <= self.repetition_penalty <= 1e2, "0.01 to 100, 1 for off")
+            check(name, is_number(getattr(self, name)), "a finite number")
+        check("max_tokens", most is None or most >= 1, "1 or more")
+        check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000")
+        check("top_k", 0 <= self.top_k < 2**31, "0 for off, or a count of tokens")
+        check("top_p", 0 < self.top_p <= 1, "above 0, up to 1 for off")
+        check("min_p", 0 <= self.min_p <= 1, "0 for off, up to 1")
+        check("repetition_penalty", 1e-2 <= self.repetition_penalty <= 1e2, "0.01 to 100, 1 for off")
         for name in penalties[1:]:
-            require(name, -2 <= getattr(self, name) <= 2, "-2 to 2, 0 for off")
-        require(
-            "seed", self.seed is None or (_is_index(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer"
-        )
+            check(name, -2 <= getattr(self, name) <= 2, "-2 to 2, 0 for off")
+        check("seed", self.seed is None or (is_index(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer")
         fine = isinstance(self.stop, Sequence | Set) and all(map(_is_stop, self.stop))
-        require("stop", fine, "a text, or a list of token ids and texts")
-        require("n", 1 <= self.n <= 1024, "1 to 1024")
+        check("stop", fine, "a text, or a list of token ids and texts")
+        check("n", 1 <= self.n <= 1024, "1 to 1024")
         top = self.logprobs
-        require("logprobs", top is None or (_is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
-        require("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
-        require("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
+        check("logprobs", top is None or (is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
+        check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
+        check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("regex: got one beside json_schema; allowed is one of the two")
 
@@ -130,17 +123,7 @@ def _is_schema(value: object) -> bool:
 
 
 def _is_stop(value: object) -> bool:
-    return value != "" if isinstance(value, str) else _is_index(value) and value >= 0  # type: ignore[operator]
-
-
-def _is_index(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]  # whether it is one is asked
-    except TypeError:
-        return False
-    return True
+    return value != "" if isinstance(value, str) else is_index(value) and value >= 0  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
