@@ -233,7 +233,7 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
         ({"split": "row"}, "split: got 'row'; allowed is 'tensor', 'layer'"),
         ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
         ({"kv": "turbo"}, "turbo"),
-        ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32"),
+        ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32, bfloat16, float16, and int8 on a CPU$"),
         ({"device": "tpu"}, "device 'tpu': allowed are auto, cpu"),
         ({"max_context": 257}, "max_context is 257; the model allows 1 to 256"),
         ({"max_batch": 0}, "max_batch: got 0"),

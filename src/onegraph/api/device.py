@@ -47,6 +47,9 @@ def pick_precision(
     rounded (`models.load.packable`). Raises ValueError for another name.
     """
     short = str(name).removeprefix("torch.")
+    if short not in ("auto", "int8", *DTYPES):
+        also = ", and int8 on a CPU" if holds else ""
+        raise ValueError(f"dtype: got {name!r}; allowed are auto, {', '.join(DTYPES)}{also}")
     if short == "int8" and device.type != "cpu":
         raise ValueError(f"dtype: got int8, in which a CPU holds weights; on {device} {', '.join(DTYPES)} are allowed")
     if short == "int8" and not holds:
