@@ -17,7 +17,7 @@ import onegraph
 from deepseek import save_hf as save_deepseek
 from fuzz import tiny
 from models import smollm2_gguf
-from onegraph import LLM, Completion, SamplingParams, check_step, plan, quantize
+from onegraph import LLM, Completion, SamplingParams, check_step, plan, quantize, verify
 from onegraph.formats.checkpoint import Checkpoint
 
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
@@ -279,6 +279,10 @@ def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest
         quantize(path, tmp_path / "out", device="cpu")
     with pytest.raises(ValueError, match=f"^source: {says}"):
         plan(path, device="cpu")
+    with pytest.raises(ValueError, match=f"^path: got {path!r}; allowed is a directory, or a .gguf file"):
+        verify(path)
+    with pytest.raises(ValueError, match=f"^out: got {path!r}; allowed is a directory that does not exist yet"):
+        quantize(tmp_path / "here", path, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from onegraph.engine.arguments import require
+from onegraph.engine.arguments import require_path
 from onegraph.formats.checkpoint import CARD, SIDECARS, unfinished
 from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, reason
@@ -40,8 +40,7 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str =
     Raises ValueError for what is no path and no name, CheckpointError where it is neither here nor can be fetched, and
     says how to.
     """
-    fine = isinstance(model, str | os.PathLike) and str(model).strip() != ""
-    require(option, model, fine, "a directory, a .gguf file, or a name on the Hugging Face hub (org/name)")
+    require_path(option, model, "a directory, a .gguf file, or a name on the Hugging Face hub (org/name)")
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))

@@ -27,6 +27,7 @@ from onegraph.api.room import SPILLED, check_room, existing, refuse_existing
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.arguments import require_callable, require_path
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
@@ -126,6 +127,9 @@ def quantize(
     Raises ValueError (CheckpointError among them) for anything that is wrong, before anything is sampled or written:
     options, patterns, `out`, memory and disk, and another process that works on the same `out`.
     """
+    require_path("out", out, "a directory that does not exist yet")
+    require_callable("progress", progress)
+    require_callable("remark", remark)
     tell = remark or (lambda line: None)
     run = _Run(Path(out), progress or (lambda what, done, total: None), tell, time.perf_counter())
     choices = choose(

@@ -14,6 +14,7 @@ import torch
 
 from onegraph.api import Progress
 from onegraph.api.size import Size, size_of
+from onegraph.engine.arguments import require_path
 from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint, absent
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
@@ -81,6 +82,7 @@ def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> Ve
 
     Raises ValueError where there is no such directory or file; whatever is wrong inside is in `problems`.
     """
+    require_path("path", path, "a directory, or a .gguf file")
     path = Path(path)
     if not path.is_dir() and not path.is_file():
         raise absent(path)

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import os
 
 
 def require(name: str, value: object, fine: bool, allowed: str) -> None:
@@ -10,6 +11,11 @@ def require(name: str, value: object, fine: bool, allowed: str) -> None:
         shown = " ".join(repr(value).split())
         shown = shown if len(shown) <= 100 else f"{shown[:96]}..."
         raise ValueError(f"{name}: got {shown}; allowed is {allowed}")
+
+
+def require_path(name: str, value: object, allowed: str) -> None:
+    """A path, or a text that is not blank: "" would be the current directory."""
+    require(name, value, isinstance(value, str | os.PathLike) and str(value).strip() != "", allowed)
 
 
 def is_index(value: object) -> bool:
