@@ -199,8 +199,14 @@ def test_a_model_without_a_template_says_what_to_call(model: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda llm: llm.generate(5), "prompts: got int; allowed is a text, or a list of texts"),
-        (lambda llm: llm.generate([5]), "prompt: got int; allowed is a text, or a list of token ids"),
+        (lambda llm: llm.generate(5), "prompts: got 5; allowed is a text, or a list of texts; one prompt of"),
+        (lambda llm: llm.generate([1, 2]), r"prompts: got \[1, 2\]; .*; one prompt of token ids is \[\[1, 2, 3\]\]"),
+        (lambda llm: llm.generate(["a", ["b"]]), r"prompt: got \['b'\]; allowed is one text, or one list of token ids"),
+        (
+            lambda llm: llm.stream(["a", "b"]),
+            r"prompt: got \['a', 'b'\]; allowed is one text, or one list of token ids",
+        ),
+        (lambda llm: llm.stream(5), "prompt: got 5; allowed is one text, or one list of token ids"),
         (lambda llm: llm.generate("a", temprature=1), "sampling: got temprature; allowed are max_tokens, temperature"),
         (lambda llm: llm.generate("a", max_tokens=0), "max_tokens: got 0"),
         (lambda llm: llm.generate(["a"], [WARM, WARM]), "params: got 2 for 1 prompts"),

@@ -20,7 +20,7 @@ from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.arguments import require, require_callable, require_count, require_flag
+from onegraph.engine.arguments import is_index, require, require_callable, require_count, require_flag
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
@@ -227,8 +227,8 @@ class LLM:
         if isinstance(prompts, str):
             (completion,) = self._complete([self._encode(prompts)], params, sampling, on_done)
             return completion
-        if not isinstance(prompts, Sequence):
-            raise ValueError(f"prompts: got {type(prompts).__name__}; allowed is a text, or a list of texts")
+        fine = isinstance(prompts, Sequence) and not any(map(is_index, prompts))
+        require("prompts", prompts, fine, "a text, or a list of texts; one prompt of token ids is [[1, 2, 3]]")
         return self._complete([self._encode(prompt) for prompt in prompts], params, sampling, on_done)
 
     def stream(
@@ -321,10 +321,9 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        tokens: Any = prompt
-        if not isinstance(tokens, Sequence):
-            raise ValueError(f"prompt: got {type(prompt).__name__}; allowed is a text, or a list of token ids")
-        return list(tokens)
+        fine = isinstance(prompt, Sequence) and not isinstance(prompt, bytes) and all(map(is_index, prompt))
+        require("prompt", prompt, fine, "one text, or one list of token ids")
+        return list(prompt)
 
     def _conversation(self, messages: Any, thinking: bool | None) -> list[int]:
         require_flag("thinking", thinking, none="what the chat template does")
