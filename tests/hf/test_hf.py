@@ -1,7 +1,9 @@
 """onegraph checkpoints loaded by transformers: against the dense models that their codes stand for, and our engine."""
 
+import copy
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import onegraph.integrations.hf  # noqa: F401  registers the method
 from models import save_e8p
+from onegraph.api.verify import verify
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.digests import SUMS, format_sums, read_sums, sha256
 from onegraph.formats.e8p import E8P
 from onegraph.formats.files import CheckpointError
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
@@ -135,6 +139,33 @@ def test_without_its_files_a_model_is_saved_as_it_was_rounded(tmp_path: Path, ca
     assert_equal_tensors(load_file(tmp_path / "again" / "model.safetensors"), rounded)
     norms = sum("norm" in name for name in before)
     assert re.search(f"^{norms} tensors that are not in codes, .*as the model rounded them", caplog.messages[-1])
+
+
+def test_saving_over_a_checkpoint_leaves_it_whole(tmp_path: Path) -> None:
+    """In one file and in several, by a copy too; what was not written keeps its digest, also where that is wrong."""
+    path = tmp_path / "model"
+    save_e8p("smollm2", path, rates={"bits": 3})
+    (path / "notes.txt").write_text("a")
+    (path / SUMS).write_bytes(format_sums((read_sums(path) or {}) | {"notes.txt": sha256(path / "notes.txt")}))
+    whole, model = verify(path), load(path, torch.float16)
+    assert whole.ok, whole.problems
+    assert whole.digests >= 3
+    for saved in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = (path / "config.json").read_bytes()
+        saved.save_pretrained(path)
+        assert verify(path).problems == ()
+    assert (path / "config.json").read_bytes() == before, "the second time it is the same"
+    model.save_pretrained(path, max_shard_size="100KB")
+    found = verify(path)
+    assert found.problems == ()
+    assert found.digests > whole.digests, "each part has one"
+    load(path).save_pretrained(path)
+    assert verify(path).problems == (), "lines of parts that are gone are gone"
+    (path / "notes.txt").write_text("b")
+    model.save_pretrained(path)
+    assert ["notes.txt" in line for line in verify(path).problems] == [True]
+    model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new" / SUMS).exists()
 
 
 def assert_equal_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

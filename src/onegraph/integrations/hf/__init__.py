@@ -1,7 +1,8 @@
 """onegraph checkpoints in transformers: `import onegraph.integrations.hf`, then `from_pretrained` as ever.
 
-Importing this package registers the quantization method and the attention `turboquant` with transformers, which has no
-entry point through which it could find us by itself; it is the one import of onegraph that has an effect.
+Importing this package registers the quantization method and the attention `turboquant` with transformers, and wraps
+`save_pretrained` for models of the method (saving.py): transformers has no entry point through which it could find us
+by itself. It is the one import of onegraph that has an effect.
 """
 
 from transformers.quantizers.auto import (
@@ -11,7 +12,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from onegraph.integrations.hf import cache, experts
+from onegraph.integrations.hf import cache, experts, saving
 from onegraph.integrations.hf.cache import TurboQuantCache
 from onegraph.integrations.hf.quantizer import METHOD, OnegraphConfig, OnegraphQuantizer
 
@@ -25,6 +26,7 @@ def _register() -> None:
         register_quantizer(METHOD)(OnegraphQuantizer)
     cache.register()
     experts.register()
+    saving.register()
 
 
 _register()

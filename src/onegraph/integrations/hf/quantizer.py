@@ -19,7 +19,7 @@ from onegraph.formats.weight import Expected, Quantization
 from onegraph.integrations.hf.experts import IMPLEMENTATION, CodedStack, holds_experts, stack_names, swiglu_of
 from onegraph.integrations.hf.kinds import plain_linear, size_of
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
-from onegraph.integrations.hf.saving import Originals
+from onegraph.integrations.hf.saving import LOADED, Originals
 
 METHOD = "onegraph"
 
@@ -81,6 +81,7 @@ class OnegraphQuantizer(HfQuantizer):
                 module.prepare()
             if any(isinstance(child, CodedStack) for child in module.children()):
                 module._onegraph_gate = swiglu_of(module)
+        setattr(model, LOADED, True)
         return model
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
