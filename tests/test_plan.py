@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -317,6 +318,32 @@ def test_a_text_shorter_than_a_row_is_refused_before_it_begins(model: Path, tmp_
     )
     status, _, errors = invoke([*command, tmp_path / "none"])
     assert (status, errors) == (2, f"onegraph: error: {tmp_path / 'none'}: no such file\n")
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9 " * 1000)
+    for path, says in (
+        (tmp_path / "none", "no such file"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "latin", "not UTF-8 text"),
+    ):
+        for call in (lambda **options: plan(model, **options), lambda **o: quantize(model, tmp_path / "out", **o)):
+            with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {says}"):
+                call(**SMALL | {"calibration": path})
+    assert plan(model, format="nvfp4", calibration=tmp_path / "none", device="cpu").tokens is None, "it reads no text"
+
+
+def test_bits_and_size_are_one_or_the_other(model: Path, tmp_path: Path) -> None:
+    """Also where the bits are those of the default."""
+    for bits in (4, 3, 2.5):
+        with pytest.raises(ValueError, match=f"bits and size: got {bits} and 100000000, which are two budgets"):
+            plan(model, **SMALL | {"bits": bits, "size": 100_000_000})
+        status, _, errors = invoke(
+            ["quantize", model, tmp_path / "out", "--bits", bits, "--size", "100MB", "--dry-run"]
+        )
+        assert status == 2
+        assert "--size: not allowed with argument --bits" in errors
+    assert plan(model, **SMALL).bits == plan(model, **SMALL | {"bits": 4}).bits == 4
 
 
 def test_a_corrected_command_samples_no_second_time(

@@ -75,7 +75,7 @@ class Choices:
 
 def choose(
     *,
-    bits: float = 4,
+    bits: float | None = None,
     size: int | None = None,
     format: str = "e8p",
     recipe: str | None = None,
@@ -109,7 +109,9 @@ def choose(
     require("activations", activations, fine, "a number of bytes, or None for an eighth of what is free")
     target = pick_device(device)
     ends = lm_head or embed_tokens or experts
-    if format == "nvfp4" and (bits != 4 or size is not None or ends or any(r != KEEP for r in (layers or {}).values())):
+    if format == "nvfp4" and (
+        bits not in (None, 4) or size is not None or ends or any(r != KEEP for r in (layers or {}).values())
+    ):
         raise ValueError(
             "nvfp4 has one rate and keeps both ends: it takes no other bits, no size, lm_head, embed_tokens or "
             "experts, and layers may only keep a linear ({pattern: 16})"
@@ -127,6 +129,9 @@ def choose(
     if format == "e8p":
         _refuse_short(calibration, min(sequence, tokens or TOKENS[target.type]))
     recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
+    if bits is not None and size is not None:
+        raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
+    bits = BITS[-1] if bits is None else bits
     budget = _budget(bits, size, {HEAD: lm_head, EMBED: embed_tokens})
     levers: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
     levers |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
@@ -156,8 +161,6 @@ def _budget(bits: float, size: int | None, ends: Mapping[str, End]) -> Budget | 
         return Budget(bits=bits, ends=auto) if auto or bits != int(bits) else None
     if type(size) is not int or size < 1:
         raise ValueError(f"size: got {size!r}; it is a number of bytes")
-    if bits != 4:
-        raise ValueError(f"size and bits {bits:g} are two budgets; give one of them")
     return Budget(size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
 
 

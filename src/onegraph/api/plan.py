@@ -18,6 +18,7 @@ from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
+from onegraph.api.text import read_text
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
@@ -116,7 +117,7 @@ class Plan:
 
 
 def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **options: Any) -> Plan:
-    """What `quantize(source, out, **options)` would do, in a moment: nothing is read but config.json and headers.
+    """What `quantize(source, out, **options)` would do, in a moment: read are config.json, headers and a file of text.
 
     Args:
         source: as for `quantize`; a directory that holds only config.json will do, and of a name on the hub only that
@@ -127,6 +128,8 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
     Raises ValueError for what `quantize` would refuse before it begins.
     """
     choices = choose(**options)
+    if choices.format == "e8p" and isinstance(choices.calibration, Path):
+        read_text(choices.calibration)  # whether it can be, as `quantize` asks first
     located = locate(source, weights=False, option="source")
     with described(located.path) as checkpoint:
         found = survey(checkpoint, located.name, choices)

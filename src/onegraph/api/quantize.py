@@ -74,7 +74,7 @@ def quantize(
     source: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    bits: float = 4,
+    bits: float | None = None,
     size: int | None = None,
     format: str = "e8p",
     recipe: str | None = None,
@@ -101,8 +101,9 @@ def quantize(
 
     Args:
         source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: 2, 3 or 4, of every linear inside the blocks; or any number between: what each layer's rounding costs is
-            measured, and each gets the rate with which they cost least and are so many bits a weight on average.
+        bits: 2, 3 or 4 (the default), of every linear inside the blocks; or any number between: what each layer's
+            rounding costs is measured, and each gets the rate with which they cost least and are so many bits a weight
+            on average.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
         format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
         recipe: "quick" (one pass; the default on a CPU), "good" (under Hessians of the model's KL, by backward passes;

@@ -91,7 +91,6 @@ def add_parser(commands: Any) -> None:
     amount.add_argument(
         "--bits",
         type=average,
-        default=4,
         help="of every linear inside the blocks: 2, 3 or 4 (default), or a number between for rates that are chosen",
     )
     amount.add_argument(
