@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from onegraph.formats.checkpoint import SHARD_BYTES
-from onegraph.models.memory import system_memory
+from onegraph.models.memory import free_memory, system_memory
 from onegraph.quant import wave
 from onegraph.quant.e8p import encode
 from onegraph.quant.experts import SHARED_ROWS
@@ -249,7 +249,4 @@ def spill_bound(device: torch.device) -> int:
 
 def available_memory(device: torch.device) -> int | None:
     """Bytes that this process may still take on the device; None where the system does not say."""
-    if device.type == "cuda":
-        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + spare
-    return system_memory()
+    return free_memory(device) if device.type == "cuda" else system_memory()

@@ -80,7 +80,8 @@ def sweep(w: Tensor, bits: int, inputs: Coupling, outputs: Tensor, encode: Encod
         of_wave(value).copy_(got)
         error = (got - goal).transpose(0, 1).contiguous()
         behind = error + done.transpose(0, 1)
-        # L is lower, so what is nearer the beginning than the nearest of the wave hears of it, and nothing else does
+        # Both factors are lower triangular: a block adds to blocks nearer the beginning alone, so the sums start behind
+        # the wave's first block of inputs (counted from the last one) and end before its last block of outputs.
         inner, outer = (a.start + 1) * 8, (b.stop - 1) * ROWS
         deeper[b, inner:].baddbmm_(along[a, :, inner:].transpose(1, 2), error)
         beside[a, :, :outer].baddbmm_(behind, across[b, :, :outer])

@@ -301,13 +301,16 @@ class Findings:
 
     def _warm_up_alone(self) -> list[tuple[str, int]]:
         """Lines whose ops ran before the captured step, and never again."""
-        before: set[tuple[str, int]] = set()
-        since: set[tuple[str, int]] = set()
+        before: set[frames.Chain] = set()
+        since: set[frames.Chain] = set()
         for index, step in self.steps.items():
-            places = (self.locate(op.chain) for op in step.ops)
-            lines = before if index < self.world.captured_step else since
-            lines |= {(place.path, place.line) for place in places if place is not None}
-        return sorted(before - since)
+            (before if index < self.world.captured_step else since).update(op.chain for op in step.ops)
+        if not before - since:
+            return []
+        first, later = (
+            {(at.path, at.line) for at in map(self.locate, chains) if at is not None} for chains in (before, since)
+        )
+        return sorted(first - later)
 
 
 def home_of(step: Callable[..., Any], factory: Callable[..., Any]) -> frames.Place:

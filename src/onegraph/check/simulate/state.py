@@ -215,15 +215,13 @@ def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None
         end = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
         for node in ast.walk(module):
             line = getattr(node, "lineno", 0)
-            if not code.co_firstlineno <= line <= end:
-                continue
-            at = frames.Place(
-                code.co_filename,
-                line,
-                getattr(node, "col_offset", 0) + 1,
-                frames.linecache.getline(code.co_filename, line).rstrip("\n"),
-            )
-            for changed in _changed(node, last):
+            for changed in _changed(node, last) if code.co_firstlineno <= line <= end else ():
+                at = frames.Place(
+                    code.co_filename,
+                    line,
+                    getattr(node, "col_offset", 0) + 1,
+                    frames.linecache.getline(code.co_filename, line).rstrip("\n"),
+                )
                 own = isinstance(changed, ast.Name) and changed.id in (*code.co_varnames, *code.co_cellvars)
                 if isinstance(changed, ast.Attribute) == bool(owner) and not own:
                     return at
