@@ -216,8 +216,13 @@ def encode(x: Tensor, bits: int, metric: Tensor | None = None, *, wide: bool = F
 
 @lru_cache(maxsize=8)
 def _in_c(bits: int) -> Encode | None:
-    t = _tables(torch.device("cpu"))
-    return native(bits, (t.index, t.odd, t.absolute.T, t.halves.T.int(), t.half_row, t.e81b.T))
+    return native(bits, constants(torch.device("cpu")))
+
+
+def constants(device: torch.device) -> tuple[Tensor, ...]:
+    """What the kernels look up, in the order of their `Tables`."""
+    t = _tables(device)
+    return t.index, t.odd, t.absolute.T, t.halves.T.int(), t.half_row, t.e81b.T
 
 
 def encode_in_calls(

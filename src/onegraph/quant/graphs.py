@@ -1,4 +1,5 @@
-"""The encoder as a CUDA graph: a sweep is thousands of steps of some 150 small launches each, all of one shape."""
+"""The encoder on a GPU: a kernel; or, where that cannot be built, a CUDA graph of the some 150 small launches that a
+step of a sweep takes in torch's calls, thousands of times in one shape."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -6,18 +7,30 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from onegraph.quant.e8p import encode
+from onegraph.ops.cuda import e8p_encode
+from onegraph.quant.e8p import constants, encode
 
 Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def encoder(device: torch.device, n: int, bits: int, wide: bool = False, metrics: int = 0) -> Encode:
-    """`encode` for targets [8, at most n]: itself on a CPU, a replayed graph on a GPU (results hold until the next
-    call).
+    """`encode` for targets [8, at most n]: itself on a CPU; on a GPU a kernel, or a replayed graph, whose results hold
+    until the next call.
 
     metrics: parts of n columns that have one each, [at most metrics, 8, 8]; 0: all columns have one, [8, 8].
     """
-    return _captured(device, n, bits, wide, metrics) if device.type == "cuda" else partial(encode, wide=wide)
+    if device.type == "cpu":
+        return partial(encode, wide=wide)
+    here = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    if not e8p_encode.available(here.index):
+        return _captured(here, n, bits, wide, metrics)
+    run = _kernel(here, bits, wide)
+    return lambda target, rate, factor: run(target, factor)
+
+
+@lru_cache(maxsize=16)
+def _kernel(device: torch.device, bits: int, wide: bool) -> e8p_encode.Encode:
+    return e8p_encode.encoder(constants(device), bits, 8 if wide else 2)
 
 
 @lru_cache(maxsize=16)

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,7 +34,7 @@ def library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL |
     command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
     try:
         version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
-        text = source.read_bytes()
+        text = _whole(source)
         key = hashlib.sha256("\0".join([*command, version, _processor()]).encode() + text).hexdigest()[:32]
         cached = cache_dir() / f"{source.stem}-{key}.so"
         if cached.exists():
@@ -44,6 +45,13 @@ def library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL |
             return ctypes.CDLL(str(_kept(made, cached)))
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _whole(source: Path) -> bytes:
+    """The source and the files of ours that it includes."""
+    text = source.read_bytes()
+    included = re.findall(rb'^#include "([^"]+)"', text, re.MULTILINE)
+    return text + b"".join(_whole(source.parent / name.decode()) for name in included)
 
 
 def _kept(made: Path, cached: Path) -> Path:
