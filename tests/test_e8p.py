@@ -263,22 +263,35 @@ def test_without_a_compiler_calls_encode(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("parts", [0, 5])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_captured_encoder_is_the_encoder(bits: int, wide: bool) -> None:
-    from onegraph.quant.graphs import encoder
+def test_the_encoder_of_a_gpu_is_the_encoder(
+    bits: int, wide: bool, parts: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onegraph.quant import graphs
 
+    if not kernel:
+        monkeypatch.setattr(graphs.e8p_encode, "available", lambda device: False)
     device = torch.device("cuda", torch.cuda.current_device())
-    run = encoder(device, 3000, bits, wide)
-    for seed in (1, 2):
-        x = gaussian(3000, seed) * GAUSSIAN_RHO[bits]
+    run = graphs.encoder(device, 4000, bits, wide, parts)
+    for seed, count in ((1, 2400), (2, 4000)):  # fewer than it is made for, too
+        x = gaussian(count, seed) * GAUSSIAN_RHO[bits]
         metric = torch.eye(8) + 0.1 * gaussian(8, seed)
+        if parts:
+            metric = torch.stack([metric * (1 + i) + 0.1 * gaussian(8, 9 + i) for i in range(parts * count // 4000)])
         wanted = encode(x, bits, metric, wide=wide)
         found = run(x.to(device), bits, metric.to(device))
         same = (found[2].cpu() == wanted[2]).all(0)
-        cost, least = ((metric @ (x - value)).square().sum(0) for value in (found[2].cpu(), wanted[2]))
+        each = metric.reshape(-1, 8, 8)
+
+        def cost(value: Tensor, x: Tensor = x, each: Tensor = each) -> Tensor:
+            error = (x - value).view(8, len(each), -1).transpose(0, 1)
+            return (each @ error).square().sum(1).flatten()
+
         assert same.float().mean() > 0.999  # near ties may fall either way, and one sum have two codes
-        assert torch.allclose(cost, least, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(cost(found[2].cpu()), cost(wanted[2]), rtol=1e-3, atol=1e-4)
         dtype = residual_dtype(bits)
         residual = None if dtype is None else found[1].cpu().to(dtype).unsqueeze(1)
         q = e8p_decode(found[0].cpu().to(torch.int16).unsqueeze(1), residual, codebook(), bits)
