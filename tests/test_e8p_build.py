@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -312,21 +313,31 @@ def test_plan_of_a_batch_covers_every_slice_once(shape: tuple[int, int], bits: i
 @pytest.mark.parametrize(
     ("n", "k", "tokens", "wanted"),
     [
-        (4096, 4096, 17, 32),
-        (4096, 4096, 128, 128),
-        (4096, 4096, 256, 256),  # 64 tiles of 128 leave half of the SMs idle
-        (4096, 4096, 512, 128),
-        (4096, 14336, 512, 256),
-        (4096, 4096, 640, 256),  # 160 tiles of 128 are two rounds
-        (14336, 4096, 512, 256),
-        (6144, 4096, 256, 256),
+        (4096, 4096, 17, (32, 4, 1)),  # (tokens of a tile, splits, blocks of a cluster)
+        (4096, 4096, 128, (128, 4, 1)),
+        (4096, 4096, 256, (128, 2, 2)),  # 32 tiles of 256 would take four splits
+        (14336, 4096, 256, (256, 1, 1)),
+        (6144, 4096, 256, (256, 2, 2)),
+        (4096, 4096, 512, (256, 2, 2)),
+        (4096, 14336, 512, (256, 2, 2)),
+        (14336, 4096, 512, (256, 1, 1)),
+        (1024, 4096, 512, (128, 4, 1)),
+        (4096, 4096, 640, (256, 1, 1)),
     ],
 )
-def test_tiles_of_many_tokens(n: int, k: int, tokens: int, wanted: int) -> None:
-    plan = e8p_prefill.plan(n, k, tokens, H200.sms)
-    assert plan.tokens == wanted
-    if wanted == 128 < tokens:
-        assert plan.splits == 1
+def test_tiles_of_many_tokens(n: int, k: int, tokens: int, wanted: tuple[int, int, int]) -> None:
+    plan = e8p_prefill.plan(n, k, tokens, H200)
+    assert (plan.tokens, plan.splits, plan.join) == wanted
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_shared_memory_of_many_tokens(bits: int) -> None:
+    """No plan asks for more than a block can have; two splits are no pair where the GPU cannot hold all pairs."""
+    plans = {e8p_prefill.plan(n, k, tokens, H200) for n, k in SHAPES if k <= 32768 for tokens in range(9, 1280)}
+    assert {(plan.tokens, plan.join) for plan in plans} >= {(64, 1), (128, 2), (256, 1), (256, 2)}
+    assert all(plan.shared(bits) <= H200.shared for plan in plans)
+    few = replace(H200, clusters=(132, 63, *H200.clusters[2:]))
+    assert e8p_prefill.plan(4096, 4096, 512, few).join == 1
 
 
 def test_constants_agree_with_the_source() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
-from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable
+from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p
 from onegraph.ops.e8p import e8p_decode as decode_op
 
@@ -137,6 +137,33 @@ def test_clusters_that_meet_in_memory(parts: int, bits: int, monkeypatch: pytest
         y = cuda_e8p.linear(*args, add, 1e-5)
         assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
         assert all(torch.equal(cuda_e8p.linear(*args, add, 1e-5), y) for _ in range(50))
+
+
+@gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("tile", [(32, 12), (64, 8), (128, 8), (256, 4)], ids=str)
+def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of blocks that exchange their sums, other splits through memory: also half a tile of rows, half a slice,
+    splits of unequal length and of fewer stages than a ring has, and results in float32."""
+    if not e8p_prefill.available(0):
+        pytest.skip("needs clusters and wgmma")
+    for n, k, tokens in ((2560, 1792, 100), (1280, 1024, 300), (448, 4032, 70), (320, 4032, 100), (192, 9216, 70)):
+        slices = -(-k // 256)
+        args, add = _arguments(tokens, n, k, bits, bias=True), torch.randn(tokens, n, device="cuda")
+        truth = _truth(*args, add.bfloat16(), 1e-5)
+        for splits, join in ((1, 1), (2, 1), (2, 2), (3, 1), (5, 1)):
+            per_split = -(-slices // splits)
+            if (splits - 1) * per_split >= slices:
+                continue
+            plan = e8p_prefill.Plan(*tile, per_split, splits, join)
+            monkeypatch.setattr(e8p_prefill, "plan", lambda *_, plan=plan: plan)
+            _poison((tokens, n), torch.bfloat16)
+            y = cuda_e8p.linear(*args, add.bfloat16(), 1e-5)
+            assert _error(y, truth) < 2e-3, plan
+            assert all(torch.equal(cuda_e8p.linear(*args, add.bfloat16(), 1e-5), y) for _ in range(5)), plan
+            wide = cuda_e8p.linear(*args, add, 1e-5, wide=True)
+            assert wide.dtype == torch.float32
+            assert _error(wide, _truth(*args, add, 1e-5, wide=True)) < 4e-4, plan
 
 
 @gpu

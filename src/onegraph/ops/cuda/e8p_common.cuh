@@ -78,14 +78,17 @@ __device__ __forceinline__ float squares_of(const float (&v)[8]) {
   return sum;
 }
 __device__ __forceinline__ float sum_of_squares(const float (&v)[8]) { return over_lanes(squares_of(v)); }
-__device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8], int block, int lane) {
-#pragma unroll
-  for (int e = 0; e < 8; e++) v[e] *= in_scale[e];
+__device__ __forceinline__ void rotate8(float (&v)[8]) {
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1)
 #pragma unroll
     for (int e = 0; e < 8; e++)
       if (!(e & o)) pair(v[e], v[e | o]);
+}
+__device__ __forceinline__ void rotate(float (&v)[8], const float (&in_scale)[8], int block, int lane) {
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] *= in_scale[e];
+  rotate8(v);
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1)
 #pragma unroll

@@ -5,15 +5,15 @@
 //   e8p_rotate   x -> H_k(in_scale * x) as float16 on a scale of each token's own, in the very bytes that a stage of
 //                shared memory holds: [token tile][64 columns][TOKENS][128 bytes], 16-byte units swizzled, columns in the
 //                order in which a lane's codes come.
-//   e8p_prefill     128 rows (MT 1) or 256 (MT 2) by TOKENS, two warpgroups; one more warp copies. With k cut into several
-//                splits, partial sums go to memory.
-//   e8p_add_parts   adds the splits in order, rotates, scales.
+//   e8p_prefill     128 rows by TOKENS, two warpgroups; one more warp copies. Where k is cut in two, the blocks of a pair
+//                (JOIN 2) end half of the tokens each and send each other the sums of the others; of more splits partial
+//                sums go to memory.
+//   e8p_add_parts   adds these in order, rotates, scales.
 //
 // Three kernels that agree on two layouts, which is why this file is long.
 //
-// Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), MT (1 or 2
-// times 64 rows a warpgroup), DEPTH (stages of 64 columns), MOST (slices of 256 columns that a warp of e8p_rotate
-// holds).
+// Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), DEPTH (stages of
+// 64 columns), JOIN (1 or 2 blocks of a cluster), MOST (slices of 256 columns that a warp of e8p_rotate holds).
 //
 // One file past 400 lines: the three kernels hand each other their layouts.
 
@@ -21,7 +21,14 @@
 
 constexpr int STAGE_BYTES = TOKENS * 128;
 static_assert(DEPTH >= 2, "a stage is given back behind the next one's first products");
-constexpr int PITCH = ROWS + 4;  // floats of a token in the epilogue
+static_assert(JOIN <= 2, "a pair of blocks");
+constexpr int PITCH = ROWS + 4;     // floats of a token in the epilogue
+constexpr int OWN = TOKENS / JOIN;  // tokens that a block ends
+constexpr int LANES = OWN >= 128 ? 2 : OWN == 64 ? 4 : OWN == 32 ? 8 : 16;  // of a token there
+constexpr int RUNS = 16 / LANES;    // of eight rows, that a lane has of a token
+constexpr int LOOP_BYTES = TABLE_BYTES + 1024 + DEPTH * STAGE_BYTES;
+constexpr int SUM_BYTES = (TOKENS + (JOIN - 1) * OWN) * PITCH * 4 + 2 * ROWS * 4;
+constexpr int END_BYTES = SUM_BYTES > LOOP_BYTES ? SUM_BYTES : LOOP_BYTES;  // then a pair's barriers, one a warp
 constexpr float LEVELS = 32768.f;
 constexpr int CONSUMERS = 256;
 constexpr float OFFSET = BITS == 2 ? -15.f : BITS == 3 ? -23.f : -75.f;
@@ -42,53 +49,77 @@ struct Arguments {
   int tokens, n, k;
   int slices;             // of 256 columns
   int per_split;          // slices of a split
-  int splits;
+  int splits;             // that go to memory
+  int cuts;               // all splits
+  int ratio;              // of the stages: 2 or 4
   int silu;               // x is [tokens, 2 k], gate beside up
   int wide;               // y and add are float
   float norm;             // of both Hadamard transforms
   float eps;              // of the RMSNorm in front; negative: none
 };
 
-__device__ __forceinline__ float sum_of_block(float v, float* exchange) {  // 256 threads
+// Over the 256 threads of a block; `exchange` is of one call.
+template <int N> __device__ __forceinline__ void sums_of_block(float (&v)[N], float (&exchange)[N][8]) {
 #pragma unroll
-  for (int o = 1; o < 32; o <<= 1) v += __shfl_xor_sync(~0u, v, o);
-  if (threadIdx.x % 32 == 0) exchange[threadIdx.x / 32] = v;
+  for (int n = 0; n < N; n++) {
+    v[n] = over_lanes(v[n]);
+    if (threadIdx.x % 32 == 0) exchange[n][threadIdx.x / 32] = v[n];
+  }
   __syncthreads();
-  float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < 8; w++) sum += exchange[w];
-  return sum;
+  for (int n = 0; n < N; n++) {
+    v[n] = 0.f;
+#pragma unroll
+    for (int w = 0; w < 8; w++) v[n] += exchange[n][w];
+  }
+}
+// Of lanes that differ by o: the one without it has both a, the other one both b.
+__device__ __forceinline__ void exchange_words(u32& a, u32& b, int lane, int o) {
+  const u32 got = __shfl_xor_sync(~0u, lane & o ? a : b, o);
+  if (lane & o) a = got;
+  else b = got;
 }
 
 // A block a token.
-extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_constant__ Arguments p) {
-  __shared__ float exchange[3][8];
+extern "C" __global__ void __launch_bounds__(256, MOST > 8 ? 1 : 2) e8p_rotate(const __grid_constant__ Arguments p) {
+  __shared__ float exchange[2][8], exchange_sum[1][8];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_start();
+  // The codes that every block of e8p_prefill begins with, on their way into the L2.
+  for (int i = token * 256 + threadIdx.x; i < p.n * p.cuts; i += gridDim.x * 256) {
+    const int row = i % p.n, slice = i / p.n * p.per_split;
+    const size_t rest_bytes = (size_t)p.k / (BITS == 4 ? 4 : 8), at = (size_t)slice * (SLICE / 4);
+    prefetch(p.codes + (size_t)row * (p.k / 4) + at);
+    if (STAGES == 2) prefetch(p.residual + row * rest_bytes + at / (BITS == 4 ? 1 : 2));
+  }
+  auto column_of = [&](int i) { return (i * 8 + warp) * SLICE + lane * 8; };
+  constexpr int EARLY = MOST < 2 ? MOST : 2;  // what follows waits for these alone
+  float in_scale[EARLY][8];
+#pragma unroll
+  for (int i = 0; i < EARLY; i++) load8(in_scale[i], p.in_scale + column_of(i), column_of(i) < p.k);
   wait_for_previous();
-  float v[MOST][8], length = 0.f, squares = 0.f;
+  Raw raw[MOST];  // all of it is asked for at once
+#pragma unroll
+  for (int i = 0; i < MOST; i++) raw[i] = ask_x(p, p.silu, token, column_of(i), column_of(i) < p.k);
+  float v[MOST][8], lengths[2] = {0.f, 0.f};  // scaled, and as it is
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
-    const int column = (i * 8 + warp) * SLICE + lane * 8;
-    if (i * 8 + warp >= p.slices) continue;
-    float in_scale[8];
-    load_x(v[i], p, token, column, column < p.k);
-    load8(in_scale, p.in_scale + column, column < p.k);
+    float late[8];
+    if (i >= EARLY) load8(late, p.in_scale + column_of(i), column_of(i) < p.k);
+    take_x(v[i], raw[i], p.silu);
+    lengths[1] += squares_of(v[i]);
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-      squares = fmaf(v[i][e], v[i][e], squares);
-      v[i][e] *= in_scale[e];
-      length = fmaf(v[i][e], v[i][e], length);
-    }
+    for (int e = 0; e < 8; e++) v[i][e] *= i < EARLY ? in_scale[i % EARLY][e] : late[e];
+    lengths[0] += squares_of(v[i]);
   }
-  length = sqrtf(sum_of_block(length, exchange[0]));  // no rotated value is larger, up to the norm of the rotation
-  squares = sum_of_block(squares, exchange[1]);
+  sums_of_block(lengths, exchange);
   const int block = p.k % 128 ? 64 : 128;
-  const float largest = length * (block == 128 ? 11.3137085f : 8.f);
+  // no rotated value is larger, up to the norm of the rotation
+  const float largest = sqrtf(lengths[0]) * (block == 128 ? 11.3137085f : 8.f), squares = lengths[1];
   const float inverse = largest > 0.f ? __fdividef(LEVELS, largest) : 0.f, sixteenth = inverse * 0.0625f;
   const float ones[8] = {1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f, 1.f};
-  u8* to = p.spread + (size_t)(token / TOKENS) * p.slices * 4 * STAGE_BYTES + token % TOKENS * 128;
-  float sum = 0.f;
+  u8* const to = p.spread + (size_t)(token / TOKENS) * p.slices * 4 * STAGE_BYTES + token % TOKENS * 128;
+  float sum[1] = {0.f};
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
     const int slice = i * 8 + warp;
@@ -99,19 +130,22 @@ extern "C" __global__ void __launch_bounds__(256) e8p_rotate(const __grid_consta
     w[1] = narrow<true>(v[i][4] * sixteenth, v[i][6] * sixteenth);
     w[2] = narrow<true>(v[i][1] * inverse, v[i][3] * inverse);
     w[3] = narrow<true>(v[i][5] * sixteenth, v[i][7] * sixteenth);
-    u8* stage = to + (size_t)(slice * 4 + lane % 8 / 2) * STAGE_BYTES;
 #pragma unroll
     for (int u = 0; u < 4; u++) {
       const float2 f = widen<true>(w[u]);
-      sum += (f.x + f.y) * (u % 2 ? 16.f : 1.f);
-      *(u32*)(stage + (((lane % 2 * 4 + u) ^ (token % 8)) * 16) + lane / 8 * 4) = w[u];
+      sum[0] += (f.x + f.y) * (u % 2 ? 16.f : 1.f);
     }
+    // Lanes l, l + 8, l + 16, l + 24 have a word each of four units of 16 bytes: they exchange them for a unit each.
+    exchange_words(w[0], w[1], lane, 8), exchange_words(w[2], w[3], lane, 8);
+    exchange_words(w[0], w[2], lane, 16), exchange_words(w[1], w[3], lane, 16);
+    const int unit = (lane % 2 * 4 + lane / 8) ^ (token % 8);
+    *(uint4*)(to + (size_t)(slice * 4 + lane % 8 / 2) * STAGE_BYTES + unit * 16) = make_uint4(w[0], w[1], w[2], w[3]);
   }
-  sum = sum_of_block(sum, exchange[2]);
+  sums_of_block(sum, exchange_sum);
   if (threadIdx.x == 0) {
     float scale = largest * (1.f / LEVELS);
     if (p.eps >= 0.f) scale *= rsqrtf(squares / (float)p.k + p.eps);
-    p.scales[token] = make_float2(scale, sum);
+    p.scales[token] = make_float2(scale, sum[0]);
   }
 }
 
@@ -159,51 +193,64 @@ struct Codes {  // four of a row's: half of a slice's eight
   uint2 second;  // 3 bits: .x alone
 };
 // The I-th code: eight weights as two operands of four, {even pairs, odd pairs}.
-template <int I> __device__ __forceinline__ void operands(u32 (&a)[4], const Codes& c, u32 bank) {
+// ratio: of the stages, which the compiler is not to know: it would make shifts and additions of it, on the pipe that the
+// masks already fill.
+template <int I> __device__ __forceinline__ void operands(u32 (&a)[4], const Codes& c, u32 bank, u32 ratio) {
   const u32 v = decode<I % 2>(I < 2 ? c.first.x : c.first.y, bank), w = v >> 8;
   a[0] = v & 0x000F000Fu, a[1] = v & 0x00F000F0u, a[2] = w & 0x000F000Fu, a[3] = w & 0x00F000F0u;
   if (STAGES == 2) {
     u32 r;
     if (BITS == 4) r = decode<I % 2>(I < 2 ? c.second.x : c.second.y, bank);
     else r = decode_e81b<I % 4>(c.second.x, bank);
-    const u32 q = r >> 8, ratio = BITS == 4 ? 4 : 2;
+    const u32 q = r >> 8;
     a[0] = a[0] * ratio + (r & 0x000F000Fu), a[1] = a[1] * ratio + (r & 0x00F000F0u);
     a[2] = a[2] * ratio + (q & 0x000F000Fu), a[3] = a[3] * ratio + (q & 0x00F000F0u);
   }
 }
 
-// What follows the rotation, of four neighbouring rows.
-struct Epilogue {
-  float4 scale, bias;
-  __device__ __forceinline__ void load(const Arguments& p, int row) {
-    scale = bias = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (row >= p.n) return;
-    scale = *(const float4*)(p.out_scale + row);
-    scale.x *= p.norm, scale.y *= p.norm, scale.z *= p.norm, scale.w *= p.norm;
-    if (p.bias) bias = *(const float4*)(p.bias + row);
+__device__ __forceinline__ void set8(float (&to)[8], const float4& a, const float4& b) {
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+// Eight neighbouring rows of a token in memory, as floats or as x is.
+template <bool WIDE> struct Rows {
+  uint4 raw[WIDE ? 2 : 1];
+  __device__ __forceinline__ void ask(const void* from, size_t at) {
+    const uint4* const first = (const uint4*)((const u8*)from + at * (WIDE ? 4 : 2));
+    raw[0] = first[0];
+    if (WIDE) raw[WIDE] = first[1];
   }
-  __device__ __forceinline__ void store(const Arguments& p, int token, int row, float4 v) const {
-    if (row >= p.n) return;
-    const size_t at = (size_t)token * p.n + row;
-    float4 c = bias;
-    add4(c, p, at);
-    v.x = fmaf(v.x, scale.x, c.x), v.y = fmaf(v.y, scale.y, c.y);
-    v.z = fmaf(v.z, scale.z, c.z), v.w = fmaf(v.w, scale.w, c.w);
-    store4(p, at, v);
+  __device__ __forceinline__ void onto(float (&v)[8]) const {
+    float mine[8];
+    if (WIDE) set8(mine, *(const float4*)&raw[0], *(const float4*)&raw[WIDE]);
+    else unpack8(mine, raw[0]);
+#pragma unroll
+    for (int e = 0; e < 8; e++) v[e] += mine[e];
+  }
+  static __device__ __forceinline__ void store(void* to, size_t at, const float (&v)[8]) {
+    if (WIDE) {
+      ((float4*)((float*)to + at))[0] = make_float4(v[0], v[1], v[2], v[3]);
+      ((float4*)((float*)to + at))[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+      *(uint4*)((u16*)to + at) = make_uint4(narrow<HALF>(v[0], v[1]), narrow<HALF>(v[2], v[3]), narrow<HALF>(v[4], v[5]),
+                                            narrow<HALF>(v[6], v[7]));
+    }
   }
 };
-__device__ __forceinline__ float affine(float v, float2 scale) {  // of one product: from nibbles to values
-  return fmaf(OFFSET, scale.y, v * (BITS == 3 ? SUBNORMAL : 2.f * SUBNORMAL)) * scale.x;
+__device__ __forceinline__ float2 scale_of(const Arguments& p, int token) {
+  return token < p.tokens ? __ldcg(p.scales + token) : make_float2(0.f, 0.f);
 }
-__device__ __forceinline__ void pair(float4& a, float4& b) {
-  pair(a.x, b.x), pair(a.y, b.y), pair(a.z, b.z), pair(a.w, b.w);
+// A sum of products v is worth v * x + y. rows_in: rows that are added up in it, less those subtracted.
+__device__ __forceinline__ float2 affine_of(float2 scale, float rows_in) {
+  return make_float2((BITS == 3 ? SUBNORMAL : 2.f * SUBNORMAL) * scale.x, rows_in * OFFSET * scale.y * scale.x);
 }
 
-// Grid (row tiles of MT * 128, token tiles, splits). Shared memory: tables, barriers, DEPTH stages; then the sums.
+// Grid (row tiles of 128, of JOIN blocks each; token tiles; splits that go to memory). Shared memory: tables, barriers, DEPTH
+// stages; then [TOKENS][PITCH] sums, a pair's [OWN][PITCH] of the other block, 128 scales and 128 biases of rows.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(const __grid_constant__ Arguments p) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tile_row = blockIdx.x * (MT * 128), token_tile = blockIdx.y;
-  const int begin = blockIdx.z * p.per_split, end = min(begin + p.per_split, p.slices), chunks = (end - begin) * 4;
+  const int rank = blockIdx.x % JOIN, tile_row = blockIdx.x / JOIN * ROWS, token_tile = blockIdx.y;
+  const int begin = (JOIN > 1 ? rank : blockIdx.z) * p.per_split, end = min(begin + p.per_split, p.slices);
+  const int chunks = (end - begin) * 4;
   const u32 base = address(smem), full = base + TABLE_BYTES, empty = full + 8 * DEPTH;
   const u32 stages = base + TABLE_BYTES + 1024;
   let_next_start();
@@ -212,13 +259,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
     for (int s = 0; s < DEPTH; s++) {
       make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 2);
     }
+    if (JOIN > 1)
+      for (int w = 0; w < 8; w++) make_barrier(base + END_BYTES + 8 * w, 1);
     barriers_visible();
   }
-  if (warp < 8) build_tables(p.codebook, load_table_words(p.codebook, warp, 8, lane), warp, 8, lane);
   __syncthreads();
-  wait_for_previous();
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    wait_for_previous();
     if (threadIdx.x == CONSUMERS) {
       const u8* from = p.spread + ((size_t)token_tile * p.slices + begin) * 4 * STAGE_BYTES;
       for (int c = 0; c < chunks; c++) {
@@ -232,85 +280,70 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
 
-  const u32 bank = bank_of(base, lane);
-  const int group = warp / 4;  // the warpgroup's own rows
-  const int first_row = tile_row + group * (MT * 64) + warp % 4 * 16 + g;
+  const int first_row = warp * 16 + g;  // of the tile, and eight rows on
   const u32 row_bytes = (u32)p.k / 4, rest_bytes = (u32)p.k / (BITS == 4 ? 4 : 8);
-  float acc[MT][TOKENS / 2];
-#pragma unroll
-  for (int m = 0; m < MT; m++)
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) acc[m][i] = 0.f;
-  Codes codes[2][MT][2];
-  auto fetch = [&](Codes (&c)[MT][2], int half) {  // of the split's halves of slices
+  Codes codes[2][2];
+  auto fetch = [&](Codes (&c)[2], int half) {  // of the split's halves of slices
     const int slice = begin + half / 2, column = slice * SLICE + t * 64;
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int row = first_row + m * 64 + r * 8;
-        if (slice < end && column < p.k && row < p.n) {
-          const u32 at = column / 4 + half % 2 * 8;
-          c[m][r].first = __ldg((const uint2*)(p.codes + (size_t)row * row_bytes + at));
-          if (BITS == 4) c[m][r].second = __ldg((const uint2*)(p.residual + (size_t)row * rest_bytes + at));
-          if (BITS == 3) c[m][r].second.x = __ldg((const u32*)(p.residual + (size_t)row * rest_bytes + at / 2));
-        }
+    for (int r = 0; r < 2; r++) {
+      const int row = tile_row + first_row + r * 8;
+      if (slice < end && column < p.k && row < p.n) {
+        const u32 at = column / 4 + half % 2 * 8;
+        c[r].first = __ldg((const uint2*)(p.codes + (size_t)row * row_bytes + at));
+        if (BITS == 4) c[r].second = __ldg((const uint2*)(p.residual + (size_t)row * rest_bytes + at));
+        if (BITS == 3) c[r].second.x = __ldg((const u32*)(p.residual + (size_t)row * rest_bytes + at / 2));
       }
+    }
   };
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
-    for (int m = 0; m < MT; m++)
+    for (int r = 0; r < 2; r++) codes[h][r].first = codes[h][r].second = make_uint2(0, 0);
+  fetch(codes[0], 0);
+  fetch(codes[1], 1);
+  build_tables(p.codebook, load_table_words(p.codebook, warp, 8, lane), warp, 8, lane);
+  some_meet(1, CONSUMERS);
+  const u32 bank = bank_of(base, lane);
+  float acc[TOKENS / 2];
 #pragma unroll
-      for (int r = 0; r < 2; r++) codes[h][m][r].first = codes[h][m][r].second = make_uint2(0, 0);
+  for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0.f;
 
-  u32 a[2][MT][2][4];  // of a step of 32 columns: [turn][..][16 columns][operand]
-  auto decode_step = [&](auto index, u32 (&to)[MT][2][4], const Codes (&c)[MT][2]) {
+  u32 a[2][2][4];  // of a step of 32 columns: [turn][16 columns][operand]
+  auto decode_step = [&](auto index, u32 (&to)[2][4], const Codes (&c)[2]) {
     constexpr int I = decltype(index)::value;
+    u32 top[4], low[4];
+    operands<I>(top, c[0], bank, p.ratio);
+    operands<I>(low, c[1], bank, p.ratio);
 #pragma unroll
-    for (int m = 0; m < MT; m++) {
-      u32 top[4], low[4];
-      operands<I>(top, c[m][0], bank);
-      operands<I>(low, c[m][1], bank);
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        to[m][j][0] = top[2 * j], to[m][j][1] = low[2 * j];
-        to[m][j][2] = top[2 * j + 1], to[m][j][3] = low[2 * j + 1];
-        // made here, while the product before runs, not behind the fence where they are used
-        asm volatile("" : "+r"(to[m][j][0]), "+r"(to[m][j][1]), "+r"(to[m][j][2]), "+r"(to[m][j][3]));
-      }
+    for (int j = 0; j < 2; j++) {
+      to[j][0] = top[2 * j], to[j][1] = low[2 * j];
+      to[j][2] = top[2 * j + 1], to[j][3] = low[2 * j + 1];
     }
+    keep(to);  // made here, while the product before runs, not behind the fence where they are used
   };
-  auto multiply = [&](u32 (&from)[MT][2][4], u32 at) {
+  auto multiply = [&](u32 (&from)[2][4], u32 at) {
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       // K-major, 128-byte swizzle: groups of 8 tokens are 1024 bytes apart
       const u64 b = (u64)((at + j * 32) >> 4 & 0x3FFF) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-#pragma unroll
-      for (int m = 0; m < MT; m++) wgmma(acc[m], from[m][j], b);
+      wgmma(acc, from[j], b);
     }
     wgmma_commit();
   };
-  fetch(codes[0], 0);
-  fetch(codes[1], 1);
-  decode_step(Index<0>(), a[0], codes[0]);
-  auto keep_step = [&](u32 (&of)[MT][2][4]) {
-#pragma unroll
-    for (int m = 0; m < MT; m++) keep(of[m]);
-  };
   int chunk = 0;
+  // Behind a step's products, those of the step before are done: its operands may be written, its stage filled.
+  auto step_before_done = [&](u32 (&of)[2][4], int done) {
+    wgmma_wait<1>();
+    keep(of);
+    if (done >= 0 && threadIdx.x % 128 == 0) arrive(empty + 8 * (done % DEPTH));
+  };
   auto stage_of_chunk = [&]() {
     wait_barrier(full + 8 * (chunk % DEPTH), (chunk / DEPTH) & 1);
     return stages + chunk % DEPTH * STAGE_BYTES;
   };
-  // Behind a step's products, those of the step before are done: its operands may be written, its stage filled.
-  auto step_before_done = [&](u32 (&of)[MT][2][4], int done) {
-    wgmma_wait<1>();
-    keep_step(of);
-    if (done >= 0 && threadIdx.x % 128 == 0) arrive(empty + 8 * (done % DEPTH));
-  };
-  auto half_slice = [&](Codes (&now)[MT][2], Codes (&next)[MT][2], int half) {  // two stages, four steps
+  auto half_slice = [&](Codes (&now)[2], Codes (&next)[2], int half) {  // two stages, four steps
     u32 stage = stage_of_chunk();
     multiply(a[0], stage);
     step_before_done(a[1], chunk - 1);
@@ -329,87 +362,158 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
     decode_step(Index<0>(), a[0], next);
     chunk++;
   };
+  decode_step(Index<0>(), a[0], codes[0]);
 #pragma unroll 1
   for (int half = 0; half < (end - begin) * 2; half += 2) {
     half_slice(codes[0], codes[1], half);
     half_slice(codes[1], codes[0], half + 1);
   }
   wgmma_wait<0>();
+  wait_for_previous();  // what scales tokens and what is added are its
 
   // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight.
   if (p.splits > 1) {
 #pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int i = 0; i < TOKENS / 2; i++) {
-        const int row = first_row + m * 64 + i % 4 / 2 * 8, token = token_tile * TOKENS + i / 4 * 8 + t * 2 + i % 2;
-        if (row < p.n && token < p.tokens) p.partial[((size_t)blockIdx.z * p.tokens + token) * p.n + row] = acc[m][i];
-      }
+    for (int i = 0; i < TOKENS / 2; i++) {
+      const int row = tile_row + first_row + i % 4 / 2 * 8, token = token_tile * TOKENS + i / 4 * 8 + t * 2 + i % 2;
+      if (row < p.n && token < p.tokens) p.partial[((size_t)blockIdx.z * p.tokens + token) * p.n + row] = acc[i];
+    }
     return;
   }
-  some_meet(1, CONSUMERS);  // no one decodes any more: the sums take the place of everything
-  float* sums = (float*)smem;  // [row blocks of 128][TOKENS][PITCH]
+  // The rotation of 128 rows has seven stages: that of rows g and g + 8 here, the others in lanes that have up to 64 rows of a
+  // token, so that hardly anything crosses lanes.
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+  for (int i = 0; i < TOKENS / 2; i += 4) pair(acc[i], acc[i + 2]), pair(acc[i + 1], acc[i + 3]);
+  const int size = p.n % 128 ? 64 : 128;
+  // No one decodes or multiplies any more: the sums take the place of everything.
+  if (JOIN > 1) cluster_begun(), all_begun(); else some_meet(1, CONSUMERS);
+  float *const sums = (float*)smem, *const others = sums + TOKENS * PITCH, *const scales = others + (JOIN - 1) * OWN * PITCH;
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) {
-      const int row = (MT == 2 ? m * 64 : group * 64) + warp % 4 * 16 + i % 4 / 2 * 8 + g;
-      const int token = i / 4 * 8 + t * 2 + i % 2;
-      sums[((MT == 2 ? group : 0) * TOKENS + token) * PITCH + row] = acc[m][i];
-    }
-  some_meet(1, CONSUMERS);
-  // Eight lanes a token, 16 rows each: 4 l + 32 i. Warps share the tokens.
-  const int l = lane % 8, block_warps = MT == 2 ? 4 : 8, row_block = MT == 2 ? group : 0;
-  const int block_row = tile_row + row_block * 128, size = p.n % 128 ? 64 : 128;
-  Epilogue epilogue[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) epilogue[i].load(p, block_row + i * 32 + l * 4);
-  const int last = min(TOKENS, p.tokens - token_tile * TOKENS);
-  auto scale_of = [&](int token) {
-    return token < last ? __ldcg(p.scales + token_tile * TOKENS + token) : make_float2(0.f, 0.f);
-  };
-  float2 next = scale_of(warp % block_warps * 4 + lane / 8);
-  for (int token = warp % block_warps * 4 + lane / 8; token < TOKENS; token += block_warps * 4) {
-    float4 v[4];
-    const float2 scale = next;
-    next = scale_of(token + block_warps * 4);  // under way while this token is rotated
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      v[i] = *(const float4*)(sums + (row_block * TOKENS + token) * PITCH + i * 32 + l * 4);
-      v[i].x = affine(v[i].x, scale), v[i].y = affine(v[i].y, scale);
-      v[i].z = affine(v[i].z, scale), v[i].w = affine(v[i].w, scale);
-      pair(v[i].x, v[i].y), pair(v[i].z, v[i].w), pair(v[i].x, v[i].z), pair(v[i].y, v[i].w);
-#pragma unroll
-      for (int o = 1; o < 8; o <<= 1) across_lanes(v[i], lane, o);
-    }
-    pair(v[0], v[1]), pair(v[2], v[3]);
-    if (size == 128) pair(v[0], v[2]), pair(v[1], v[3]);
-    if (token < last) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) epilogue[i].store(p, token_tile * TOKENS + token, block_row + i * 32 + l * 4, v[i]);
-    }
+  for (int i = 0; i < TOKENS / 2; i++)
+    sums[(i / 4 * 8 + t * 2 + i % 2) * PITCH + first_row + i % 4 / 2 * 8] = acc[i];
+  const int rows = min(p.n - tile_row, ROWS);
+  if (threadIdx.x < rows) {
+    scales[threadIdx.x] = p.out_scale[tile_row + threadIdx.x] * p.norm;
+    scales[ROWS + threadIdx.x] = p.bias ? p.bias[tile_row + threadIdx.x] : 0.f;
   }
+  // Neighbouring lanes have neighbouring tokens, whose pitch spreads them over the banks.
+  constexpr int TOKENS_OF_WARP = 32 / LANES, AT_ONCE = 8 * TOKENS_OF_WARP;
+  static_assert(JOIN == 1 || OWN == AT_ONCE, "a warp ends at once what it is sent");
+  const int l = lane / TOKENS_OF_WARP, before = token_tile * TOKENS + rank * OWN;
+  const float rows_in = l % 2 ? 0.f : 2.f;  // rows g and g + 8, or their difference
+  int own = warp * TOKENS_OF_WARP + lane % TOKENS_OF_WARP;
+  float2 scale = scale_of(p, before + own);
+  if (JOIN > 1) copies_ordered();
+  some_meet(1, CONSUMERS);
+  if (JOIN > 1) {
+    constexpr int BYTES = TOKENS_OF_WARP * PITCH * 4;
+    const u32 arrived = base + END_BYTES + 8 * warp;
+    if (lane == 0) {
+      const int first = warp * TOKENS_OF_WARP * PITCH;
+      expect(arrived, BYTES);
+      copy_across(at_rank(others + first, rank ^ 1), address(sums + (rank ^ 1) * OWN * PITCH + first), BYTES,
+                  at_rank(arrived, rank ^ 1));
+    }
+    wait_barrier(arrived, 0);
+    __syncwarp();
+    cluster_begun();  // a block stays until its sums are where they were sent
+  }
+  auto ends = [&](auto wide) {
+    constexpr bool WIDE = decltype(wide)::value;
+#pragma unroll 1
+    for (; own < OWN; own += AT_ONCE) {
+      const bool there = before + own < p.tokens;
+      const size_t at = (size_t)(before + own) * p.n + tile_row + l * 8;
+      auto inside = [&](int i) { return RUNS > 1 && i < RUNS / 2 || l * 8 + i * LANES * 8 < rows; };
+      Rows<WIDE> added[RUNS];
+      if (p.add && there)
+#pragma unroll
+        for (int i = 0; i < RUNS; i++)
+          if (inside(i)) added[i].ask(p.add, at + i * LANES * 8);
+      float v[RUNS][8];
+      const float2 values = affine_of(scale, rows_in);
+      scale = scale_of(p, before + own + AT_ONCE);  // under way while this token is rotated
+#pragma unroll
+      for (int i = 0; i < RUNS; i++) {
+        const float4* const from = (const float4*)(sums + (rank * OWN + own) * PITCH + l * 8 + i * LANES * 8);
+        float4 lower = from[0], upper = from[1];
+        if (JOIN > 1) {
+          const float4* const other = (const float4*)(others + own * PITCH + l * 8 + i * LANES * 8);
+          add_to(lower, other[0]), add_to(upper, other[1]);
+        }
+        set8(v[i], lower, upper);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[i][e] = fmaf(v[i][e], values.x, values.y);
+        rotate8(v[i]);
+#pragma unroll
+        for (int o = 2; o < LANES; o <<= 1)
+          if (o < 8 || size == 128)
+#pragma unroll
+            for (int e = 0; e < 8; e++) v[i][e] = butterfly(v[i][e], lane, o * TOKENS_OF_WARP);
+      }
+#pragma unroll
+      for (int o = 1; o < RUNS; o <<= 1)
+        if (o * LANES < 8 || size == 128)
+#pragma unroll
+          for (int i = 0; i < RUNS; i++)
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+              if (!(i & o)) pair(v[i][e], v[i | o][e]);
+#pragma unroll
+      for (int i = 0; i < RUNS; i++) {
+        const float4* const from = (const float4*)(scales + l * 8 + i * LANES * 8);
+        float out_scale[8], bias[8];
+        set8(out_scale, from[0], from[1]), set8(bias, from[ROWS / 4], from[ROWS / 4 + 1]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[i][e] = fmaf(v[i][e], out_scale[e], bias[e]);
+      }
+      if (!there) continue;
+      if (p.add)
+#pragma unroll
+        for (int i = 0; i < RUNS; i++) added[i].onto(v[i]);
+#pragma unroll
+      for (int i = 0; i < RUNS; i++)
+        if (inside(i)) Rows<WIDE>::store(p.y, at + i * LANES * 8, v[i]);
+    }
+  };
+  if (p.wide) ends(Index<1>()); else ends(Index<0>());
+  if (JOIN > 1) all_begun();
 }
 
-// A warp a token and 128 rows: grid (row blocks, tokens / 8), 8 warps.
-extern "C" __global__ void __launch_bounds__(256) e8p_add_parts(const __grid_constant__ Arguments p) {
-  const int lane = threadIdx.x % 32, token = blockIdx.y * 8 + threadIdx.x / 32, row = blockIdx.x * 128 + lane * 4;
-  Epilogue epilogue;
-  let_next_start();
-  epilogue.load(p, row);
+// Sixteen lanes a token and 128 rows: grid (row blocks, tokens / 16), 8 warps.
+template <bool WIDE> __device__ __forceinline__ void add_parts(const Arguments& p) {
+  const int lane = threadIdx.x % 32, token = blockIdx.y * 16 + threadIdx.x / 16, row = blockIdx.x * ROWS + lane % 16 * 8;
+  const size_t at = (size_t)token * p.n + row;
+  float out_scale[8], bias[8];
+  load8(out_scale, p.out_scale + row, row < p.n), load8(bias, p.bias + row, p.bias && row < p.n);
   wait_for_previous();
-  if (token >= p.tokens) return;
-  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (row < p.n)
+  const bool there = token < p.tokens && row < p.n;
+  Rows<WIDE> added;
+  if (p.add && there) added.ask(p.add, at);
+  float4 lower = make_float4(0.f, 0.f, 0.f, 0.f), upper = lower;
+  if (there)
     for (int s = 0; s < p.splits; s++) {
-      const float4 u = __ldcg((const float4*)(p.partial + ((size_t)s * p.tokens + token) * p.n + row));
-      v.x += u.x, v.y += u.y, v.z += u.z, v.w += u.w;
+      const float4* const from = (const float4*)(p.partial + (size_t)s * p.tokens * p.n + at);
+      add_to(lower, __ldcg(from)), add_to(upper, __ldcg(from + 1));
     }
-  const float2 scale = __ldcg(p.scales + token);
-  v.x = affine(v.x, scale), v.y = affine(v.y, scale), v.z = affine(v.z, scale), v.w = affine(v.w, scale);
-  pair(v.x, v.y), pair(v.z, v.w), pair(v.x, v.z), pair(v.y, v.w);
+  float v[8];
+  set8(v, lower, upper);
+  const float2 values = affine_of(scale_of(p, token), 1.f);
 #pragma unroll
-  for (int o = 1; o < 16; o <<= 1) across_lanes(v, lane, o);
-  if (p.n % 128 == 0) across_lanes(v, lane, 16);
-  epilogue.store(p, token, row, v);
+  for (int e = 0; e < 8; e++) v[e] = fmaf(v[e], values.x, values.y);
+  rotate8(v);
+#pragma unroll
+  for (int o = 1; o < 16; o <<= 1)
+    if (o < 8 || p.n % 128 == 0)
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[e] = butterfly(v[e], lane, o);
+  if (!there) return;
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] = fmaf(v[e], out_scale[e] * p.norm, bias[e]);
+  if (p.add) added.onto(v);
+  Rows<WIDE>::store(p.y, at, v);
+}
+extern "C" __global__ void __launch_bounds__(256) e8p_add_parts(const __grid_constant__ Arguments p) {
+  let_next_start();
+  if (p.wide) add_parts<true>(p); else add_parts<false>(p);
 }

@@ -1,7 +1,7 @@
 """E8P linear for 65 to 1279 tokens, and for what e8p_batch.cu does not take: how `e8p_prefill.cu` is cut over the GPU.
 
 The weights are decoded into the tensor cores' operands and never written out; what a call needs beside its result is
-the rotated activations in float16 (`SLICE`-padded) and, where k is cut, float32 partial sums.
+the rotated activations in float16 (`SLICE`-padded) and, where k is cut into more than two, float32 partial sums.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, TABLES, Linear
 
 THREADS = 384
 ROWS = 128  # of a block
+PITCH = ROWS + 4  # floats of a token in the epilogue
 
 ARGUMENTS = build.Arguments(
     pointers=(
         "x", "codes", "residual", "codebook", "in_scale", "out_scale", "bias", "add", "y",
         "spread", "scales", "partial",
     ),
-    ints=("tokens", "n", "k", "slices", "per_split", "splits", "silu", "wide"),
+    ints=("tokens", "n", "k", "slices", "per_split", "splits", "cuts", "ratio", "silu", "wide"),
     floats=("norm", "eps"),
 )  # fmt: skip
 
@@ -28,50 +29,53 @@ ARGUMENTS = build.Arguments(
 @dataclass(frozen=True)
 class Plan:
     """A block makes `tokens` by ROWS, `depth` stages of 64 columns under way. k is cut into `splits` of `per_split`
-    slices."""
+    slices; `join` is 2 where two blocks of a cluster exchange their sums, or 1."""
 
     tokens: int
     depth: int
     per_split: int
     splits: int
+    join: int
 
     def shared(self, bits: int) -> int:
-        """Bytes of shared memory: tables, barriers and stages; the sums take their place afterwards."""
-        return max(TABLES[bits] + 1024 + self.depth * self.tokens * 128, ROWS * self.tokens * 4 * 132 // 128)
+        """Bytes of shared memory: tables, barriers and stages; sums, scales and biases take their place afterwards.
+        Behind them a barrier for each warp."""
+        sums = self.tokens + (self.tokens // 2 if self.join == 2 else 0)
+        return max(TABLES[bits] + 1024 + self.depth * self.tokens * 128, sums * PITCH * 4 + 2 * ROWS * 4) + 64
 
 
-def tile(n: int, k: int, tokens: int, sms: int) -> tuple[int, int]:
-    """(tokens, depth) of a block: as many tokens as one decoding of the codes can serve; half as many where that fills
-    the SMs with k not cut.
+def tile(n: int, tokens: int, sms: int) -> tuple[int, int]:
+    """(tokens, depth) of a block: as many tokens as one decoding of the codes can serve; half of them where all SMs
+    work only with k cut into more than two splits, whose sums go through memory.
 
-    512 tokens on 4096 -> 4096 take 35.7 us at 2 bits in tiles of 128, 38.9 in tiles of 256 with k cut in two, the same
-    at 4 bits; on 14336 -> 4096 109 and 104; 256 tokens on 4096 -> 6144, where 96 SMs would work, 35.9 at 2 bits either
-    way and 41.4 and 39.1 at 4 (docs/log.md).
+    On 4096 -> 4096 at 2 bits 256 tokens take 20.0 us in tiles of 128, 27.3 in tiles of 256; 512 tokens 32.9 and 31.2
+    (docs/log.md).
     """
     if tokens <= 64:
         return (32, 12) if tokens <= 32 else (64, 8)
-    halves = -(-n // ROWS) * -(-tokens // 128)
-    return (128, 8) if tokens <= 128 or (3 * sms // 4 < halves <= sms and k <= 4096) else (256, 4)
+    blocks = -(-n // ROWS) * -(-tokens // 256)
+    return (128, 8) if tokens <= 128 or sms // blocks > 2 else (256, 4)
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, tokens: int, sms: int) -> Plan:
-    """k is cut until every SM has a block."""
-    (width, depth), slices = tile(n, k, tokens, sms), -(-k // SLICE)
+def plan(n: int, k: int, tokens: int, device: build.Device) -> Plan:
+    """k is cut until every SM has a block; two splits are a pair of blocks where all pairs run at once."""
+    (width, depth), slices = tile(n, tokens, device.sms), -(-k // SLICE)
     blocks = -(-n // ROWS) * -(-tokens // width)
-    per_split = -(-slices // max(1, min(slices, sms // blocks)))
-    return Plan(width, depth, per_split, -(-slices // per_split))
+    per_split = -(-slices // max(1, min(slices, device.sms // blocks)))
+    splits = -(-slices // per_split)
+    return Plan(width, depth, per_split, splits, 2 if splits == 2 and blocks <= device.clusters[1] else 1)
 
 
 def most(k: int) -> int:
     """Slices that a warp of e8p_rotate holds: eight warps share a token's."""
     assert k <= MAX_K
-    return next(m for m in (2, 4, 8, 16) if m * 8 * SLICE >= k)
+    return next(m for m in (1, 2, 3, 4, 6, 7, 8, 12, 16) if m * 8 * SLICE >= k)
 
 
 def defines(plan: Plan, k: int, bits: int, half: bool) -> dict[str, int]:
     """What e8p_prefill.cu is compiled with."""
-    made = {"BITS": bits, "TOKENS": plan.tokens, "MT": ROWS // 128, "DEPTH": plan.depth}
+    made = {"BITS": bits, "TOKENS": plan.tokens, "DEPTH": plan.depth, "JOIN": plan.join}
     return made | {"HALF": int(half), "MOST": most(k)}
 
 
@@ -81,7 +85,7 @@ KERNELS = build.Source(
     functions=("e8p_rotate", "e8p_prefill", "e8p_add_parts"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
-    example=defines(Plan(64, 8, 16, 1), 4096, 2, False),
+    example=defines(Plan(64, 8, 8, 2, 2), 4096, 2, False),
 )
 
 
@@ -101,12 +105,12 @@ def launch(call: Linear) -> None:
     """`call` on the current device."""
     n, k, tokens, out, device = call.n, call.k, call.tokens, call.out, call.out.device.index
     slices = -(-k // SLICE)
-    chosen = plan(n, k, tokens, build.device(device).sms)
+    chosen = plan(n, k, tokens, build.device(device))
     rotate, prefill, add_parts = _kernels(chosen, k, call.bits, call.half, device)
-    tiles, splits = -(-tokens // chosen.tokens), chosen.splits
+    tiles, parts = -(-tokens // chosen.tokens), chosen.splits // chosen.join
     spread = torch.empty(tiles * slices * chosen.tokens * 512, dtype=torch.uint8, device=out.device)
     scales = torch.empty(tokens * 2, dtype=torch.float32, device=out.device)
-    partial = torch.empty(splits * tokens * n, dtype=torch.float32, device=out.device) if splits > 1 else None
+    partial = torch.empty(parts * tokens * n, dtype=torch.float32, device=out.device) if parts > 1 else None
     arguments = ARGUMENTS.pack(
         x=call.x.data_ptr(),
         codes=call.codes.data_ptr(),
@@ -125,7 +129,9 @@ def launch(call: Linear) -> None:
         k=k,
         slices=slices,
         per_split=chosen.per_split,
-        splits=splits,
+        splits=parts,
+        cuts=chosen.splits,
+        ratio=4 if call.bits == 4 else 2,
         silu=call.silu,
         wide=call.wide,
         norm=call.norm,
@@ -133,6 +139,7 @@ def launch(call: Linear) -> None:
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
     rotate.launch((tokens, 1, 1), 256, 0, 1, stream, arguments)
-    prefill.launch((-(-n // ROWS), tiles, splits), THREADS, chosen.shared(call.bits), 1, stream, arguments)
-    if splits > 1:
-        add_parts.launch((-(-n // 128), -(-tokens // 8), 1), 256, 0, 1, stream, arguments)
+    grid = (-(-n // ROWS) * chosen.join, tiles, parts)
+    prefill.launch(grid, THREADS, chosen.shared(call.bits), chosen.join, stream, arguments)
+    if parts > 1:
+        add_parts.launch((-(-n // ROWS), -(-tokens // 16), 1), 256, 0, 1, stream, arguments)

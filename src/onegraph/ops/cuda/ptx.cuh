@@ -287,6 +287,10 @@ PTX u32 at_rank(u32 local, u32 rank) {  // the same variable of another block
 }
 PTX u32 at_rank(const void* local, u32 rank) { return at_rank(address(local), rank); }
 // `to` and `barrier`: of the receiver, by at_rank.
+PTX void copy_across(u32 to, u32 from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 #define SEND(type, values, ...) \
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes" type " [%0], " values ", [%1];" \
                :: "r"(to), "r"(barrier), __VA_ARGS__ : "memory")
