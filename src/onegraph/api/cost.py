@@ -23,10 +23,9 @@ from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
 
-# A GPU's rounding waits for launches: seconds for each step of eight columns, by rate (H200).
-STEP = {2: 3.3e-4, 3: 3.8e-4, 4: 5.5e-4}
-WIDE_STEP = 1.25  # eight first stages in place of two, likewise; a CPU's encoder is probed as it will run
-VECTOR = 2.3e-7  # and for each vector of eight weights that a step of rounding under two factors encodes
+# A GPU's rounding waits for launches, at any rate: seconds for each step of eight columns, and where it is under two
+# factors for each wave and each vector of eight weights in it (H200). A CPU's encoder is probed as it will run.
+STEP, WAVE, VECTOR = 1.2e-4, 1.9e-4, 1.5e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +155,9 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
         seconds += sum(n * k / 8 * each[bits] for n, k, bits in work.both)
     else:
-        steps = sum(k / 8 * passes * STEP[bits] for _, k, bits in rounded)
-        steps += sum((k / 8 + n / wave.ROWS) * STEP[bits] for n, k, bits in work.both)
-        seconds += steps * (WIDE_STEP if levers.wide else 1)
-        seconds += sum((k / 8 + n / wave.ROWS) * wave.ROWS * wave.parts(k, n) * VECTOR for n, k, _ in work.both)
+        seconds += sum(k / 8 * passes * STEP for _, k, _ in rounded)
+        for n, k, _ in work.both:
+            seconds += (k / 8 + n / wave.ROWS) * (WAVE + wave.ROWS * wave.parts(k, n) * VECTOR)
     if work.parts:
         seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
