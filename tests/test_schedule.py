@@ -176,6 +176,27 @@ def test_prompts_with_the_same_beginning_read_it_once():
     assert e.stats.shared_tokens == 0
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("chunk", [3, 8, 32])
+def test_prompts_that_come_together_are_read_once(chunk, ahead):
+    """Up to the last full page: answers of `n`, and prompts with a beginning in common."""
+    e = engine(ahead, chunk=chunk)
+    params = [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+    prompts = [[*START, 1], [*START, 1], [*START, 2, 3]]
+    with closing(Scheduler(e)) as scheduler:
+        requests = [e.request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        for request in requests:
+            scheduler.add(request)
+        scheduler.step()
+        assert len(scheduler.running) == 3, "they were admitted before anything was read"
+        run(scheduler)
+    assert e.stats.prefill_tokens == 12 + 1 + 1 + 2
+    assert e.stats.shared_tokens == 2 * 12
+    for request, prompt, each in zip(requests, prompts, params, strict=True):
+        assert request.output == alone(tuple(prompt), each)
+    assert whole(e)
+
+
 def test_codes_are_not_shared():
     """Their pages depend on how a prompt was cut, and the latest tokens lie elsewhere."""
     e = engine(**TURBO)

@@ -154,6 +154,20 @@ class Scheduler:
         self.stats.shared_tokens += sequence.read
         return True
 
+    def _share_more(self, sequence: Sequence) -> None:
+        """What others have read of its beginning since it was admitted: of prompts that come together, the first one
+        reads for all."""
+        size = self._allocator.page_size
+        shared = self._allocator.share(sequence.digests[: (sequence.length - 1) // size])
+        tokens = len(shared) * size
+        if tokens <= sequence.read:
+            self._allocator.give_back(shared)
+            return
+        self._allocator.give_back(sequence.pages[: len(shared)])
+        sequence.pages[: len(shared)] = shared
+        self.stats.shared_tokens += tokens - sequence.read
+        sequence.read = tokens
+
     def settle(self) -> None:
         """Read what was launched; who is done leaves. After a NaN everybody starts over in a clean cache."""
         self._read_all()
@@ -210,6 +224,8 @@ class Scheduler:
         return next((s for s in self.running if not s.decoding), None)
 
     def _prefill(self, sequence: Sequence) -> None:
+        if self._share:
+            self._share_more(sequence)
         end = min(sequence.read + self.engine.chunk, sequence.to_prefill)
         self._chunks.append((sequence, end == sequence.length, self.engine.prefill(sequence, end)))
         self.stats.prefill_tokens += end - sequence.read
