@@ -31,8 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) e8p_encode(const __grid_co
   float x[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) x[i] = p.x[(size_t)i * p.count + column];
+  const int shift = k & 1;
+  Point first;
+  Rounding rounded_x;
+  if (k >= 2) rounding(&rounded_x, x, shift);
+  if (k < 2 || !neighbour(&first, &rounded_x, (k >> 1) - 1, &tables)) nearest(&first, x, shift, &tables);
   Candidate own;
-  candidate(&own, x, k, p.metric + 64 * (column / p.part), &tables);
+  candidate(&own, &first, x, shift, p.metric + 64 * (column / p.part), &tables);
   float far = own.far;
   int best = k;
 #pragma unroll

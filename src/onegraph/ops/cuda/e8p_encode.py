@@ -66,7 +66,8 @@ def encoder(tables: Sequence[Tensor], bits: int, candidates: int) -> Encode:
             part=count if factors.dim() == 2 else count // len(factors),
         )
         grid = -(-count * candidates // THREADS), 1, 1
-        kernel.launch(grid, THREADS, 0, 1, torch._C._cuda_getCurrentRawStream(device), arguments)
+        with torch.cuda.device(device):  # the driver launches in the current context
+            kernel.launch(grid, THREADS, 0, 1, torch._C._cuda_getCurrentRawStream(device), arguments)
         return codes, residual, value
 
     return run

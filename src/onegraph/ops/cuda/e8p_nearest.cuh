@@ -28,12 +28,12 @@ CONSTANT unsigned char ORBIT_ODD[ORBITS] = {0, 1, 0, 1, 0, 0, 1};
 CONSTANT float ORBIT_COST[ORBITS] = {0, 1, 2, 3, 3, 4, 4};  // |s|^2 / 2 less what all share
 
 typedef struct {
-  const int* index;     // [4^8]: base-4 digits of |v| - 1/2 -> row of the codebook, -1 where it has none
-  const int* odd;       // [256]: whether a row has an odd number of negatives
-  const float* absolute;    // [256, 8]: |v|
-  const int* halves;    // [29, 3]: where the explicit vectors of norm 12 have a half
-  const int* half_row;  // [256]: sign bits -> row of E81B
-  const float* e81b;        // [256, 8]
+  const int* index;       // [4^8]: base-4 digits of |v| - 1/2 -> row of the codebook, -1 where it has none
+  const int* odd;         // [256]: whether a row has an odd number of negatives
+  const float* absolute;  // [256, 8]: |v|
+  const int* halves;      // [29, 3]: where the explicit vectors of norm 12 have a half
+  const int* half_row;    // [256]: sign bits -> row of E81B
+  const float* e81b;      // [256, 8]
 } Tables;
 
 typedef struct {
@@ -192,29 +192,39 @@ FUNCTION int nearest_e81b(float* value, const float* x, const Tables* t) {
   return row;
 }
 
-// The n-th of three neighbours of x within a shift: rounded, and the worst coordinates moved to their second choice as the
-// parity asks. Whether the codebook has it.
-FUNCTION int neighbour(Point* to, const float* x, int shift, int n, const Tables* t) {
-  float y[8], error[8], sum = 0;
+// x rounded within a shift, and which three coordinates are worst so.
+typedef struct {
+  float v[8], step[8];  // to each one's second choice
+  int worst[3], odd;    // a bit of each of the three
+} Rounding;
+FUNCTION void rounding(Rounding* to, const float* x, int shift) {
+  float y[8], sum = 0;
   int key[8];
   shifted(y, x, shift);
   for (int i = 0; i < 8; i++) {
     to->v[i] = floorf(y[i]) + 0.5f;
     sum += to->v[i];
-    error[i] = y[i] - to->v[i];
-    key[i] = key_of(error[i], i);
+    const float error = y[i] - to->v[i];
+    to->step[i] = error < 0 ? -1.f : 1.f;
+    key[i] = key_of(error, i);
   }
-  // which of the three worst, by parity: both but one of them, or one of the others or all
-  const int odd = (int)sum & 1, moved = odd ? (n == 0 ? 2 : n == 1 ? 4 : 7) : (n == 0 ? 3 : n == 1 ? 5 : 6);
+  to->odd = (int)sum & 1;
   for (int m = 0; m < 3; m++) {
     int worst = 0;
     for (int i = 0; i < 8; i++) worst = key[i] > worst ? key[i] : worst;
-    for (int i = 0; i < 8; i++)
-      if (i == (worst & 7)) {
-        key[i] = -1;
-        if (moved >> m & 1) to->v[i] += error[i] < 0 ? -1.f : 1.f;
-      }
+    to->worst[m] = 1 << (worst & 7);
+    for (int i = 0; i < 8; i++) key[i] = key[i] == worst ? -1 : key[i];
   }
+}
+
+// The n-th of three neighbours: some of the worst coordinates moved to their second choice, as the parity asks. Whether the
+// codebook has it.
+FUNCTION int neighbour(Point* to, const Rounding* from, int n, const Tables* t) {
+  // by parity: both but one of the three, or one of the others or all
+  const int moved = from->odd ? (n == 0 ? 2 : n == 1 ? 4 : 7) : (n == 0 ? 3 : n == 1 ? 5 : 6);
+  int moves = 0;
+  for (int m = 0; m < 3; m++) moves |= moved >> m & 1 ? from->worst[m] : 0;
+  for (int i = 0; i < 8; i++) to->v[i] = from->v[i] + (moves >> i & 1 ? from->step[i] : 0.f);
   to->row = t->index[place(to->v, &to->signs)];
   return to->row >= 0;
 }
@@ -224,15 +234,12 @@ typedef struct {
   int code, rest;
 } Candidate;
 
-// The k-th of 2 or 8 first stages for x, and what the second makes of it: of one shift and the other in turn the nearest,
-// then neighbours, the nearest again for one that the codebook lacks. How far it is |C (x - value)|^2, `factor` the
-// transposed C, null: the Euclidean distance.
-FUNCTION void candidate(Candidate* to, const float* x, int k, const float* factor, const Tables* t) {
-  const int shift = k & 1;
-  Point p;
-  if (k < 2 || !neighbour(&p, x, shift, (k >> 1) - 1, t)) nearest(&p, x, shift, t);
-  to->code = code_of(&p, shift, t), to->rest = 0;
-  for (int i = 0; i < 8; i++) to->value[i] = p.v[i] + shift_of(shift);
+// What the second stage makes of a first one. How far it is |C (x - value)|^2, `factor` the transposed C, null: the Euclidean
+// distance. First stages are, of one shift and the other in turn, the nearest, then neighbours, the nearest again for one that
+// the codebook lacks.
+FUNCTION void candidate(Candidate* to, const Point* p, const float* x, int shift, const float* factor, const Tables* t) {
+  to->code = code_of(p, shift, t), to->rest = 0;
+  for (int i = 0; i < 8; i++) to->value[i] = p->v[i] + shift_of(shift);
   if (BITS > 2) {
     const float ratio = BITS == 3 ? 2.f : 4.f;
     float left[8], fine[8];
