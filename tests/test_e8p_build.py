@@ -340,6 +340,16 @@ def test_shared_memory_of_many_tokens(bits: int) -> None:
     assert e8p_prefill.plan(4096, 4096, 512, few).join == 1
 
 
+@pytest.mark.parametrize("join", [1, 2])
+@pytest.mark.parametrize("tile", [(32, 12), (128, 8), (256, 4)], ids=str)
+def test_shared_memory_of_the_source(tile: tuple[int, int], join: int) -> None:
+    """What a plan asks for ends behind the barriers, which stand where the source says."""
+    for bits in (2, 3):
+        plan = e8p_prefill.Plan(*tile, 8, 2, join)
+        checks = f"static_assert(END_BYTES + 64 == {plan.shared(bits)} && PITCH == {e8p_prefill.PITCH});"
+        e8p_prefill.KERNELS.cubin(e8p_prefill.defines(plan, 4096, bits, False), (9, 0), checks)
+
+
 def test_constants_agree_with_the_source() -> None:
     text = e8p_decode.KERNEL.path.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):

@@ -167,6 +167,16 @@ def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monk
 
 
 @gpu
+@pytest.mark.parametrize("k", [64, 2048, 8192, 12288, 14336, 16384, 24576, 32768])
+def test_a_rotation_of_any_width(k: int) -> None:
+    """A warp holds one slice of 256 columns of a token, or up to sixteen."""
+    both = torch.randn(66, 2 * k, device="cuda").bfloat16()
+    x, *rest = _arguments(66, 64, k, 2)
+    assert _error(cuda_e8p.linear(x, *rest, None, 1e-5), _truth(x, *rest, None, 1e-5)) < 2e-3
+    assert _error(cuda_e8p.linear(both, *rest, silu=True), _truth(both, *rest, silu=True)) < 2e-3
+
+
+@gpu
 @both
 def test_every_token_count() -> None:
     for tokens in (*range(1, 19), 33, 50, 64, 65, 129, 300):
@@ -251,7 +261,7 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
 
 @gpu
 @both
-@pytest.mark.parametrize("tokens", [1, 8, 16, 40, 150, 800])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 40, 150, 512, 800])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     args = _arguments(tokens, 4096, 4096, bits)

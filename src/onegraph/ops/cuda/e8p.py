@@ -127,7 +127,11 @@ def linear_all_reduce(
 
 
 def _inputs(x: Tensor, *rest: Tensor | None) -> list[Tensor | None]:
-    """As a launch takes them; the last but one is the bias."""
+    """As a launch takes them; the last but one is the bias.
+
+    Weights may be read before a kernel's wait (`ops/triton/launch.py`), copies of them too: torch's kernels let nothing
+    start before they end.
+    """
     *weight, bias, add = rest
     given = (x.contiguous(), *weight, None if bias is None else bias.float(), add)
     return [tensor.clone() if tensor is not None and tensor.data_ptr() % ALIGNMENT else tensor for tensor in given]

@@ -130,10 +130,13 @@ template <class A> __device__ __forceinline__ void store4(const A& p, size_t at,
   else *(uint2*)((u16*)p.y + at) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
 }
 
+__device__ __forceinline__ void set8(float (&to)[8], const float4& a, const float4& b) {
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
 __device__ __forceinline__ void load8(float (&to)[8], const float* from, bool inside) {
   float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
   if (inside) a = ((const float4*)from)[0], b = ((const float4*)from)[1];
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+  set8(to, a, b);
 }
 
 // The tables are runs of 128 bytes, one word 32 times: T1's at even and T2's at odd places, E81B's behind them, in runs of

@@ -1,16 +1,14 @@
-// E8P linear for prefill: codes decoded into the registers that wgmma reads its first operand from, so that
-// the weights are never written anywhere. Decoding and its tables are told in e8p_decode.cu; here too a nibble masked in place is
-// a subnormal float16, and stages are added first.
+// E8P linear for prefill: codes decoded into the registers that wgmma reads its first operand from, so that the weights are
+// never written anywhere. Decoding and its tables are told in e8p_decode.cu; here too a nibble masked in place is a subnormal
+// float16, and stages are added first.
 //
-//   e8p_rotate   x -> H_k(in_scale * x) as float16 on a scale of each token's own, in the very bytes that a stage of
-//                shared memory holds: [token tile][64 columns][TOKENS][128 bytes], 16-byte units swizzled, columns in the
-//                order in which a lane's codes come.
-//   e8p_prefill     128 rows by TOKENS, two warpgroups; one more warp copies. Where k is cut in two, the blocks of a pair
-//                (JOIN 2) end half of the tokens each and send each other the sums of the others; of more splits partial
-//                sums go to memory.
+//   e8p_rotate      x -> H_k(in_scale * x) as float16 on a scale of each token's own, in the very bytes that a stage of
+//                   shared memory holds: [token tile][64 columns][TOKENS][128 bytes], 16-byte units swizzled, columns in the
+//                   order in which a lane's codes come.
+//   e8p_prefill     128 rows by TOKENS, two warpgroups; a thread of a third one copies. Where k is cut in two, the blocks of a
+//                   pair (JOIN 2) end half of the tokens each and send each other the sums of the others; of more splits
+//                   partial sums go to memory.
 //   e8p_add_parts   adds these in order, rotates, scales.
-//
-// Three kernels that agree on two layouts, which is why this file is long.
 //
 // Set when compiled: BITS, HALF (1: x and y are float16, 0: bfloat16), TOKENS (32, 64, 128 or 256 a tile), DEPTH (stages of
 // 64 columns), JOIN (1 or 2 blocks of a cluster), MOST (slices of 256 columns that a warp of e8p_rotate holds).
@@ -24,7 +22,7 @@ static_assert(DEPTH >= 2, "a stage is given back behind the next one's first pro
 static_assert(JOIN <= 2, "a pair of blocks");
 constexpr int PITCH = ROWS + 4;     // floats of a token in the epilogue
 constexpr int OWN = TOKENS / JOIN;  // tokens that a block ends
-constexpr int LANES = OWN >= 128 ? 2 : OWN == 64 ? 4 : OWN == 32 ? 8 : 16;  // of a token there
+constexpr int LANES = OWN >= 128 ? 2 : OWN == 64 ? 4 : OWN == 32 ? 8 : 16;  // that share a token at the end
 constexpr int RUNS = 16 / LANES;    // of eight rows, that a lane has of a token
 constexpr int LOOP_BYTES = TABLE_BYTES + 1024 + DEPTH * STAGE_BYTES;
 constexpr int SUM_BYTES = (TOKENS + (JOIN - 1) * OWN) * PITCH * 4 + 2 * ROWS * 4;
@@ -45,12 +43,12 @@ struct Arguments {
   void* y;                // [tokens, n], x's type, or float if wide
   u8* spread;             // [token tiles, 4 slices, STAGE_BYTES]
   float2* scales;         // [tokens]: scale, sum
-  float* partial;         // [splits, tokens, n] if there are splits
+  float* partial;         // [parts, tokens, n] if there are several
   int tokens, n, k;
   int slices;             // of 256 columns
   int per_split;          // slices of a split
-  int splits;             // that go to memory
-  int cuts;               // all splits
+  int splits;             // of k
+  int parts;              // of the sums, that go to memory: splits, or 1 of a pair
   int ratio;              // of the stages: 2 or 4
   int silu;               // x is [tokens, 2 k], gate beside up
   int wide;               // y and add are float
@@ -86,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(256, MOST > 8 ? 1 : 2) e8p_rotate(c
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   let_next_start();
   // The codes that every block of e8p_prefill begins with, on their way into the L2.
-  for (int i = token * 256 + threadIdx.x; i < p.n * p.cuts; i += gridDim.x * 256) {
+  for (int i = token * 256 + threadIdx.x; i < p.n * p.splits; i += gridDim.x * 256) {
     const int row = i % p.n, slice = i / p.n * p.per_split;
     const size_t rest_bytes = (size_t)p.k / (BITS == 4 ? 4 : 8), at = (size_t)slice * (SLICE / 4);
     prefetch(p.codes + (size_t)row * (p.k / 4) + at);
@@ -98,15 +96,18 @@ extern "C" __global__ void __launch_bounds__(256, MOST > 8 ? 1 : 2) e8p_rotate(c
 #pragma unroll
   for (int i = 0; i < EARLY; i++) load8(in_scale[i], p.in_scale + column_of(i), column_of(i) < p.k);
   wait_for_previous();
-  Raw raw[MOST];  // all of it is asked for at once
-#pragma unroll
-  for (int i = 0; i < MOST; i++) raw[i] = ask_x(p, p.silu, token, column_of(i), column_of(i) < p.k);
+  constexpr int AT_ONCE = MOST > 8 ? (MOST + 1) / 2 : MOST;  // that are asked for
+  Raw raw[AT_ONCE];
   float v[MOST][8], lengths[2] = {0.f, 0.f};  // scaled, and as it is
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
+    if (i % AT_ONCE == 0)
+#pragma unroll
+      for (int j = i; j < MOST && j < i + AT_ONCE; j++)
+        raw[j - i] = ask_x(p, p.silu, token, column_of(j), column_of(j) < p.k);
     float late[8];
     if (i >= EARLY) load8(late, p.in_scale + column_of(i), column_of(i) < p.k);
-    take_x(v[i], raw[i], p.silu);
+    take_x(v[i], raw[i % AT_ONCE], p.silu);
     lengths[1] += squares_of(v[i]);
 #pragma unroll
     for (int e = 0; e < 8; e++) v[i][e] *= i < EARLY ? in_scale[i % EARLY][e] : late[e];
@@ -208,9 +209,6 @@ template <int I> __device__ __forceinline__ void operands(u32 (&a)[4], const Cod
   }
 }
 
-__device__ __forceinline__ void set8(float (&to)[8], const float4& a, const float4& b) {
-  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-}
 // Eight neighbouring rows of a token in memory, as floats or as x is.
 template <bool WIDE> struct Rows {
   uint4 raw[WIDE ? 2 : 1];
@@ -369,10 +367,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
     half_slice(codes[1], codes[0], half + 1);
   }
   wgmma_wait<0>();
-  wait_for_previous();  // what scales tokens and what is added are its
+  wait_for_previous();  // the rotation's scales of tokens, and what is added
 
   // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight.
-  if (p.splits > 1) {
+  if (p.parts > 1) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) {
       const int row = tile_row + first_row + i % 4 / 2 * 8, token = token_tile * TOKENS + i / 4 * 8 + t * 2 + i % 2;
@@ -386,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
   for (int i = 0; i < TOKENS / 2; i += 4) pair(acc[i], acc[i + 2]), pair(acc[i + 1], acc[i + 3]);
   const int size = p.n % 128 ? 64 : 128;
   // No one decodes or multiplies any more: the sums take the place of everything.
-  if (JOIN > 1) cluster_begun(), all_begun(); else some_meet(1, CONSUMERS);
+  some_meet(1, CONSUMERS);
+  if (JOIN > 1) cluster_begun(), all_begun();  // of the other block, too, which is sent sums
   float *const sums = (float*)smem, *const others = sums + TOKENS * PITCH, *const scales = others + (JOIN - 1) * OWN * PITCH;
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++)
@@ -414,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
       copy_across(at_rank(others + first, rank ^ 1), address(sums + (rank ^ 1) * OWN * PITCH + first), BYTES,
                   at_rank(arrived, rank ^ 1));
     }
-    wait_barrier(arrived, 0);
+    receive(arrived);
     __syncwarp();
     cluster_begun();  // a block stays until its sums are where they were sent
   }
@@ -492,7 +491,7 @@ template <bool WIDE> __device__ __forceinline__ void add_parts(const Arguments& 
   if (p.add && there) added.ask(p.add, at);
   float4 lower = make_float4(0.f, 0.f, 0.f, 0.f), upper = lower;
   if (there)
-    for (int s = 0; s < p.splits; s++) {
+    for (int s = 0; s < p.parts; s++) {
       const float4* const from = (const float4*)(p.partial + (size_t)s * p.tokens * p.n + at);
       add_to(lower, __ldcg(from)), add_to(upper, __ldcg(from + 1));
     }

@@ -10,10 +10,9 @@ from functools import cache, lru_cache
 import torch
 
 from onegraph.ops.cuda import build
-from onegraph.ops.cuda.e8p_common import MAX_K, SLICE, TABLES, Linear
+from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, SLICE, TABLES, Linear
 
 THREADS = 384
-ROWS = 128  # of a block
 PITCH = ROWS + 4  # floats of a token in the epilogue
 
 ARGUMENTS = build.Arguments(
@@ -21,7 +20,7 @@ ARGUMENTS = build.Arguments(
         "x", "codes", "residual", "codebook", "in_scale", "out_scale", "bias", "add", "y",
         "spread", "scales", "partial",
     ),
-    ints=("tokens", "n", "k", "slices", "per_split", "splits", "cuts", "ratio", "silu", "wide"),
+    ints=("tokens", "n", "k", "slices", "per_split", "splits", "parts", "ratio", "silu", "wide"),
     floats=("norm", "eps"),
 )  # fmt: skip
 
@@ -129,8 +128,8 @@ def launch(call: Linear) -> None:
         k=k,
         slices=slices,
         per_split=chosen.per_split,
-        splits=parts,
-        cuts=chosen.splits,
+        splits=chosen.splits,
+        parts=parts,
         ratio=4 if call.bits == 4 else 2,
         silu=call.silu,
         wide=call.wide,
