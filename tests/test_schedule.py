@@ -279,6 +279,29 @@ def test_what_a_cancelled_prompt_left_reaches_nobody(ahead):
     assert sound.output == wanted
 
 
+@pytest.mark.parametrize("interleave", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_nan_reaches_nobody_who_shares_the_beginning(ahead, interleave):
+    """In the chunk of a NaN the tokens before it get one too, by what masks it: pages that others begin with, and that
+    they may take as soon as the chunk is launched. Requests as a client sends them, together."""
+    params = SamplingParams(max_tokens=12)
+    prompts = [PROMPTS[1], PROMPTS[4]]
+    wanted = [alone(tuple(prompt), params) for prompt in prompts]
+    bad = next(t for t in range(101) if not any(t in p + w for p, w in zip(prompts, wanted, strict=True)))
+    e = spoiled(bad, chunk=32, max_batch=3, pages=1 + 30)
+    e.ahead = ahead
+    with closing(Scheduler(e, interleave=interleave)) as scheduler:
+        scheduler.add(lost := e.request([*START, bad], params))
+        sound = [e.request(prompt, params) for prompt in prompts]
+        for request in sound:
+            scheduler.add(request)
+        run(scheduler)
+    assert "NaN" in str(lost.error)
+    assert [request.error for request in sound] == [None, None]
+    assert [request.output for request in sound] == wanted
+    assert whole(e)
+
+
 def test_a_nan_ends_a_prompt_at_its_chunk():
     e = spoiled(3)
     with closing(Scheduler(e)) as scheduler:
