@@ -240,6 +240,18 @@ def test_stats_count_what_was_done(make):
     assert engine.stats.decode_tokens_per_second == 0.0
 
 
+def test_a_call_reads_what_its_prompts_have_in_common_once(make, model):
+    """Also of prompts that wait for a row. The next call finds nothing: what is asked twice may be timed."""
+    engine = make()
+    start = PROMPTS[2]
+    prompts = [*([start] * 5), [*start[:9], 50]]
+    expected = [dense(model, prompt, WARM) for prompt in prompts]
+    for _ in range(2):
+        assert engine.generate(prompts, WARM) == expected
+        assert engine.stats.shared_tokens == 4 * 16 + 8
+        assert engine.stats.prefill_tokens == 20 + 4 * 4 + 2
+
+
 def test_nan_never_passes(make):
     model = TinyDecoder()
     engine = make(model=model)

@@ -255,13 +255,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(stats: Stats, prompts: int, device: torch.device, drafts: bool) -> None:
-    """The line behind what was generated: tokens read, written, and written per second; where somebody drafts, how many
-    drafts were right."""
+    """The line behind what was generated: tokens of prompts, written, and written per second; where somebody drafts,
+    how many drafts were right."""
     sys.stdout.flush()
     read = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts right, " if stats.drafted_tokens else None
     kept = (read or "no drafts read, ") if drafts else ""
     print(
-        f"[{stats.prefill_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
+        f"[{stats.prefill_tokens + stats.shared_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, {kept}{stats.mode} on {device}]",
         file=sys.stderr,
         flush=True,

@@ -334,8 +334,12 @@ class Engine:
             steps.close()
 
     def _run(self, sequences: list[Sequence]) -> Generator[Tokens, None, None]:
-        """All prompts first, then steps until all sequences are done: what each step gave at a time."""
-        with closing(Scheduler(self, interleave=False, share=False)) as scheduler:
+        """All prompts first, then steps until all sequences are done: what each step gave at a time.
+
+        Beginnings are shared within the call alone, so that a prompt given twice, to be timed say, is read twice.
+        """
+        with closing(Scheduler(self, interleave=False)) as scheduler:
+            self._allocator.forget()
             for sequence in sequences:
                 scheduler.add(sequence)
             while not scheduler.idle:

@@ -69,7 +69,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def forget(self) -> None:
-        """Nothing is known any more: the cache was cleared."""
+        """Nothing is known any more."""
         self._free.extend(self._unused)
         self._unused.clear()
         self._known.clear()
