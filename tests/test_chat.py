@@ -448,7 +448,9 @@ def test_ctrl_c_while_a_long_question_is_read_twice_keeps_the_conversation(model
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 def test_the_real_smollm2_remembers_and_ctrl_d_leaves() -> None:
-    terminal = Terminal(os.environ["ONEGRAPH_SMOLLM2_4BIT"], "--max-tokens", 8, "--max-context", 512)
+    terminal = Terminal(
+        os.environ["ONEGRAPH_SMOLLM2_4BIT"], "--max-tokens", 8, "--max-context", 512, "--temperature", 0
+    )
     terminal.until("> ")
     terminal.type("What is the capital of France?\n")
     assert "Paris" in terminal.until("tokens/s")
