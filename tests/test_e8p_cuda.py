@@ -167,11 +167,15 @@ def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monk
 
 
 @gpu
-@pytest.mark.parametrize("k", [64, 2048, 8192, 12288, 14336, 16384, 24576, 32768])
-def test_a_rotation_of_any_width(k: int) -> None:
-    """A warp holds one slice of 256 columns of a token, or up to sixteen."""
-    both = torch.randn(66, 2 * k, device="cuda").bfloat16()
-    x, *rest = _arguments(66, 64, k, 2)
+@pytest.mark.parametrize(
+    ("k", "tokens"),
+    [(64, 1100), (2048, 1100), (4096, 1100), (8192, 66), (12288, 300), (14336, 300), (16384, 300)]
+    + [(24576, 300), (28672, 300), (29568, 150), (32768, 150)],
+)
+def test_a_rotation_of_any_width(k: int, tokens: int) -> None:
+    """A warp holds one slice of 256 columns of a token, or up to sixteen; more tokens than blocks run at once."""
+    both = torch.randn(tokens, 2 * k, device="cuda").bfloat16()
+    x, *rest = _arguments(tokens, 64, k, 2)
     assert _error(cuda_e8p.linear(x, *rest, None, 1e-5), _truth(x, *rest, None, 1e-5)) < 2e-3
     assert _error(cuda_e8p.linear(both, *rest, silu=True), _truth(both, *rest, silu=True)) < 2e-3
 

@@ -189,6 +189,14 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const u32 (&a)[4], u64 b)
 
 template <int I> struct Index { static constexpr int value = I; };
 
+// A row's codes of the next half slices come to the L2 with these: its line of 128 bytes.
+__device__ __forceinline__ void load_codes(uint2& v, const u8* from) {
+  asm("ld.global.nc.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+}
+__device__ __forceinline__ void load_codes(u32& v, const u8* from) {
+  asm("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
+}
+
 struct Codes {  // four of a row's: half of a slice's eight
   uint2 first;
   uint2 second;  // 3 bits: .x alone
@@ -288,9 +296,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
       const int row = tile_row + first_row + r * 8;
       if (slice < end && column < p.k && row < p.n) {
         const u32 at = column / 4 + half % 2 * 8;
-        c[r].first = __ldg((const uint2*)(p.codes + (size_t)row * row_bytes + at));
-        if (BITS == 4) c[r].second = __ldg((const uint2*)(p.residual + (size_t)row * rest_bytes + at));
-        if (BITS == 3) c[r].second.x = __ldg((const u32*)(p.residual + (size_t)row * rest_bytes + at / 2));
+        load_codes(c[r].first, p.codes + (size_t)row * row_bytes + at);
+        if (BITS == 4) load_codes(c[r].second, p.residual + (size_t)row * rest_bytes + at);
+        if (BITS == 3) load_codes(c[r].second.x, p.residual + (size_t)row * rest_bytes + at / 2);
       }
     }
   };
