@@ -169,8 +169,11 @@ def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monk
 @gpu
 @pytest.mark.parametrize(
     ("k", "tokens"),
-    [(64, 1100), (2048, 1100), (4096, 1100), (8192, 66), (12288, 300), (14336, 300), (16384, 300)]
-    + [(24576, 300), (28672, 300), (29568, 150), (32768, 150)],
+    [
+        *((k, 1100) for k in (64, 2048, 4096)),
+        *((k, 300) for k in (8192, 12288, 14336, 16384, 24576, 28672)),
+        *((k, 150) for k in (29568, 32768)),
+    ],
 )
 def test_a_rotation_of_any_width(k: int, tokens: int) -> None:
     """A warp holds one slice of 256 columns of a token, or up to sixteen; more tokens than blocks run at once."""
