@@ -189,7 +189,7 @@ __device__ __forceinline__ void wgmma(float (&c)[128], const u32 (&a)[4], u64 b)
 
 template <int I> struct Index { static constexpr int value = I; };
 
-// A row's codes of the next half slices come to the L2 with these: its line of 128 bytes.
+// Codes of a row. Its whole line of 128 bytes comes to the L2 with them, and so what the next halves of slices ask for.
 __device__ __forceinline__ void load_codes(uint2& v, const u8* from) {
   asm("ld.global.nc.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
 }
