@@ -1,5 +1,8 @@
 """Dense weights in float16 as a CPU's torch packs them: products, what is held so, and whole models."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +55,9 @@ def test_an_output_depends_on_its_row_alone() -> None:
     layer, x = dense(randn(300, 577)).float16(), randn(70, 577, seed=1)
     whole, threads = layer(x), torch.get_num_threads()
     assert torch.equal(torch.cat([layer(one) for one in x.split([1, 2, 3, 5, 7, 13, 39])]), whole)
+    many = x.repeat(4, 1)  # past the rows that FBGEMM multiplies at a time
+    for rows in (*range(1, 70), 121, 122, 127, 241, 280):
+        assert torch.equal(layer(many[:rows]), whole.repeat(4, 1)[:rows]), rows
     try:
         torch.set_num_threads(3 - min(threads, 2))
         assert torch.equal(layer(x), whole)
@@ -59,6 +65,17 @@ def test_an_output_depends_on_its_row_alone() -> None:
     finally:
         torch.set_num_threads(threads)
     assert layer(x[:0]).shape == (0, 300)
+
+
+def test_a_cpu_without_avx512_gives_the_same_promise() -> None:
+    """FBGEMM's AVX2 kernels for one and two rows add in another order than its others."""
+    limited = os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}
+    tests = [
+        f"{__file__}::{test.__name__}" for test in (test_an_output_depends_on_its_row_alone, test_sums_are_float32)
+    ]
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(program, env=limited, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout
 
 
 # ---- what is held
