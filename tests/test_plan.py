@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,7 @@ def test_patterns_are_counted(model: Path, tmp_path: Path) -> None:
         "model.layers.1.self_attn.*: 4 linears, model.layers.1.self_attn.q_proj to model.layers.1.self_attn.o_proj",
     ]
     assert "weights in 10 linears (e8p, 4 bits, recipe quick, at most 8192 tokens of the bundled text) on cpu" in out
+    assert re.search(r"estimated \d+ s from a probe, up to twice that, ", out)
     status, out, _ = invoke([*command, "--json"])
     told = json.loads(out)
     assert told["layers"] == {"*.down_proj": 2, "model.layers.1.self_attn.*": 4}
@@ -123,6 +125,8 @@ def test_models_of_8b_and_70b_from_their_config_alone(tmp_path: Path, monkeypatc
         assert 4 < each.after.linear_bits < 4.02
         assert each.memory < 4 * each.before.parameters / 2, "one block and its Hessians, not the model"
     assert 8 < found["70B"].seconds / found["8B"].seconds < 30
+    on_gpu = str(replace(found["8B"], device="cuda"))
+    assert re.search(r"\d+ min on an H200, ", on_gpu), "a GPU's rates of rounding were measured there"
     (tmp_path / "short").mkdir()
     (tmp_path / "short" / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"] | {"num_hidden_layers": 8}))
     short = plan(tmp_path / "short", device="cpu")

@@ -93,9 +93,11 @@ class Plan:
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
             how += " and of what the model writes behind it" if self.extended else ""
         size = f"{self.before.stored} -> {human_bytes(self.after.total_bytes)}"
-        minutes = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        time = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        probed = self.device == "cpu" or self.recipe is None  # a GPU's rates of rounding are those of an H200
+        time = f"estimated {time} from a probe, up to twice that" if probed else f"{time} on an H200"
         return (
-            f"{weights} ({how}) on {self.device}: {size}, some {minutes}, {human_bytes(self.memory)} of memory there, "
+            f"{weights} ({how}) on {self.device}: {size}, {time}, {human_bytes(self.memory)} of memory there, "
             f"{human_bytes(self.disk)} of disk{self._where}"
         )
 

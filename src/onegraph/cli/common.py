@@ -254,7 +254,7 @@ class Progress:
 
 
 class PlainBar:
-    """Progress for logs: a whole line every ten seconds, and one at the end."""
+    """Progress for logs: a whole line every ten seconds, with the time left at the rate so far, and one at the end."""
 
     EVERY = 10.0  # seconds
 
@@ -278,7 +278,10 @@ class PlainBar:
     def _print(self) -> None:
         self.printed, self.shown = time.monotonic(), self.n
         of = f" of {self.total}" if self.total else ""
-        print(f"{self.what}: {self.n}{of} {self.unit}s, {self.printed - self.started:.0f} s", file=sys.stderr)
+        spent = self.printed - self.started
+        missing = (self.total or 0) - self.n
+        left = f", about {missing * spent / self.n:.0f} s left" if self.n and missing > 0 else ""
+        print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
 
 
 def tell_exact_layers(asked: str, settled: str) -> None:
