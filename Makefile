@@ -38,7 +38,7 @@ test: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-In
 # `make hf` and `make vllm` run theirs, with the versions that they are about.
 test: $(VENV)/.dev ## everything that needs no GPU; the integrations have their own: hf, vllm
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS) \
-	  $(if $(filter-out tests,$(TESTS)),,--ignore=tests/hf --ignore=tests/vllm)
+	  $(if $(filter-out tests,$(TESTS)),,--ignore=tests/integrations/hf --ignore=tests/integrations/vllm)
 
 # An environment $(1) of its own on top of the main one, with what $(2) lists and nothing that it would bring along.
 define overlay
@@ -49,24 +49,24 @@ $(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-vers
 endef
 
 # vLLM, since its pins are not ours.
-$(VENV)/vllm/.done: tests/vllm/requirements.txt $(VENV)/.dev
+$(VENV)/vllm/.done: tests/integrations/vllm/requirements.txt $(VENV)/.dev
 	$(call overlay,$(VENV)/vllm,$<)
 	@touch $@
 
 vllm: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))
 vllm: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 vllm: $(VENV)/vllm/.done ## the plugin inside the real vLLM, on the CPU
-	$(VENV)/vllm/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/vllm
+	$(VENV)/vllm/bin/python -m pytest -m "not gpu" -n 2 --dist loadfile tests/integrations/vllm
 
 # The newest transformers likewise, over the oldest that is supported, which constraints.txt pins.
-$(VENV)/hf/.done: tests/hf/requirements.txt $(VENV)/.dev
+$(VENV)/hf/.done: tests/integrations/hf/requirements.txt $(VENV)/.dev
 	$(call overlay,$(VENV)/hf,$<)
 	@touch $@
 
 hf: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-Instruct-4bit))
 hf: $(VENV)/hf/.done ## the integration with the oldest transformers that is supported, and with the newest
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/hf
-	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 --dist worksteal tests/hf
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/integrations/hf
+	$(VENV)/hf/bin/python -m pytest -m "not gpu" -n 2 --dist worksteal tests/integrations/hf
 
 # The oldest torch that is supported and the newest there is, beside the one that constraints.txt pins.
 TORCHES ?= 2.11.0 newest

@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if torch is not None and not GPU:
     # Kernels are interpreted. Triton reads this where a function is decorated, those of its own library too, and
-    # torch._dynamo imports Triton (tests/hf does): so it is set before any test module.
+    # torch._dynamo imports Triton (tests/integrations/hf does): so it is set before any test module.
     os.environ["TRITON_INTERPRET"] = "1"
     # Tensors are tiny, and xdist runs a worker a core: threads of several would wait for each other, spinning.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))

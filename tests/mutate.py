@@ -43,33 +43,40 @@ from typing import Any
 REPO = Path(__file__).parent.parent
 PACKAGE = Path("src/onegraph")
 MODULES = ("engine", "runtime", "quant", "formats", "check/simulate/compare.py")
+FOLDERS = ("api", "cli", "engine", "formats", "models", "nn", "ops", "quant", "runtime", "serve")
 # The tests of a module are those of the longest prefix of its path; `*` as the glob of pathlib, below tests/.
 TESTS: dict[str, tuple[str, ...]] = {
-    "": ("test_*.py",),
+    "": ("test_*.py", *(f"{folder}/test_*.py" for folder in FOLDERS)),
     "check/simulate/compare.py": ("check/test_compare.py", "check/test_simulate.py", "check/test_simulate_corpus.py"),
     "check/simulate/": ("check/test_simulate.py", "check/test_sparse.py", "check/test_simulate_corpus.py"),
     "engine/": (
-        "test_engine*.py",
-        "test_choice.py",
-        "test_stream.py",
-        "test_sampling.py",
-        "test_llama.py",
-        "test_deepseek_engine.py",
+        "engine/test_engine*.py",
+        "engine/test_choice.py",
+        "models/test_stream.py",
+        "ops/test_sampling.py",
+        "models/test_llama.py",
+        "engine/test_deepseek_engine.py",
     ),
-    "engine/ab.py": ("test_ab.py",),
-    "engine/bench.py": ("test_bench.py",),
-    "engine/evaluate.py": ("test_evaluate.py",),
-    "engine/placed.py": ("test_deepseek_placed.py",),
-    "engine/soak.py": ("test_soak.py",),
-    "formats/": ("test_checkpoint.py", "test_llama_quantized.py", "test_llama_config.py", "fuzz/test_fuzz.py"),
-    "formats/e8p.py": ("test_e8p.py", "test_linear.py", "test_quant.py", "test_llama_quantized.py"),
-    "formats/files.py": ("test_files.py", "test_checkpoint.py"),
-    "formats/gguf": ("test_gguf*.py", "fuzz/test_fuzz.py"),
-    "formats/nvfp4.py": ("test_nvfp4.py", "test_nvfp4_files.py", "test_checkpoint.py"),
-    "formats/turboquant": ("test_turboquant*.py",),
-    "quant/": ("test_quant*.py", "test_e8p.py", "test_llama_quantized.py"),
-    "quant/nvfp4.py": ("test_nvfp4.py", "test_nvfp4_files.py"),
-    "runtime/": ("test_graph.py", "test_prove.py"),
+    "engine/ab.py": ("engine/test_ab.py",),
+    "engine/bench.py": ("engine/test_bench.py",),
+    "engine/evaluate.py": ("engine/test_evaluate.py",),
+    "engine/placed.py": ("engine/test_deepseek_placed.py",),
+    "engine/soak.py": ("engine/test_soak.py",),
+    "formats/": (
+        *("formats/test_checkpoint.py", "quant/test_llama_quantized.py", "models/test_llama_config.py"),
+        "fuzz/test_fuzz.py",
+    ),
+    "formats/e8p.py": (
+        *("formats/test_e8p.py", "nn/test_linear.py", "quant/test_quant.py"),
+        "quant/test_llama_quantized.py",
+    ),
+    "formats/files.py": ("formats/test_files.py", "formats/test_checkpoint.py"),
+    "formats/gguf": ("formats/test_gguf*.py", "fuzz/test_fuzz.py"),
+    "formats/nvfp4.py": ("formats/test_nvfp4.py", "formats/test_nvfp4_files.py", "formats/test_checkpoint.py"),
+    "formats/turboquant": ("*/test_turboquant*.py",),
+    "quant/": ("quant/test_quant*.py", "formats/test_e8p.py", "quant/test_llama_quantized.py"),
+    "quant/nvfp4.py": ("formats/test_nvfp4.py", "formats/test_nvfp4_files.py"),
+    "runtime/": ("runtime/test_graph.py", "runtime/test_prove.py"),
 }
 UNSEEN = {"device", "pin_memory", "non_blocking", "strict", "stacklevel"}
 """Arguments left alone: without a GPU no device is told from another, and `strict` is an assert."""
@@ -310,7 +317,9 @@ def copied(folder: Path) -> Path:
     leave = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.jsonl")
     shutil.copytree(REPO, folder, ignore=leave)
     markers = "markers =\n  gpu: needs a CUDA GPU\n  slow: more than ten seconds\n  timeout: of pytest-timeout\n"
-    (folder / "pytest.ini").write_text(f"[pytest]\n{markers}filterwarnings = ignore::DeprecationWarning\n")
+    shared = " ".join(["tests", *(f"tests/{name}" for name in FOLDERS)])
+    ini = f"[pytest]\npythonpath = {shared}\n{markers}filterwarnings = ignore::DeprecationWarning\n"
+    (folder / "pytest.ini").write_text(ini)
     return folder
 
 

@@ -22,10 +22,10 @@ from .torch_versions import offered, pip, why_not
 
 HERE = Path(__file__).parents[1]
 EXTRAS = ("gguf", "serve", "constraints")
-TESTS = ["tests/test_package.py", "tests/test_cli.py", "tests/check/test_simulate.py", "tests/check/test_compat.py"]
-NEWER = ["tests/test_engine_llama.py"]  # transformers is its oracle, which wants newer dependencies than our lowest
+TESTS = ["tests/test_package.py", "tests/cli/test_cli.py", "tests/check/test_simulate.py", "tests/check/test_compat.py"]
+NEWER = ["tests/engine/test_engine_llama.py"]  # its oracle, transformers, wants newer dependencies than our lowest
 READER = ("source", "source_tree", "source_corpus", "capture_files", "sarif", "html")
-WITHOUT_TORCH = [*(f"tests/check/test_{name}.py" for name in READER), "tests/test_files.py"]
+WITHOUT_TORCH = [*(f"tests/check/test_{name}.py" for name in READER), "tests/formats/test_files.py"]
 
 
 def interpreter(version: str) -> Path | None:

@@ -175,7 +175,7 @@ def test_a_kernel_compiles_from_the_wheel(installed: Environment) -> None:
 
 def test_the_tests_of_the_sdist_run_on_the_wheel(sdist: Path, installed: Environment) -> None:
     """Those that read the documents, the raw lines and the fixtures; the package that they import is the wheel."""
-    tests = ["tests/test_figures.py", "tests/test_forms.py"]
+    tests = ["tests/test_figures.py", "tests/formats/test_forms.py"]
     out = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=sdist)
     assert " passed" in out
     where = "import onegraph; print(onegraph.__file__)"

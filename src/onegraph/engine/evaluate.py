@@ -1,8 +1,8 @@
 """How good a model is on a text: perplexity, and how far its predictions are from a reference model's.
 
 Over whole windows with dense causal attention, which is exact and computes every position at once; the paged path gives
-the same logits (tests/test_llama.py) a token at a time. A quantized KV cache is read as decoding reads it. Logits exist
-for a few positions at once only.
+the same logits (tests/models/test_llama.py) a token at a time. A quantized KV cache is read as decoding reads it.
+Logits exist for a few positions at once only.
 """
 
 import math

@@ -6,7 +6,7 @@ A vector x [d] of a head is stored as its norm and the codes of its direction af
 
 Every coordinate of a rotated unit vector has the same law, density proportional to (1 - t^2)^((d-3)/2), whatever x was.
 So one Lloyd-Max codebook a dimension and rate is optimal for all data, and needs no calibration. The tables below are
-exact for that law (tests/test_turboquant.py recomputes them), in units of 1 / sqrt(d).
+exact for that law (tests/formats/test_turboquant.py recomputes them), in units of 1 / sqrt(d).
 
 **prod** spends one bit of the rate on the residual r = y - y~: the signs of S r for a random orthogonal S. Inner
 products with it are unbiased:

@@ -2,7 +2,7 @@
 
 Vectors are columns: x [8, N] float32 in units of w (the codebook's unit), so that each coordinate is one contiguous row
 and every step below is one vector operation over N. Nothing here searches 65,536 candidates, and nothing is approximate
-(within float32 rounding of the distances): `tests/test_e8p.py` holds it to brute force.
+(within float32 rounding of the distances): `tests/formats/test_e8p.py` holds it to brute force.
 """
 
 from functools import lru_cache

@@ -1,5 +1,5 @@
 // What the INT4 kernels share: where codes, scales and zeros lie. What they need of PTX comes through nvfp4_common.cuh, in
-// whose place a CPU has other functions of these names (tests/int4_on_cpu).
+// whose place a CPU has other functions of these names (tests/ops/int4_on_cpu).
 
 #include "nvfp4_common.cuh"
 

@@ -1,5 +1,5 @@
 // What the NVFP4 kernels need of PTX. Everything else in them is plain C++ over lanes, and runs on a CPU with other
-// functions of these names (tests/nvfp4_on_cpu).
+// functions of these names (tests/ops/nvfp4_on_cpu).
 
 #include "ptx.cuh"
 

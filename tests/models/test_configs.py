@@ -1,0 +1,143 @@
+"""Configs of published models (`tests/models/configs`) are read as the family each is of.
+
+Their keys and values are those of the hub's files, written down and not fetched: what holds them to the models is that
+the weights they ask for are as many as were published.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onegraph.api import cost
+from onegraph.api.plan import plan
+from onegraph.models.config import LlamaConfig
+from onegraph.models.rope import Rope
+from onegraph.ops.activation import SwiGLU
+
+FILES = {file.stem: file for file in sorted((Path(__file__).parent / "configs").glob("*.json"))}
+
+
+def told(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILES[name].read_text())
+    return found
+
+
+def parsed(name: str) -> LlamaConfig:
+    return LlamaConfig.from_dict(told(name))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_model_is_the_one_that_transformers_makes_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers writes of the config reads alike, and from config.json alone `plan` counts its weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = told(name)
+    dense = {key: value for key, value in config.items() if key != "quantization_config"}
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(dense)))
+    again = json.loads(theirs.to_json_string(use_diff=False))
+    assert LlamaConfig.from_dict(again) == LlamaConfig.from_dict(dense)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(theirs)
+    weights = sum(p.numel() for key, p in model.named_parameters() if not key.endswith("bias"))
+    monkeypatch.setattr(cost, "_timed", lambda run, device: 1.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(tmp_path, device="cpu")
+    assert found.own
+    assert found.before.parameters == weights
+    if name == "Qwen3-30B-A3B":
+        assert str(found).startswith("29.91B weights in 12480 linears ")
+    if name == "gpt-oss-20b":
+        assert found.before.total_bytes == 13_761_264_768, "experts in MXFP4 blocks, as its index says"
+
+
+def gemma(config: LlamaConfig) -> None:
+    assert config.windows[:7] == (512, 512, 512, 512, 512, 0, 512)
+    assert config.ropes[:6] == (Rope(theta=10000.0),) * 5 + (Rope(theta=1e6),)
+    assert config.scale == 1 / 16
+    assert config.tied
+
+
+def air(config: LlamaConfig) -> None:
+    assert config.ropes[0] == Rope(theta=1e6, partial=0.5)
+    assert config.routed is not None
+    assert config.routed.layers == (False,) + (True,) * 45
+    assert config.parts.linears["model.layers.45.mlp.shared_experts.down_proj"] == (4096, 1408, False)
+    assert config.parts.ignored("model.layers.46.eh_proj.weight")
+    assert not config.parts.ignored("model.layers.45.eh_proj.weight")
+
+
+def phi(config: LlamaConfig) -> None:
+    assert config.parts.linears["model.layers.0.self_attn.qkv_proj"] == (60 * 128, 5120, False)
+
+
+def qwen(config: LlamaConfig) -> None:
+    assert len(config.parts.linears) == 48 * (4 + 128 * 3) + 1
+    assert config.parts.linears["model.layers.47.mlp.experts.127.down_proj"] == (2048, 768, False)
+    assert config.head_norm
+
+
+def mixtral(config: LlamaConfig) -> None:
+    assert config.parts.linears["model.layers.31.block_sparse_moe.experts.7.w2"] == (4096, 14336, False)
+    assert config.parts.tensors["model.layers.0.block_sparse_moe.gate.weight"][0] == (8, 4096)
+    assert not any(".mlp." in name for name in config.parts.linears)
+
+
+def oss(config: LlamaConfig) -> None:
+    assert config.windows == (128, 0) * 12
+    assert config.traits.sinks
+    assert config.ropes[0] is not None
+    assert config.ropes[0].attention_factor == pytest.approx(1.3465735902799727), "0.1 ln(32) + 1"
+    assert not config.ropes[0].truncate
+    assert config.routed is not None
+    assert config.routed.gate == SwiGLU(7.0, 1.702, 1.0)
+
+
+def smollm3(config: LlamaConfig) -> None:
+    assert [rope is not None for rope in config.ropes] == [True, True, True, False] * 9
+
+
+def granite(config: LlamaConfig) -> None:
+    assert (config.scale, config.embed_scale, config.residual_scale, config.logits_divisor) == (1 / 64, 12.0, 0.22, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("gemma-3-1b-it", gemma), ("GLM-4.5-Air", air), ("phi-4", phi), ("Qwen3-30B-A3B", qwen),
+        ("Qwen3-Coder-30B-A3B-Instruct", qwen), ("Mixtral-8x7B-v0.1", mixtral), ("gpt-oss-20b", oss),
+        ("SmolLM3-3B", smollm3), ("granite-3.1-2b-instruct", granite),
+    ],
+)  # fmt: skip
+def test_what_sets_a_model_apart(name: str, holds: Callable[[LlamaConfig], None]) -> None:
+    holds(parsed(name))
+
+
+def test_a_norm_of_heads_that_the_config_denies_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_qk_norm is False; qwen3_moe norms each head of q and k"):
+        LlamaConfig.from_dict(told("Qwen3-Coder-30B-A3B-Instruct") | {"use_qk_norm": False})
+
+
+def test_the_text_model_of_one_that_sees_is_read() -> None:
+    """Gemma-3-4b, whose file says little more than what differs from the defaults."""
+    sighted = LlamaConfig.from_dict(
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+            "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02,
+            "mm_tokens_per_image": 256, "model_type": "gemma3", "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+            }, "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152},
+        }
+    )  # fmt: skip
+    assert sighted.nested
+    assert (sighted.heads, sighted.kv_heads, sighted.head_dim, sighted.vocab_size) == (8, 4, 256, 262208)
+    assert sighted.ropes[5] == Rope(kind="linear", theta=1e6, factor=8.0)
+    assert sighted.ropes[4] == Rope(theta=10000.0)
+    assert sighted.eos == (1, 106)
