@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  ?= tests
 COUNT  ?= 10000
 
-.PHONY: help demo test vllm hf torch-versions python-versions lint site mutate fuzz kills gpu-test clean
+.PHONY: help demo test avx2 vllm hf torch-versions python-versions lint site mutate fuzz kills gpu-test clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +47,15 @@ $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % s
   > $$(echo $(1)/lib/python*/site-packages)/main.pth
 $(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r $(2)
 endef
+
+# torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them; tests/ops/test_cpu_targets.py has our C.
+NUMERIC := $(addprefix tests/, nn quant ops/test_cpu_ops.py ops/test_cpu_turboquant.py ops/test_packed.py \
+  models/test_llama.py models/test_families.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
+avx2: export ATEN_CPU_CAPABILITY := avx2
+avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
+avx2: $(VENV)/.dev ## the numeric tests with torch limited to AVX2
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(NUMERIC)
 
 # vLLM, since its pins are not ours.
 $(VENV)/vllm/.done: tests/integrations/vllm/requirements.txt $(VENV)/.dev
