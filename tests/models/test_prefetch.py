@@ -300,17 +300,18 @@ def test_a_model_that_was_sent_is_the_one_that_is_mapped(
 
 # Loads from a disk on which every block takes 50 ms, and says so once it has begun.
 PROGRAM = r"""
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.models import prefetch
 from onegraph.models.prefetch import Prefetch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 Prefetch.__init__.__kwdefaults__.update(block_bytes=2048, threads=2)
 read = os.preadv
 
 def slow(*call):
-    time.sleep(0.05)
+    time.sleep(0.2 if begun else 0)  # the load takes seconds from "reading" on: the signal comes in time
     return read(*call)
 
 os.preadv = slow

@@ -196,8 +196,11 @@ class Checkpoint:
 
 
 def finite(value: torch.Tensor) -> torch.Tensor | None:
-    """Whether all values are finite, bool [] on their device; None where the dtype cannot hold others."""
-    if value.dtype not in _CHECKED or not value.numel():
+    """Whether all values are finite, bool [] on their device; None where the dtype cannot hold others, or on meta.
+
+    A meta tensor has no values, and torch's `aminmax` of one imports its compiler, which makes a cache directory.
+    """
+    if value.dtype not in _CHECKED or not value.numel() or value.is_meta:
         return None
     low, high = torch.aminmax(value)  # one pass, no temporary; a NaN anywhere makes both NaN
     return low * 0 == high * 0
