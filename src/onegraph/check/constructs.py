@@ -503,4 +503,4 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "refused values": lambda spot, code: False,  # this one and the next are seen in what runs, not in the text
     "replay": lambda spot, code: False,
 }
-"""What tells each construct that `advice` knows, given the place and the code of the finding."""
+"""How each construct that a rule's Fix names is recognised, given the place and the code of the finding."""
