@@ -5,7 +5,7 @@ about itself. The keys of a head:
 
 - `name`, `severity` (of a certain finding);
 - `hazards`: the rows of docs/check/hazards.md that it stands for, none for CG4xx;
-- `happens`: CUDA's error, `$SILENT`, or nothing;
+- `happens`: one of `errors`, others, or nothing;
 - `seen`: how well each way of looking sees it: yes, partly or no;
 - `shown_by`: the ways of looking that must find its Example (and nothing in Use instead).
 
@@ -20,16 +20,10 @@ from pathlib import Path
 from string import Template
 
 from onegraph.check import constructs
-from onegraph.check.report import SILENT, Origin, Severity
+from onegraph.check.report import Origin, Severity
+from onegraph.check.rules import errors
 
 SECTIONS = ("What it does", "Why is this bad", "Example", "Use instead", "Fix")
-
-NOT_PERMITTED = "operation not permitted when stream is capturing"
-PAGEABLE = (
-    "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned "
-    "(or: operation not permitted when stream is capturing)"
-)
-_TEXTS = {"NOT_PERMITTED": NOT_PERMITTED, "PAGEABLE": PAGEABLE, "SILENT": SILENT}
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ def _read(path: Path) -> Rule:
         name=facts["name"],
         severity=Severity(facts["severity"]),
         hazards=tuple(map(int, several("hazards"))),
-        happens=Template(facts.get("happens", "").strip('"')).substitute(_TEXTS),
+        happens=Template(facts.get("happens", "").strip('"')).substitute(vars(errors)),
         seen={Origin(way): how for way, how in map(str.split, several("seen"))},
         shown_by=tuple(map(Origin, several("shown_by"))),
         page=page,

@@ -1,4 +1,4 @@
-"""What a single op, looked at by itself, would do to a capture. One place for the texts that CUDA and torch give."""
+"""What a single op, looked at by itself, would do to a capture."""
 
 import functools
 import json
@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
-PAGEABLE = (
-    "RuntimeError: Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
-)
+from onegraph.check.rules.errors import NOT_PERMITTED, PAGEABLE
+
 OWN_GRAPHS = (
     "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
     "of another"
