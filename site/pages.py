@@ -6,14 +6,34 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from onegraph.check.rules import RULES
+
 ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+RULES_HEAD = """# Rules
+
+CG1xx: capture fails. CG2xx: capture succeeds and the replay is wrong. CG3xx: generators, streams, the process. CG4xx:
+what the check says about itself. The last three columns say how well each way of looking sees the pattern.
+
+| code | pattern | severity | hazard | source | simulation | GPU |
+|---|---|---|---|---|---|---|
+"""
+
+
+def rule_pages() -> dict[str, str]:
+    """Page -> text: the table of the rules, and each rule."""
+    rows = [
+        f"| [{code}]({code}.md) | {rule.name} | {rule.severity} | {', '.join(map(str, rule.hazards))} "
+        f"| {' | '.join(rule.seen.values())} |\n"
+        for code, rule in RULES.items()
+    ]
+    pages = {"README": RULES_HEAD + "".join(rows)} | {code: rule.explain() for code, rule in RULES.items()}
+    return {f"check/rules/{name}.md": text for name, text in pages.items()}
 
 
 def on_config(config: Any) -> Any:
-    rules = sorted(path.name for path in (ROOT / "docs/check/rules").glob("CG*.md"))
     check = next(section["Check"] for section in config.nav if "Check" in section)
-    check.append({"Rules": [f"check/rules/{name}" for name in rules]})
+    check.append({"Rules": list(rule_pages())})
     return config
 
 
@@ -23,4 +43,11 @@ def on_files(files: Files, *, config: Any) -> Files:
         for name, other in PAGES.items():
             text = text.replace(f"]({name}", f"]({other}")
         files.append(File.generated(config, page, content=text))
+    for page, text in rule_pages().items():
+        files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The link from docs/ to the rules' folder leads to their table."""
+    return markdown.replace("](../../src/onegraph/check/rules)", "](rules/README.md)")

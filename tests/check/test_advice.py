@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from onegraph.check import cli
-from onegraph.check.advice import ADVICE, fix
 from onegraph.check.report import Report
-from onegraph.check.rules import RULES
+from onegraph.check.rules import RULES, fix
 from onegraph.check.source import check_source
 
 FOLDER = Path(__file__).parent / "advice"
@@ -48,10 +47,10 @@ def name(code: str, words: str) -> str:
 def test_advice_is_shown_at_its_construct(code, words):
     needs(PAIRS[code, words])
     report = default_command(f"{PAIRS[code, words]}:bad_{name(code, words)}")
-    construct = next(c for c in ADVICE[code] if spelled(c) == words)
+    construct = next(c for c in RULES[code].fixes if spelled(c) == words)
     read = check_source(str(PAIRS[code, words]), f"bad_{name(code, words)}")  # what files alone are checked by
     shown = [(f.code, f.fix) for r in (report, read) for f in r.findings]
-    assert (code, ADVICE[code][construct]) in shown
+    assert (code, RULES[code].fixes[construct]) in shown
 
 
 @pytest.mark.parametrize(("code", "words"), PAIRS)
@@ -63,12 +62,11 @@ def test_advice_that_is_followed_leaves_nothing(code, words):
 
 
 def test_every_construct_has_a_pair():
-    wanted = {(code, spelled(construct)) for code, table in ADVICE.items() for construct in table if construct}
+    wanted = {(code, spelled(construct)) for code, rule in RULES.items() for construct in rule.fixes if construct}
     assert wanted - set(PAIRS) == ONLY_ON_A_GPU | ONLY_IN_A_PROGRAM
 
 
-def test_every_rule_has_advice_and_no_other_table():
-    assert set(ADVICE) == set(RULES)
-    for code, table in ADVICE.items():
-        assert fix(code) == table[""]
-        assert not any(text.endswith(".") or "\n" in text for text in table.values())
+def test_every_rule_has_advice():
+    for code, rule in RULES.items():
+        assert fix(code) == rule.fixes[""]
+        assert not any(not text or text.endswith(".") or "\n" in text for text in rule.fixes.values())

@@ -7,8 +7,8 @@ import pytest
 from programs import HEAD, cli, line_of, lines, ran
 
 from onegraph.check import Report, Severity, Verdict
-from onegraph.check.advice import ADVICE
 from onegraph.check.program import beside
+from onegraph.check.rules import RULES
 
 CACHE = """\
 import torch
@@ -55,7 +55,7 @@ def test_a_position_past_the_cache_is_an_error_at_the_op(tmp_path: Path, op: str
     line = line_of(text, "# the op")
     assert (finding.code, finding.severity, finding.line) == ("CG212", Severity.ERROR, line)
     assert finding.values[0].startswith(f"replay {5 - first}: ")
-    assert finding.fix == ADVICE["CG212"]["refused values"]
+    assert finding.fix == RULES["CG212"].fixes["refused values"]
     (capture,) = report.facts["captures"]
     assert (capture["replays"], capture["compared"]) == (8, 4 - first)
     assert f"program.py:{line}" in not_compared(report)
@@ -155,7 +155,7 @@ def test_a_guard_that_replays_skip_is_an_error_at_its_line(tmp_path: Path, guard
     assert finding.values[0].startswith("replay 4: ")
     assert finding.values[0].endswith("cache is full")
     assert finding.calls[-1].function == "step"
-    assert finding.fix == ADVICE["CG201"]["raise"]
+    assert finding.fix == RULES["CG201"].fixes["raise"]
     (capture,) = report.facts["captures"]
     assert (capture["replays"], capture["compared"]) == (8, 3)
     assert "cache is full" in not_compared(report)
@@ -221,7 +221,7 @@ def test_what_cannot_be_compared_can_be_after_the_advice(tmp_path: Path) -> None
     for folder in ("wrong", "right"):
         (tmp_path / folder).mkdir()
     (finding,) = ran(tmp_path / "wrong", program.format(wrong)).findings
-    assert (finding.code, finding.fix) == ("CG401", ADVICE["CG401"]["replay"])
+    assert (finding.code, finding.fix) == ("CG401", RULES["CG401"].fixes["replay"])
     assert ran(tmp_path / "right", program.format(right)).findings == ()
 
 

@@ -1,4 +1,4 @@
-"""Every rule explains itself, and its docstring tells the truth: Example fires, Use instead does not."""
+"""Every rule explains itself, and its page tells the truth: Example fires, Use instead does not."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from onegraph.check import allow
 from onegraph.check.report import Origin, Report, Severity
-from onegraph.check.rules import RULES, SECTIONS, explain, find, pages
+from onegraph.check.rules import RULES, SECTIONS, find
 from onegraph.check.source import check_source, check_tree
 
 CODES = list(RULES)
@@ -50,11 +50,11 @@ def test_page_is_complete(code: str) -> None:
     for way in rule.shown_by:
         assert rule.seen[way] != "no"
     assert isinstance(rule.severity, Severity)
-    assert explain(code).startswith(f"# {code} {rule.name()}\n")
+    assert rule.explain().startswith(f"# {code} {rule.name}\n")
 
 
 def test_names_are_distinct_patterns() -> None:
-    names = [rule.name() for rule in RULES.values()]
+    names = [rule.name for rule in RULES.values()]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", name) for name in names)
     assert find("DEVICE-value-read-on-host") is RULES["CG101"] is find("cg101")
@@ -98,23 +98,10 @@ def test_use_instead_is_silent_in_simulation(code: str, tmp_path: Path) -> None:
     assert simulate(example(code, "Use instead", tmp_path)).findings == ()
 
 
-def test_committed_pages_are_current(repo: Path) -> None:
-    folder = repo / "docs/check/rules"
-    assert {p.name: p.read_text() for p in folder.glob("*.md")} == pages.pages(), (
-        "run: python -m onegraph.check.rules.pages docs/check/rules"
-    )
-
-
-def test_pages_script_removes_pages_of_rules_that_are_gone(tmp_path: Path) -> None:
-    (tmp_path / "CG999.md").write_text("old")
-    pages.main(str(tmp_path))
-    assert {p.name for p in tmp_path.iterdir()} == set(pages.pages())
-
-
 def test_rules_and_source_reading_import_no_torch() -> None:
     program = (
         "import sys; import onegraph.check.source, onegraph.check.allow, onegraph.check.cli,"
-        " onegraph.check.rules.pages, onegraph.check.output.html, onegraph.check.output.sarif,"
+        " onegraph.check.rules, onegraph.check.output.html, onegraph.check.output.sarif,"
         " onegraph.check.pytest_plugin;"
         " assert not {'torch', 'numpy', 'pytest'} & set(sys.modules), 'imported'"
     )

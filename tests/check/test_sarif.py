@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from onegraph.check.advice import fix
 from onegraph.check.output import sarif
 from onegraph.check.report import Finding, Frame, Origin, Report, Severity
-from onegraph.check.rules import RULES
+from onegraph.check.rules import RULES, fix
 
 # Properties of the objects that are written, from sections 3.13 to 3.54 of SARIF 2.1.0: name -> (type, required).
 OBJECTS: dict[str, dict[str, tuple[Any, bool]]] = {

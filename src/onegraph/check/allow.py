@@ -13,9 +13,8 @@ import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Origin, Report, ordered
-from onegraph.check.rules import RULES, prefix_of
+from onegraph.check.rules import RULES, fix, prefix_of
 
 _ALLOW = re.compile(r"(?<![`'\"\w])(?<![`'\"]#)(?<![`'\"]# )onegraph:\s*allow\b\s*(?:\[([^\]]*)\])?[\s:,-]*")
 """Anywhere in a comment, but not where it is quoted: that speaks about allowances."""

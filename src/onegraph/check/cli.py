@@ -374,14 +374,14 @@ def write(path: str, text: str) -> None:
 
 def run_rule(args: argparse.Namespace) -> int:
     """Print a rule's page, or the table of all rules."""
-    from onegraph.check.rules import RULES, explain
+    from onegraph.check.rules import RULES, find
 
     if args.code is None:
         for code, rule in RULES.items():
-            print(f"{code}  {rule.name():32} {rule.severity}")
+            print(f"{code}  {rule.name:32} {rule.severity}")
         return 0
     try:
-        print(explain(args.code), end="")
+        print(find(args.code).explain(), end="")
     except ValueError as error:
         print(f"onegraph: error: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from onegraph.check import entropy
+from onegraph.check import entropy, tables
 
 _DEEPEST = 3
 """Names followed one into the other: `n = t.item(); m = n + 1; x[:m]`."""
@@ -175,12 +175,7 @@ def _uses(spot: Spot) -> Iterator[Spot]:
 # ---- what each construct looks like
 
 _LOGS = {"print", "debug", "info", "warning", "error", "critical", "exception", "log", "pprint", "add_scalar", "write"}
-_SIZED = {
-    *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "linspace", "new_zeros", "new_ones", "new_empty"),
-    *("new_full", "narrow", "split", "chunk", "expand", "repeat", "view", "reshape", "topk", "unfold", "tensor_split"),
-}
 _REDUCTIONS = {"max", "min", "sum", "any", "all", "sorted", "list", "tuple", "set"}
-_PRODUCTS = {"mm", "matmul", "addmm", "mv", "spmm", "bmm"}
 
 
 def _called(*names: str) -> Callable[[Spot, str], bool]:
@@ -355,13 +350,13 @@ def _outlives(home: ast.AST, target: ast.AST) -> bool:
 
 
 def _product(spot: Spot, code: str) -> bool:
-    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in spot.nodes) or _called(*_PRODUCTS)(
-        spot, code
-    )
+    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in spot.nodes) or _called(
+        *tables.PRODUCTS
+    )(spot, code)
 
 
 def _host_data(spot: Spot, code: str) -> bool:
-    return _called("tensor", "as_tensor", "asarray", "from_numpy", "FloatTensor", "LongTensor")(spot, code)
+    return _called(*tables.FROM_HOST, "FloatTensor", "LongTensor")(spot, code)
 
 
 def _waits(spot: Spot, code: str) -> bool:
@@ -456,7 +451,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "index write": _subscript(write=True, sliced=False),
     "index": _subscript(write=False, sliced=False),
     "write": _write,
-    "size": _called(*_SIZED),
+    "size": _called(*tables.SIZED),
     "tensor of tensors": _of_tensors,
     "Python reduction": _reduced,
     "comparison": _called("equal", "allclose"),
@@ -490,7 +485,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "random": _random,
     "counter": _counter,
     "rebinding": _rebinding,
-    "cat": _called("cat", "concat", "concatenate", "hstack", "vstack"),
+    "cat": _called(*tables.CONCATS),
     "append": _called("append", "extend", "appendleft", "add"),
     "mode": _compile_mode,
     "compile": _called("compile"),
@@ -503,4 +498,4 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "refused values": lambda spot, code: False,  # this one and the next are seen in what runs, not in the text
     "replay": lambda spot, code: False,
 }
-"""What tells each construct that `advice` knows, given the place and the code of the finding."""
+"""How each construct that a rule's Fix names is recognised, given the place and the code of the finding."""

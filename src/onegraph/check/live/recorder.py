@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onegraph.check import compat
+from onegraph.check import compat, tables
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.records import (
@@ -277,11 +277,7 @@ class Recorder(compat.TorchDispatchMode):
 _CALLS = (
     (("elapsed_time", "query"), "CG107", "an event or stream is queried inside the step"),
     (("synchronize",), "CG106", "the host waits for the device inside the step"),
-    (
-        ("manual_seed", "manual_seed_all", "seed", "set_rng_state", "set_state"),
-        "CG302",
-        "the random seed is set inside the step, once, at capture",
-    ),
+    ({*tables.RNG_SETS, "set_state"}, "CG302", "the random seed is set inside the step, once, at capture"),
     (("backward", "grad"), "CG306", "the backward pass touches work of another stream"),
     (("compile",), "CG307", "something is compiled inside the step"),
     (
@@ -290,7 +286,7 @@ _CALLS = (
         "a device value is read on the host",
     ),
     (
-        ("tensor", "as_tensor", "new_tensor", "asarray", "from_numpy", "to", "cuda", "copy_"),
+        {*tables.FROM_HOST, "new_tensor", "to", "cuda", "copy_"},
         "CG102",
         "host data is copied to the device from pageable memory",
     ),

@@ -31,7 +31,7 @@ def failure(message: str) -> str:
 def _command(f: Finding, root: str) -> str:
     path = os.path.realpath(f.path)
     path = os.path.relpath(path, root) if path.startswith(root + os.sep) else path
-    name = f"{f.code} {RULES[f.code].name()}" if f.code in RULES else f.code
+    name = f"{f.code} {RULES[f.code].name}" if f.code in RULES else f.code
     where = {
         "file": path.replace(os.sep, "/"),
         "line": str(max(f.line, 1)),

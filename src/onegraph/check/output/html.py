@@ -43,7 +43,7 @@ def _data(report: Report) -> dict[str, Any]:
         "findings": [
             {
                 "code": f.code,
-                "name": RULES[f.code].name() if f.code in RULES else "",
+                "name": RULES[f.code].name if f.code in RULES else "",
                 "severity": f.severity.value,
                 "origin": f.origin.value,
                 "file": relative(f.path),

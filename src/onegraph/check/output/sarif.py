@@ -7,9 +7,8 @@ from typing import Any
 from urllib.parse import quote
 
 from onegraph import __version__
-from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Report, Severity
-from onegraph.check.rules import RULES
+from onegraph.check.rules import RULES, fix
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -82,10 +81,10 @@ def _rule(code: str) -> dict[str, Any]:
     rule = RULES[code]
     return {
         "id": code,
-        "name": rule.__name__,
+        "name": "".join(map(str.capitalize, rule.name.split("-"))),
         "shortDescription": {"text": rule.summary()},
         "fullDescription": {"text": rule.section("Why is this bad").replace("\n", " ")},
-        "help": {"text": fix(code), "markdown": rule.page()},
+        "help": {"text": fix(code), "markdown": rule.page},
         "defaultConfiguration": {"level": LEVELS[rule.severity]},
     }
 

@@ -28,7 +28,7 @@ def render(report: Report, *, color: bool = False) -> str:
 def finding(f: Finding, *, color: bool = False, following: Sequence[Finding] = ()) -> str:
     """One finding, with those that only follow from it."""
     paint = _painter(color)
-    name = RULES[f.code].name() if f.code in RULES else ""
+    name = RULES[f.code].name if f.code in RULES else ""
     gutter = " " * len(str(f.line))
     lines = [
         f"{paint(f'{f.code} {f.severity}', _COLORS[f.severity])} {paint(name, '1')}",

@@ -21,6 +21,7 @@ from onegraph.check.program.replays import freed, replay, tell_freed
 from onegraph.check.program.statements import own_nodes
 from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
+from onegraph.check.rules.errors import ON_DEFAULT
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.cuda import _swapped
 from onegraph.check.simulate.device import DeviceTensor
@@ -28,7 +29,6 @@ from onegraph.check.simulate.records import UNWRITTEN, Step
 from onegraph.check.simulate.state import Snapshot
 
 NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and capture_end(), or torch.cuda.graph"
-ON_DEFAULT = "RuntimeError: CUDA graphs must be captured on a non-default stream"
 
 
 class Recorder:

@@ -13,6 +13,7 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
+from onegraph.check.rules.errors import NOT_PERMITTED, PREVIOUS_ERROR
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
 from onegraph.check.simulate.records import Sighting, Step, tensors_in
@@ -29,8 +30,8 @@ MOST_VALUES = 6
 MOST_SIZES = 100_000
 """Storages after which what is kept of those that are gone is dropped."""
 
-NESTED = "CUDA error: operation not permitted when stream is capturing (a capture in a capture)"
-UNSAFE = "CUDA error: operation failed due to a previous error during capture, or no error: by what else it does then"
+NESTED = f"{NOT_PERMITTED} (a capture in a capture)"
+UNSAFE = f"{PREVIOUS_ERROR}, or no error: by what else it does then"
 _LOOK_AGAIN = 0.1
 """Seconds after which a thread that waits for the end of a capture asks whether the thread of that still lives."""
 

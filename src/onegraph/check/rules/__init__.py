@@ -1,92 +1,107 @@
-"""The rules: one explicit table from code to rule.
+"""The rules: one Markdown file each, which `onegraph rule` and the site show, and whose head findings and formats need.
 
 CG1xx capture fails. CG2xx capture succeeds and the replay is wrong. CG3xx generators, streams, process. CG4xx the check
-about itself.
+about itself. The keys of a head:
+
+- `name`, `severity` (of a certain finding);
+- `hazards`: the rows of docs/check/hazards.md that it stands for, none for CG4xx;
+- `happens`: one of `errors`, others, or nothing;
+- `seen`: how well each way of looking sees it: yes, partly or no;
+- `shown_by`: the ways of looking that must find its Example (and nothing in Use instead).
+
+The section Fix is a sentence, or a table from constructs of the code to what to write instead. `tests/check/advice`
+holds, for each, a step that has the hazard and the same step with the text followed, which the check finds clean.
 """
 
-from onegraph.check.advice import ADVICE
-from onegraph.check.rules.base import SECTIONS, Rule
-from onegraph.check.rules.copies import HostIndex, PageableCopyInStep
-from onegraph.check.rules.host_state import (
-    CaptureDependentPath,
-    ChangingHostContents,
-    ChangingScalar,
-    CpuScalarOperand,
-    HostStateBranch,
-    PythonSideEffect,
-    ReplayDiffersFromEager,
-)
-from onegraph.check.rules.host_values import BranchOnDeviceValue, DeviceValueReadOnHost
-from onegraph.check.rules.meta import AllowanceWithoutReason, UnusedAllowance, UnverifiedLaunch
-from onegraph.check.rules.process import (
-    AutocastOrModeFlip,
-    CollectiveInCapture,
-    LazyInitialisation,
-    RawAllocation,
-    SkippedGraph,
-    StaleAutogradNode,
-)
-from onegraph.check.rules.rng import RngStateInStep, UnregisteredGenerator
-from onegraph.check.rules.shapes import ChangingShape, DataDependentShape
-from onegraph.check.rules.storages import (
-    FreedExternalTensor,
-    FreedOutsideCapture,
-    FreedPinnedSource,
-    OutputReadLate,
-    ReboundStorage,
-    SharedPoolOrder,
-)
-from onegraph.check.rules.streams import DefaultStreamCapture, OtherThreadCall, UnjoinedFork, WrongStreamOrDevice
-from onegraph.check.rules.syncs import ExplicitSynchronize, OpThatSyncs, QueryOrPinnedAllocation
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from string import Template
 
-RULES: dict[str, type[Rule]] = {
-    "CG101": DeviceValueReadOnHost,
-    "CG102": PageableCopyInStep,
-    "CG103": HostIndex,
-    "CG104": DataDependentShape,
-    "CG105": OpThatSyncs,
-    "CG106": ExplicitSynchronize,
-    "CG107": QueryOrPinnedAllocation,
-    "CG108": BranchOnDeviceValue,
-    "CG201": HostStateBranch,
-    "CG202": ChangingScalar,
-    "CG203": CpuScalarOperand,
-    "CG204": ChangingHostContents,
-    "CG205": ReboundStorage,
-    "CG206": FreedExternalTensor,
-    "CG207": FreedPinnedSource,
-    "CG208": ChangingShape,
-    "CG209": OutputReadLate,
-    "CG210": PythonSideEffect,
-    "CG211": CaptureDependentPath,
-    "CG212": ReplayDiffersFromEager,
-    "CG301": UnregisteredGenerator,
-    "CG302": RngStateInStep,
-    "CG303": WrongStreamOrDevice,
-    "CG304": DefaultStreamCapture,
-    "CG305": UnjoinedFork,
-    "CG306": StaleAutogradNode,
-    "CG307": LazyInitialisation,
-    "CG308": RawAllocation,
-    "CG309": OtherThreadCall,
-    "CG310": CollectiveInCapture,
-    "CG311": AutocastOrModeFlip,
-    "CG312": SharedPoolOrder,
-    "CG313": FreedOutsideCapture,
-    "CG314": SkippedGraph,
-    "CG401": UnverifiedLaunch,
-    "CG402": AllowanceWithoutReason,
-    "CG403": UnusedAllowance,
-}
+from onegraph.check import constructs
+from onegraph.check.report import Origin, Severity
+from onegraph.check.rules import errors
 
-__all__ = ["RULES", "SECTIONS", "Rule", "explain", "find", "prefix_of"]
+SECTIONS = ("What it does", "Why is this bad", "Example", "Use instead", "Fix")
 
 
-def find(code: str) -> type[Rule]:
+@dataclass(frozen=True)
+class Rule:
+    """One pattern: the head of its file, and `page`, the Markdown below the head."""
+
+    code: str
+    name: str
+    severity: Severity
+    hazards: tuple[int, ...]
+    happens: str
+    seen: dict[Origin, str]
+    shown_by: tuple[Origin, ...]
+    page: str
+
+    def section(self, title: str) -> str:
+        """Text of one of `SECTIONS`. Raises KeyError where the page lacks it."""
+        found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", self.page, re.M | re.S)
+        if found is None:
+            raise KeyError(f"{self.code} has no section {title!r}")
+        return found.group(1).strip()
+
+    def code_of(self, title: str) -> str:
+        """The first Python block of a section: a whole target file with a `factory`."""
+        found = re.search(r"```python\n(.*?)```", self.section(title), re.S)
+        return found.group(1) if found else ""
+
+    def summary(self) -> str:
+        """First sentence of What it does."""
+        return self.section("What it does").split("\n\n")[0].replace("\n", " ")
+
+    @cached_property
+    def fixes(self) -> dict[str, str]:
+        """construct -> what to do, in the order in which constructs are looked for; "": any other."""
+        text = self.section("Fix").replace(r"\|", "\0")
+        rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.M)
+        if not rows:
+            sentence = " ".join(text.splitlines()).removesuffix(".")
+            rows = [("otherwise", sentence[:1].lower() + sentence[1:])]
+        return {"" if at == "otherwise" else at: text.replace("\0", "|") for at, text in rows}
+
+    def explain(self) -> str:
+        """The whole page as Markdown: title, facts, sections."""
+        facts = [self.severity.value]
+        if self.hazards:
+            facts.append(f"hazard {', '.join(map(str, self.hazards))} of the table")
+        ways = {Origin.SOURCE: "source", Origin.SIMULATE: "simulation", Origin.LIVE: "GPU"}
+        facts.append("seen by " + ", ".join(f"{ways[way]} {how}" for way, how in self.seen.items()))
+        happens = f"What happens: {self.happens}.\n\n" if self.happens else ""
+        return f"# {self.code} {self.name}\n\n{'; '.join(facts)}.\n\n{happens}{self.page}"
+
+
+def _read(path: Path) -> Rule:
+    """A rule's file. Raises ValueError or KeyError where its head is not one."""
+    _, head, page = path.read_text(encoding="utf-8").split("---\n", 2)
+    facts = dict(line.split(": ", 1) for line in head.splitlines())
+
+    def several(key: str) -> list[str]:
+        return facts[key].split(", ") if key in facts else []
+
+    return Rule(
+        code=path.stem,
+        name=facts["name"],
+        severity=Severity(facts["severity"]),
+        hazards=tuple(map(int, several("hazards"))),
+        happens=Template(facts.get("happens", "").strip('"')).substitute(vars(errors)),
+        seen={Origin(way): how for way, how in map(str.split, several("seen"))},
+        shown_by=tuple(map(Origin, several("shown_by"))),
+        page=page,
+    )
+
+
+RULES = {path.stem: _read(path) for path in sorted(Path(__file__).parent.glob("CG*.md"))}
+
+
+def find(code: str) -> Rule:
     """The rule of a code or a name. Raises ValueError that lists what is allowed."""
-    rule = RULES.get(code.upper())
-    if rule is None:
-        rule = next((r for r in RULES.values() if r.name() == code.lower()), None)
+    rule = RULES.get(code.upper()) or next((r for r in RULES.values() if r.name == code.lower()), None)
     if rule is None:
         raise ValueError(f"rule: got {code!r}, allowed {', '.join(RULES)}; or the name of one")
     return rule
@@ -96,31 +111,15 @@ def prefix_of(word: str) -> str:
     """What codes begin with that a word means: a code, a prefix (`CG2`) or a name. Raises ValueError as `find`."""
     if word and any(code.startswith(word.upper()) for code in RULES):
         return word.upper()
-    return code_of(find(word))
+    return find(word).code
 
 
-def code_of(rule: type[Rule]) -> str:
-    """The code of a rule class."""
-    return next(code for code, other in RULES.items() if other is rule)
+def fix(code: str, path: str = "", line: int = 0, column: int = 1, *, construct: str = "") -> str:
+    """What to do about a finding of `code` at a place (line and column from 1); in general where no place is given.
 
-
-def explain(code: str) -> str:
-    """A rule's page as Markdown: title, facts, the four sections."""
-    rule = find(code)
-    sight = ", ".join(f"{'GPU' if way == 'live' else way.value} {how}" for way, how in rule.seen.items())
-    facts = [f"{rule.severity.value}"]
-    if rule.hazards:
-        facts.append("hazard " + ", ".join(map(str, rule.hazards)) + " of the table")
-    if sight:
-        facts.append("seen by " + sight.replace("simulate", "simulation"))
-    head = f"# {code_of(rule)} {rule.name()}\n\n{'; '.join(facts)}.\n"
-    if rule.happens:
-        head += f"\nWhat happens: {rule.happens}.\n"
-    return f"{head}\n{rule.page()}\n\n## Fix\n{_fixes(ADVICE[code_of(rule)])}\n"
-
-
-def _fixes(table: dict[str, str]) -> str:
-    """Advice as Markdown: a sentence, or a row a construct of the code."""
-    general = f"{table[''][:1].upper()}{table[''][1:]}."
-    rows = [f"| {construct} | {text.replace('|', chr(92) + '|')} |" for construct, text in table.items() if construct]
-    return "\n".join(["| at | |", "|---|---|", *rows, f"| otherwise | {table['']} |"]) if rows else general
+    `construct` is one that is known already.
+    """
+    fixes = RULES[code].fixes
+    if construct:
+        return fixes[construct]
+    return fixes[constructs.found(tuple(fixes), code, path, line, column)] if path else fixes[""]

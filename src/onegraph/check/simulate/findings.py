@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any, Protocol
 
-from onegraph.check.advice import fix
 from onegraph.check.causes import CAUSES
 from onegraph.check.report import SILENT, Cause, Event, Finding, Origin, Report, Severity, StorageInfo, ordered
+from onegraph.check.rules import fix
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import traced
 from onegraph.check.simulate.follow import Trace, link

@@ -8,40 +8,24 @@ from typing import TYPE_CHECKING, Any
 from onegraph.check.places import package_of
 from onegraph.check.simulate import kernels
 from onegraph.check.simulate.interpret import changed
+from onegraph.check.tables import LAUNCHES, SIMULATED_MAKERS
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
-
-_LAUNCHES = {
-    "cuda.core": ("launch",),
-    "cuda.core.experimental": ("launch",),
-    "cuda.bindings.driver": ("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"),
-    "cuda.bindings.runtime": ("cudaLaunchKernel", "cudaLaunchKernelExC"),
-}
-"""Functions that launch, by module."""
-
-_MAKERS = {
-    "torch.cuda": ("_compile_kernel",),
-    "cupy": ("RawKernel", "RawModule", "ElementwiseKernel", "ReductionKernel"),
-    "cutlass.cute": ("compile",),
-    "cuda.core": ("Device", "Program", "ProgramOptions", "LaunchConfig"),
-    "cuda.core.experimental": ("Device", "Program", "ProgramOptions", "LaunchConfig"),
-}
-"""What compiles a kernel, or leads to one: each wants a driver."""
 
 
 @contextmanager
 def stand_ins(world: "World") -> Iterator[None]:
     """While this lasts, the launches of libraries that are imported already go to `world`."""
     changes = []
-    for table, make in ((_LAUNCHES, _launcher), (_MAKERS, _maker)):
-        for module, names in table.items():
+    for table, make in ((LAUNCHES, _launcher), (SIMULATED_MAKERS, _maker)):
+        for whole in table:
+            module, _, name = whole.rpartition(".")
             owner = sys.modules.get(module)
-            for name in names:
-                real = getattr(owner, name, None)
-                if real is not None:
-                    stand_in = make(world, f"{module}.{name}")
-                    changes += [(owner, name, stand_in), *_imported(real, stand_in)]
+            real = getattr(owner, name, None)
+            if real is not None:
+                stand_in = make(world, whole)
+                changes += [(owner, name, stand_in), *_imported(real, stand_in)]
     with changed(changes):
         yield
 

@@ -1,17 +1,14 @@
-"""What a single op, looked at by itself, would do to a capture. One place for the texts that CUDA and torch give."""
+"""What a single op, looked at by itself, would do to a capture."""
 
 import functools
-import json
-from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
-PAGEABLE = (
-    "RuntimeError: Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned"
-)
+from onegraph.check.rules.errors import NOT_PERMITTED, PAGEABLE
+from onegraph.check.tables import sync_ops
+
 OWN_GRAPHS = (
     "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
     "of another"
@@ -50,13 +47,6 @@ _NAMED_SHAPES = {
 def waits(name: str) -> str:
     """What is said of an op that waits."""
     return f"{name.split('::')[-1] or 'an op'} waits for the device inside its host code"
-
-
-@functools.lru_cache(maxsize=1)
-def table() -> dict[str, dict[str, Any]]:
-    """What each aten overload did on a GPU: see benchmarks/check_sync_table.py."""
-    file = resources.files("onegraph.check") / "data" / "sync_ops.json"
-    return dict(json.loads(file.read_text())["ops"]) if file.is_file() else {}
 
 
 @functools.cache
@@ -107,7 +97,7 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
     if name in _PRODUCTS and any(isinstance(a, Tensor) and _unordered(a) for a in args):
         text = "a product with an uncoalesced sparse matrix sorts and counts its entries first"
         return Hazard("CG105", text, NOT_PERMITTED)
-    row = table().get(str(func))
+    row = sync_ops().get(str(func))
     if row and row["sync"] >= _OFTEN:
         return Hazard("CG105", waits(name), NOT_PERMITTED)
     return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from onegraph.check.report import Severity
+from onegraph.check.rules.errors import NOT_PERMITTED
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.interpret import constexprs
@@ -148,7 +149,7 @@ def _tuned_in_capture(world: "World", tuner: Any, key: tuple[Any, ...], known: l
     world.see(
         "CG307",
         text,
-        "CUDA error: operation not permitted when stream is capturing",
+        NOT_PERMITTED,
         chain=world.chain(4),
         values=values,
     )

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onegraph.check.report import SILENT, relative
+from onegraph.check.report import relative
+from onegraph.check.rules.errors import SILENT, UNCAPTURED, UNJOINED
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.races import Clock, Order, Race
 
 if TYPE_CHECKING:
     from onegraph.check.simulate.world import World
 
-UNCAPTURED = "CUDA error: dependency created on uncaptured work in another stream, or silently stale"
+OUTSIDE = f"{UNCAPTURED}, or {SILENT}"
 RACE = "silently wrong: whichever of the two runs first decides the result, in eager too"
-UNJOINED = "CUDA error: capturing stream has unjoined work"
 
 
 class Streams:
@@ -74,7 +74,7 @@ class Streams:
         else:
             world.see(
                 "CG303", "work is launched on a stream that did not wait for the capturing one",
-                UNCAPTURED, chain=chain,
+                OUTSIDE, chain=chain,
             )  # fmt: skip
         return False
 
@@ -101,7 +101,7 @@ class Streams:
     def wait(self, world: "World", waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
         if waiter in self.reached and not reached and source not in self.strayed:
-            world.see("CG305", f"the step waits for {what}, which is not part of the capture", UNCAPTURED)
+            world.see("CG305", f"the step waits for {what}, which is not part of the capture", OUTSIDE)
         if reached:
             self.reached.add(waiter)
         if waiter == self.main or waiter in self.reached:

@@ -3,11 +3,11 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check import tables
 from onegraph.check.source import (
     binding,
     builtin_calls,
     entropy,
-    library,
     methods,
     names,
     parameters,
@@ -100,7 +100,7 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return builtin_calls.call(machine, func.name[len("builtins.") :], args, keywords, node)
         case Ext() if func.name in ("functools.partial",) and args:
             return Partial(args[0], tuple(args[1:]), tuple(keywords.items()))
-        case ExtObj() if func.kind.rsplit(".", 1)[-1] in library.GRAD_MODES and len(args) == 1:
+        case ExtObj() if func.kind.rsplit(".", 1)[-1] in tables.GRAD_MODES and len(args) == 1:
             return args[0]  # torch.no_grad()(step): what it wraps
         case Ext() if func.name.rsplit(".", 1)[-1] == "make_graphed_callables" and func.name.startswith("torch."):
             return _graphed(machine, args, keywords, node)

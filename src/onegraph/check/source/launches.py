@@ -5,29 +5,7 @@ from collections.abc import Iterable
 
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import UNKNOWN, Const, Ext, ExtObj, Value, tensors
-
-_CUDA = ("cuda.bindings.driver", "cuda.cuda", "cuda.bindings.runtime", "cuda.cudart")
-_LAUNCHES = {
-    "cuda.core.launch": "cuda.core",
-    "cuda.core.experimental.launch": "cuda.core",
-    **{f"{module}.{name}": "CUDA" for module in _CUDA for name in (
-        "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel", "cudaLaunchKernel", "cudaLaunchKernelExC")},
-}  # fmt: skip
-"""Functions that launch, by whose they are."""
-
-_MAKERS = {
-    "cupy.RawKernel": "CuPy",
-    "cupy.RawModule": "CuPy",
-    "cupy.ElementwiseKernel": "CuPy",
-    "cupy.ReductionKernel": "CuPy",
-    "cupyx.jit.rawkernel": "CuPy",
-    "cutlass.cute.compile": "CuTe DSL",
-    "torch.cuda._compile_kernel": "NVRTC",
-    "torch.cuda.compile_kernel": "NVRTC",
-    "torch.cuda.jiterator._create_jit_fn": "NVRTC",
-    "numba.cuda.jit": "numba",
-}
-"""What gives a kernel that is launched by calling it, or by calling what a method of it gives."""
+from onegraph.check.tables import LAUNCHES, MAKERS
 
 _KERNEL = "kernel of "
 TRITON = "triton.kernel"
@@ -35,7 +13,7 @@ TRITON = "triton.kernel"
 
 def made(name: str) -> ExtObj | None:
     """The kernel that a call of the external `name` makes; None for other functions."""
-    return ExtObj(_KERNEL + _MAKERS[name]) if name in _MAKERS else None
+    return ExtObj(_KERNEL + MAKERS[name]) if name in MAKERS else None
 
 
 def decorated(name: str) -> ExtObj | None:
@@ -44,7 +22,7 @@ def decorated(name: str) -> ExtObj | None:
     if name.startswith("triton.") and last == "jit":
         return ExtObj(TRITON)
     if name.startswith(("cutlass.cute.", "numba.cuda.", "cupyx.")) and last in ("jit", "rawkernel"):
-        return ExtObj(_KERNEL + _MAKERS.get(name, "CuTe DSL"))
+        return ExtObj(_KERNEL + MAKERS.get(name, "CuTe DSL"))
     return None
 
 
@@ -52,7 +30,7 @@ def is_kernel(value: Value) -> bool:
     """Whether calling this launches; a function under somebody's `jit` that is not Triton's too."""
     if isinstance(value, ExtObj):
         return value.kind.startswith(_KERNEL) or value.kind == TRITON
-    return isinstance(value, Ext) and (value.name in _LAUNCHES or value.name.startswith("triton.kernel."))
+    return isinstance(value, Ext) and (value.name in LAUNCHES or value.name.startswith("triton.kernel."))
 
 
 def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST) -> Value:
@@ -61,7 +39,7 @@ def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST)
     if isinstance(func, ExtObj) and func.kind.startswith(_KERNEL):
         whose = func.kind.removeprefix(_KERNEL)
     elif isinstance(func, Ext):
-        whose = _LAUNCHES.get(func.name, whose)
+        whose = LAUNCHES.get(func.name, whose)
     if machine.in_step:
         machine.tensor_work += 1
     if whose != "compiled" or any(t.on_device for v in given for t in tensors(v)):

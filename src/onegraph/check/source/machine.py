@@ -5,9 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from onegraph.check.advice import fix
 from onegraph.check.report import Finding, Frame, Origin, Severity
-from onegraph.check.rules import RULES
+from onegraph.check.rules import RULES, fix
 from onegraph.check.source.files import Project, SourceFile
 from onegraph.check.source.values import (
     UNKNOWN,

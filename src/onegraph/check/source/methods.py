@@ -3,8 +3,8 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check import tables
 from onegraph.check.source import entropy, launches, tensor_methods
-from onegraph.check.source import library as lib
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.tensor_methods import device_argument
 from onegraph.check.source.tensors import scalar
@@ -63,7 +63,7 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
         case ExtObj(kind=entropy.GENERATOR):
             return entropy.method(machine, receiver, name, args, keywords)
         case ExtObj(kind="torch.Generator"):
-            if name in lib.RNG_STATE:  # it may be a generator that no captured op draws from
+            if name in tables.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
                 machine.report("CG302", node, text, sure=False)
             return receiver if name == "manual_seed" else UNKNOWN

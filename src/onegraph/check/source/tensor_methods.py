@@ -3,7 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source import library as lib
+from onegraph.check import tables
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.tensors import as_mask, cpu_operand, scalar, view, written
 from onegraph.check.source.values import (
@@ -23,15 +23,8 @@ from onegraph.check.source.values import (
 
 Keywords = dict[str, Value]
 
-SHARED = (
-    frozenset(["repeat_interleave", "max", "min", "median", "split", "chunk", "unbind", "sort", "topk"]) | lib.VIEWS
-)
-
-
-SHAPE_CHECKED = lib.DATA_SHAPES | {
-    *("where", "repeat_interleave", "split", "tensor_split", "split_with_sizes"),
-    *("inverse", "cholesky", "to_sparse"),
-}
+_SPLITS = {"split", "tensor_split", "split_with_sizes"}
+_WAITING = {"inverse", "cholesky", "to_sparse"}
 
 
 def device_of(value: Value | None) -> str:
@@ -66,7 +59,7 @@ def rank_of(last: str, args: list[Value]) -> int | None:
             rank += 1
             first = first.items[0] if first.items else UNKNOWN
         return rank if rank and (is_plain(first) or rank == 1) else None
-    if last in ("arange", "linspace", "randperm", "logspace"):
+    if last in tables.VECTORS:
         return 1
     if last == "scalar_tensor":
         return 0
@@ -130,7 +123,7 @@ def method(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywo
     handled = _host(machine, tensor, name, args, keywords, node)
     if handled is not None:
         return handled
-    if name in lib.PLAIN_METHODS:
+    if name in tables.PLAIN_METHODS:
         kind = "shape" if name in ("size", "stride") and not args else "int"
         return Plain(kind)
     handled = _moves(machine, tensor, name, args, keywords, node)
@@ -150,14 +143,13 @@ def _host(
     machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords, node: ast.AST
 ) -> Value | None:
     """Methods that bring values to the host."""
-    readers = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__")
-    if name in readers or name in lib.HOST_READS:
+    if name in tables.READERS or name in tables.HOST_READS:
         if tensor.on_device:
             machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=tensor.sure)
         where = f"{machine.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
         if name == "numpy" and not tensor.on_device:
             return ExtObj("numpy.ndarray", str(tensor.site))
-        kind = "" if name in ("item", "tolist") else "bool" if name in lib.HOST_READS else ""
+        kind = "" if name in ("item", "tolist") else "bool" if name in tables.HOST_READS else ""
         return Plain(kind, varying=moving(machine, tensor), read=where)
     if name == "cpu":
         return move(machine, tensor, "cpu", node, non_blocking=False) if not tensor.on_host else tensor
@@ -217,17 +209,17 @@ def _arguments(
         if isinstance(value, Tensor):
             cpu_operand(machine, node, value, tensor)
         elif varies(value):
-            if name in ("expand", "repeat", "view", "reshape", "new_zeros", "new_empty", "new_ones", "tile"):
+            if name in tables.SHAPE_ARGUMENTS:
                 machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
             else:
                 scalar(machine, node, value, tensor)
-        elif name in ("narrow", "select", "new_zeros", "new_empty", "new_full", "expand", "repeat"):
+        elif name in tables.SIZE_ARGUMENTS:
             inner = [t for t in tensors(value) if t.on_device]
             if inner:
                 text = f"`{short(node)}` reads a device tensor for a size"
                 machine.report("CG101", node, text, sure=inner[0].sure)
     generator = keywords.get("generator")
-    if name in lib.RANDOM_METHODS | lib.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
+    if name in tables.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
 
 
@@ -236,10 +228,10 @@ def _shapes(
 ) -> Value | None:
     """Results whose shape depends on data, and ops that wait."""
     sure = tensor.sure
-    if name not in SHAPE_CHECKED:
+    if name not in tables.DATA_SHAPES | _SPLITS | _WAITING | {"where", "repeat_interleave"}:
         return None
     text = short(node)
-    if name in lib.DATA_SHAPES:
+    if name in tables.DATA_SHAPES:
         machine.report("CG104", node, f"the shape of `{text}` depends on data", sure=sure)
         several = name.startswith("unique") and any(k.startswith("return_") for k in keywords)
         rank = 1 if name in ("bincount", "masked_select") else 2
@@ -252,11 +244,11 @@ def _shapes(
         repeats = args[0] if args else keywords.get("repeats", UNKNOWN)
         if isinstance(repeats, Tensor):
             machine.report("CG104", node, f"the length of `{text}` is the sum of a tensor", sure=sure and repeats.sure)
-    if name in ("split", "tensor_split", "split_with_sizes"):
+    if name in _SPLITS:
         sizes = args[0] if args else UNKNOWN
         if any(t.on_device for t in tensors(sizes)):
             machine.report("CG101", node, f"`{text}` reads its sizes from a device tensor", sure=sure)
-    if name in ("inverse", "cholesky", "to_sparse"):
+    if name in _WAITING:
         machine.report("CG105", node, f"`{text}` waits for the device in its host code", sure=sure)
     return None
 
@@ -269,13 +261,13 @@ def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keyw
         accumulates = name not in ("fill_", "copy_", "zero_")
         written(machine, tensor, args[-1] if args else UNKNOWN, accumulates=accumulates)
         return replace(tensor, optional=False)
-    if name in ("split", "chunk", "unbind", "tensor_split", "split_with_sizes"):
+    if name in _SPLITS | {"chunk", "unbind"}:
         return split_result(machine, tensor, args)
-    if name in lib.PAIRS or (name in ("max", "min", "median") and _has_dim(args, keywords)):
+    if name in tables.PAIRS or (name in ("max", "min", "median") and _has_dim(args, keywords)):
         return Seq("result", None, machine.tensor(tensor.device, sure=tensor.sure), machine.in_step)
-    if name in lib.VIEWS:
+    if name in tables.VIEWS:
         rank: int | None = None
-        if name in ("contiguous", "detach", "float", "half", "bfloat16", "double", "type_as", "transpose"):
+        if name in tables.SAME_RANK:
             rank = tensor.rank
         elif name in ("view", "reshape", "permute", "expand"):
             rank = rank_of("view", args)
@@ -284,10 +276,15 @@ def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keyw
         return view(machine, tensor, rank)
     if name.startswith("new_"):
         return machine.tensor(device_of(keywords.get("device")) or tensor.device, sure=tensor.sure)
-    reduces = name in ("sum", "mean", "max", "min", "any", "all", "prod", "argmax", "argmin", "norm", "median", "std")
-    rank = 0 if reduces and not args and not keywords else tensor.rank if name in ("clone", "abs", "neg") else None
+    rank = (
+        0
+        if name in tables.REDUCTIONS and not args and not keywords
+        else tensor.rank
+        if name in ("clone", "abs", "neg")
+        else None
+    )
     result = machine.tensor(tensor.device, sure=tensor.sure, rank=rank, varying=tensor.on_host and tensor.varying)
-    if name in lib.MASK_OPS or (name in ("any", "all")):
+    if name in tables.MASK_OPS or (name in ("any", "all")):
         return as_mask(result)
     return replace(result, integer=name in ("argmax", "argmin", "argsort", "long", "int"))
 

@@ -3,7 +3,6 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check.source.library import CONSTANT_FALSE, PLAIN_ATTRIBUTES
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -21,6 +20,7 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
+from onegraph.check.tables import CONSTANT_FALSE, PLAIN_ATTRIBUTES
 
 
 def constant(name: str) -> Value:

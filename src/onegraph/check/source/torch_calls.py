@@ -3,8 +3,8 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check import tables
 from onegraph.check.source import entropy, launches, tensor_methods
-from onegraph.check.source import library as lib
 from onegraph.check.source.machine import Machine, place, short
 from onegraph.check.source.tensor_methods import device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
@@ -45,7 +45,7 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
     if name.startswith(("torch.cuda.", "torch.accelerator.")) or name in ("torch.Event", "torch.Stream"):
         return _cuda(machine, name, args, keywords, node)
     if name.startswith("torch.distributed."):
-        if name.rsplit(".", 1)[1] in lib.OBJECT_COLLECTIVES:
+        if name.rsplit(".", 1)[1] in tables.OBJECT_COLLECTIVES:
             machine.report("CG310", node, f"`{short(node)}` needs the host")
         return args[0] if args and isinstance(args[0], Tensor) else UNKNOWN
     if name.startswith("torch."):
@@ -74,7 +74,7 @@ def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
         return Dict(None, in_step=machine.in_step)
-    if name == "contextlib.ExitStack":
+    if name == "contexttables.ExitStack":
         line, column = place(node)
         return ExtObj(name, f"{machine.file.path}:{line}:{column}", machine.in_step)
     if name == "itertools.count":
@@ -123,7 +123,7 @@ def _module(machine: Machine, name: str, args: list[Value], keywords: Keywords) 
 def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     last = name.rsplit(".", 1)[1]
     first = args[0] if args else keywords.get("input", UNKNOWN)
-    if name in lib.CONSTANT_FALSE:
+    if name in tables.CONSTANT_FALSE:
         return Const(False)
     if name == "torch.device":
         return Device(device_of(first) or "")
@@ -132,8 +132,8 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.Generator":
         device = first if args else keywords.get("device")
         return ExtObj(name, "cpu" if device is None else device_of(device), machine.in_step)
-    if last in lib.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
-        sets = last in lib.RNG_SETS
+    if last in tables.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
+        sets = last in tables.RNG_SETS
         machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
         return UNKNOWN
     if name == "torch.compile":
@@ -141,7 +141,7 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         return first if args else UNKNOWN
     if name.rsplit(".", 1)[-1] in ("wrap_triton", "capture_triton") and args:
         return first
-    if name in lib.TRANSFORMS and args:
+    if name in tables.TRANSFORMS and args:
         return first  # runs it, on tensors of other shapes
     if name == "torch.cond" and isinstance(first, Tensor) and first.on_device:
         text = f"`{short(node)}` chooses on the host by a device value"
@@ -154,14 +154,14 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name == "torch.set_default_device" and args:
         machine.default_device = device_of(first)
         return Const(None)
-    if last in lib.GRAD_MODES:
+    if last in tables.GRAD_MODES:
         return ExtObj(name)
-    if last in lib.NOT_TENSORS:
+    if last in tables.NOT_TENSORS:
         return Plain(varying=False) if tensors(first) or is_plain(first) else UNKNOWN
-    if last in lib.FROM_HOST and name.count(".") == 1:
+    if last in tables.FROM_HOST and name.count(".") == 1:
         return _from_host(machine, last, args, keywords, node)
     combines = last in ("normal", "complex", "polar") and isinstance(first, Tensor)
-    if last in lib.FACTORIES and name.count(".") == 1 and not combines:
+    if last in tables.FACTORIES and name.count(".") == 1 and not combines:
         return _factory(machine, last, args, keywords, node)
     return _op(machine, name, last, args, keywords, node)
 
@@ -192,7 +192,7 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         sure=sure,
         pinned=is_pinned,
         rank=rank_of(last, args),
-        varying=_host_varies(device, args) or (device == "cpu" and last in lib.RANDOM and machine.in_step),
+        varying=_host_varies(device, args) or (device == "cpu" and last in tables.RANDOM and machine.in_step),
         ragged=not machine.in_step and any(varies(a) for a in shape),
         integer=last in ("arange", "randint", "randperm"),
     )
@@ -241,7 +241,7 @@ def _is_int(value: Value) -> bool:
 
 def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
     generator = keywords.get("generator")
-    if last in lib.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
+    if last in tables.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
 
 
@@ -251,7 +251,7 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
     given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
     if not given:
         return UNKNOWN
-    if isinstance(first, Tensor) and (last in tensor_methods.SHARED or last in lib.HOST_READS | lib.DATA_SHAPES):
+    if isinstance(first, Tensor) and last in tables.METHODS:
         return tensor_methods.method(machine, first, last, args[1:], keywords, node)
     on_device = [t for t in given if t.on_device]
     result_device = on_device[0].device if on_device else given[0].device
@@ -272,11 +272,11 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
     _generator(machine, last, keywords, node)
     if last == "where" and len(args) == 1:
         return Seq("tuple", None, machine.tensor(result_device, sure=sure, rank=1, integer=True), machine.in_step)
-    if last in lib.SPLITS:
+    if last in tables.SPLITS:
         return split_result(machine, given[0], args[1:])
-    if last in lib.PAIRS:
+    if last in tables.PAIRS:
         return Seq("result", None, machine.tensor(result_device, sure=sure), machine.in_step)
-    if last in ("cat", "concat", "concatenate", "stack", "hstack", "vstack"):
+    if last in tables.CONCATS or last == "stack":
         rank = given[0].rank if last != "stack" or given[0].rank is None else given[0].rank + 1
         made = machine.tensor(result_device, sure=sure, rank=rank)
         if machine.in_step and len(given) > 1 and any(machine.carried_over(t) and not t.part for t in given):
@@ -286,20 +286,19 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
     if last.endswith("_like"):
         device = device_of(keywords["device"]) if "device" in keywords else given[0].device
         return machine.tensor(device, sure=sure, rank=given[0].rank)
-    return machine.tensor(result_device, sure=sure, boolean=last in lib.MASK_OPS)
+    return machine.tensor(result_device, sure=sure, boolean=last in tables.MASK_OPS)
 
 
 def _waits(
     machine: Machine, name: str, last: str, args: list[Value], keywords: Keywords, node: ast.AST, sure: bool
 ) -> None:
     """Ops whose own host code waits for the device."""
-    linalg = name.startswith("torch.linalg.")
-    found = (linalg and last in lib.CHECKED) or (name.count(".") == 1 and last in ("inverse", "cholesky"))
+    always = tables.waiting_linalg().get(last) if name.startswith("torch.linalg.") else None
+    found = bool(always) or (name.count(".") == 1 and last in ("inverse", "cholesky"))
     found = found or last == "ctc_loss"
     found = found or (last == "histc" and not (len(args) > 3 or {"min", "max"} & set(keywords)))
     found = found or (last == "normal" and len([a for a in args[:2] if isinstance(a, Tensor)]) == 2)
-    maybe = linalg and last in lib.SOMETIMES_CHECKED
-    if found or maybe:
+    if found or always is not None:
         machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure and found)
 
 
@@ -335,10 +334,8 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
             machine.report("CG303", node, f"`{short(node)}` changes the device in the middle of the step")
         case "device":
             return ExtObj("torch.cuda.device")
-        case (
-            "manual_seed" | "manual_seed_all" | "seed" | "seed_all" | "get_rng_state" | "set_rng_state" | "initial_seed"
-        ):
-            sets = last in lib.RNG_SETS
+        case _ if last in tables.RNG_STATE:
+            sets = last in tables.RNG_SETS
             machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
         case "FloatTensor" | "LongTensor" | "HalfTensor" | "IntTensor" | "BoolTensor":
             machine.report("CG102", node, f"`{short(node)}` builds a device tensor from host data in the step")
