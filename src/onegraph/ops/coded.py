@@ -66,7 +66,7 @@ class Coded:
         wanted: (*tensors, *numbers) -> dtypes and shape of each tensor behind the codes. Raises ValueError for numbers
             that no weight has.
         expert_biases: whether experts take biases.
-        cases: of each op, by its name without that of the format.
+        cases: of each op, by its name without that of the format; it has the ops that have cases.
     """
 
     name: str
@@ -230,83 +230,103 @@ class Coded:
 
     # ------------------------------------------------------------------------------------------------------------- ops
 
-    def _op(self, op: str, schema: str, reference: Callable[..., Tensor], **rest: Any) -> Op:
-        return register(
-            Op(
-                name=f"{self.name}_{op}",
-                schema=f"({schema}) -> Tensor",
-                reference=reference,
-                kernel=None if getattr(self.kernels, op) is None else f"{self.module}:CODED.{op}_on_gpu",
-                cases=self.cases[op],
-                **rest,
-            )
-        )
-
-    def _arguments(self, first: str, *behind: str) -> str:
-        """The tensors of a weight as a schema has them; `first`: the name of the codes."""
-        named = [first, *(f"{first}_{key}" if first != "codes" else key for key in self.tensors[1:])]
-        return ", ".join([*(f"Tensor{'?' * name.endswith('?')} {name.removesuffix('?')}" for name in named), *behind])
-
     @cached_property
-    def ops(self) -> tuple[Op, Op, Op, Op]:
-        """dequantize, linear, grouped_linear and experts; registered when first asked for."""
-        numbers, packed, count = tuple(f"int {key}" for key in self.numbers), self.packed, len(self.tensors)
-        bias = ("Tensor? {}_bias",) if self.expert_biases else ()
-        layers = [self._arguments(name, *(each.format(name) for each in bias)) for name in ("gate_up", "down")]
-        gate = "float limit", "float alpha", "float shift"
+    def ops(self) -> dict[str, Op]:
+        """The ops that have cases, by name without that of the format; registered when first asked for."""
+        records = {
+            "dequantize": self._dequantize_op,
+            "linear": self._linear_op,
+            "grouped_linear": self._grouped_linear_op,
+            "experts": self._experts_op,
+        }
+        found = {}
+        for op, cases in self.cases.items():
+            arguments, rest = records[op]()
+            kernel = None if getattr(self.kernels, op) is None else f"{self.module}:CODED.{op}_on_gpu"
+            schema = f"({', '.join(arguments)}) -> Tensor"
+            found[op] = register(Op(name=f"{self.name}_{op}", schema=schema, kernel=kernel, cases=cases, **rest))
+        return found
 
-        def outputs(x: Tensor, n: int, width: int | None = None) -> int:
-            """Bytes of a result of n outputs."""
-            return x.shape[:-1].numel() * n * (width or x.element_size())
+    def _arguments(self, codes: str = "codes") -> list[str]:
+        """The tensors of a weight as a schema has them; `codes`: the name of the first."""
+        named = [codes, *(key if codes == "codes" else f"{codes}_{key}" for key in self.tensors[1:])]
+        return [f"Tensor{'?' * name.endswith('?')} {name.removesuffix('?')}" for name in named]
 
-        return (
-            self._op(
-                "dequantize", self._arguments("codes", *numbers), self.decode, check=self.check_weight,
-                fake=lambda codes, *_: codes.new_empty(
-                    (*codes.shape[:-1], codes.shape[-1] * packed), dtype=torch.float32
-                ),
-                tolerance=_EXACT,
-                bytes_moved=lambda codes, *rest: nbytes(codes, *rest[: count - 1]) + 4 * packed * codes.numel(),
-                flops=lambda codes, *_: 2 * packed * codes.numel(),
+    @property
+    def _numbers(self) -> list[str]:
+        return [f"int {key}" for key in self.numbers]
+
+    def _dequantize_op(self) -> tuple[list[str], dict[str, Any]]:
+        packed, count = self.packed, len(self.tensors)
+        return [*self._arguments(), *self._numbers], {
+            "reference": self.decode,
+            "fake": lambda codes, *_: codes.new_empty(
+                (*codes.shape[:-1], codes.shape[-1] * packed), dtype=torch.float32
             ),
-            self._op(
-                "linear", f"Tensor x, {self._arguments('codes', 'Tensor? bias', *numbers, 'bool float32')}",
-                self.linear, check=self._check_linear,
-                fake=lambda x, codes, *rest: x.new_empty(
-                    (*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if rest[-1] else x.dtype
-                ),
-                tolerance=_TOLERANCE,
-                bytes_moved=lambda x, *rest: (
-                    nbytes(x, *rest[: count + 1]) + outputs(x, rest[0].shape[0], 4 if rest[-1] else None)
-                ),
-                flops=lambda x, codes, *_: 2 * x.numel() * codes.shape[0],
+            "check": self.check_weight,
+            "tolerance": _EXACT,
+            "bytes_moved": lambda codes, *rest: nbytes(codes, *rest[: count - 1]) + 4 * packed * codes.numel(),
+            "flops": lambda codes, *_: 2 * packed * codes.numel(),
+        }
+
+    def _linear_op(self) -> tuple[list[str], dict[str, Any]]:
+        count = len(self.tensors)
+        return ["Tensor x", *self._arguments(), "Tensor? bias", *self._numbers, "bool float32"], {
+            "reference": self.linear,
+            "fake": lambda x, codes, *rest: x.new_empty(
+                (*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if rest[-1] else x.dtype
             ),
-            self._op(
-                "grouped_linear", f"Tensor x, {self._arguments('codes', *numbers)}",
-                self.grouped_linear, check=self._check_grouped_linear,
-                fake=lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[1])),
-                tolerance=_TOLERANCE,
-                bytes_moved=lambda x, *rest: nbytes(x, *rest[:count]) + outputs(x, rest[0].shape[1]),
-                flops=lambda x, codes, *_: 2 * x.numel() * codes.shape[1],
+            "check": self._check_linear,
+            "tolerance": _TOLERANCE,
+            "bytes_moved": lambda x, codes, *rest: (
+                nbytes(x, codes, *rest[:count])
+                + (4 if rest[-1] else x.element_size()) * x.shape[:-1].numel() * codes.shape[0]
             ),
-            self._op(
-                "experts", ", ".join(["Tensor x, Tensor experts, Tensor weights", *layers, *numbers, *gate]),
-                self.experts, check=self._check_experts,
-                fake=lambda x, *_: torch.empty_like(x),
-                tolerance=_EXPERTS_TOLERANCE,
-                bytes_moved=lambda x, experts, weights, codes, *rest: (
-                    2 * nbytes(x) + min(experts.numel(), len(codes)) * (nbytes(codes, *_tensors(rest)) // len(codes))
-                ),
-                flops=lambda x, experts, weights, codes, *_: 3 * experts.numel() * x.shape[1] * codes.shape[1],
+            "flops": lambda x, codes, *_: 2 * x.numel() * codes.shape[0],
+        }
+
+    def _grouped_linear_op(self) -> tuple[list[str], dict[str, Any]]:
+        count = len(self.tensors)
+        return ["Tensor x", *self._arguments(), *self._numbers], {
+            "reference": self.grouped_linear,
+            "fake": lambda x, codes, *_: x.new_empty((*x.shape[:-1], codes.shape[1])),
+            "check": self._check_grouped_linear,
+            "tolerance": _TOLERANCE,
+            "bytes_moved": lambda x, codes, *rest: (
+                nbytes(x, codes, *rest[: count - 1]) + x.element_size() * x.shape[:-1].numel() * codes.shape[1]
             ),
-        )  # fmt: skip
+            "flops": lambda x, codes, *_: 2 * x.numel() * codes.shape[1],
+        }
+
+    def _experts_op(self) -> tuple[list[str], dict[str, Any]]:
+        layers = [
+            argument
+            for layer in ("gate_up", "down")
+            for argument in (*self._arguments(layer), *([f"Tensor? {layer}_bias"] if self.expert_biases else []))
+        ]
+        routes, gate = ("Tensor x", "Tensor experts", "Tensor weights"), ("float limit", "float alpha", "float shift")
+
+        def bytes_moved(x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> int:
+            tensors = [each for each in rest if isinstance(each, Tensor)]
+            count = tensors[0].shape[0]
+            return 2 * nbytes(x) + min(experts.numel(), count) * (nbytes(*tensors) // count)
+
+        return [*routes, *layers, *self._numbers, *gate], {
+            "reference": self.experts,
+            "fake": lambda x, *_: torch.empty_like(x),
+            "check": self._check_experts,
+            "tolerance": _EXPERTS_TOLERANCE,
+            "bytes_moved": bytes_moved,
+            "flops": lambda x, experts, weights, codes, *_: 3 * experts.numel() * x.shape[1] * codes.shape[1],
+        }
 
     # --------------------------------------------------------------------------------------------- as a weight format
 
     @cached_property
     def weight(self) -> WeightOps:
         """How weights of the format are run."""
-        dequantize, linear, grouped_linear, experts = self.ops
+        dequantize, linear = self.ops["dequantize"], self.ops["linear"]
+        grouped, experts = self.ops.get("grouped_linear"), self.ops.get("experts")
         names = tuple(key.removesuffix("?") for key in self.tensors)
 
         def tensors(weight: Given) -> tuple[Tensor | None, ...]:
@@ -322,12 +342,18 @@ class Coded:
             y: Tensor = linear(x, *tensors(weight), bias, *numbers(format), float32)
             return y
 
+        def run_grouped(format: WeightFormat, x: Tensor, weight: Given) -> Tensor:
+            assert grouped is not None
+            y: Tensor = grouped(x, *tensors(weight), *numbers(format))
+            return y
+
         def run_experts(
             format: WeightFormat, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Given, down: Given,
             gate: SwiGLU, biases: tuple[Tensor, Tensor] | None,
         ) -> Tensor:  # fmt: skip
             if biases is not None and not self.expert_biases:
                 raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")
+            assert experts is not None
             added = [(bias,) if self.expert_biases else () for bias in biases or (None, None)]
             layers = *tensors(gate_up), *added[0], *tensors(down), *added[1]
             y: Tensor = experts(x, chosen, weights, *layers, *numbers(format), *gate.numbers)
@@ -336,14 +362,10 @@ class Coded:
         return WeightOps(
             linear=run,
             decode=lambda format, weight: dequantize(*tensors(weight), *numbers(format)),
-            grouped=lambda format, x, weight: grouped_linear(x, *tensors(weight), *numbers(format)),
-            experts=run_experts,
+            grouped=None if grouped is None else run_grouped,
+            experts=None if experts is None else run_experts,
             reads=self.kernels.reads,
         )
-
-
-def _tensors(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    return tuple(each for each in args if isinstance(each, Tensor))
 
 
 def _check_bias(name: str, bias: Tensor | None, dtypes: Dtypes, shape: Shape, device: torch.device) -> None:

@@ -131,5 +131,5 @@ CODED = Coded(
         ),
     },
 )
-fp8_dequantize, fp8_linear, fp8_grouped_linear, fp8_experts = CODED.ops
+fp8_dequantize, fp8_linear, fp8_grouped_linear, fp8_experts = CODED.ops.values()
 WEIGHT = CODED.weight

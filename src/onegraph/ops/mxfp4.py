@@ -116,5 +116,5 @@ CODED = Coded(
         ),
     },
 )
-mxfp4_dequantize, mxfp4_linear, mxfp4_grouped_linear, mxfp4_experts = CODED.ops
+mxfp4_dequantize, mxfp4_linear, mxfp4_grouped_linear, mxfp4_experts = CODED.ops.values()
 WEIGHT = CODED.weight
