@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP, swizzle_scales, tiled_shape
+from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -52,30 +52,8 @@ def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     return encode_e2m1((grouped / unit).flatten(-2)), scale.view(torch.uint8)
 
 
-def _quantize_tiled(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize(x, global_scale)
-    return codes, swizzle_scales(scale)
-
-
-def quantize_tiled_on_gpu(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    from onegraph.ops.cuda import nvfp4_activations
-
-    if not x.numel() or not nvfp4_activations.available(x.device.index):
-        return _quantize_tiled(x, global_scale)
-    return nvfp4_activations.quantize(x, global_scale, tiled_shape(x.shape[0], x.shape[1] // GROUP))
-
-
-def tiled(scale: Tensor) -> Tensor:
-    """A weight's scales uint8 [n, g] in the order of FP4 tensor cores: `formats.nvfp4.swizzle_scales` in one launch."""
-    from onegraph.ops.cuda import nvfp4_activations
-
-    if not scale.is_cuda or not nvfp4_activations.available(scale.device.index):
-        return swizzle_scales(scale)
-    return nvfp4_activations.tiled(scale, tiled_shape(*scale.shape))
-
-
-def activation_scale(x: Tensor) -> Tensor:
-    """The global scale of activations, float32 [], from their largest magnitude; stays on the device."""
+def global_scale_of(x: Tensor) -> Tensor:
+    """A global scale for x, float32 [], from its largest magnitude; stays on the device."""
     return (x.abs().amax().float() / (E2M1_MAX * E4M3_MAX)).clamp(min=SMALLEST)
 
 
@@ -144,12 +122,6 @@ def _check_quantize(x: Tensor, global_scale: Tensor) -> None:
     check_scalar("global_scale", global_scale)
 
 
-def _check_quantize_tiled(x: Tensor, global_scale: Tensor) -> None:
-    _check_quantize(x, global_scale)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, k]")
-
-
 def _check_rows(rows: Tensor, dim: int) -> None:
     if dim % GROUP or rows.dtype != torch.uint8 or rows.dim() == 0 or rows.shape[-1] != dim // 2 + dim // GROUP:
         raise ValueError(
@@ -187,7 +159,7 @@ def _coded_rows_case(shape: tuple[int, ...]) -> Case:
 def _quantize_case(shape: tuple[int, ...]) -> Case:
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = torch.randn(*shape, generator=g).to(device, dtype)
-        return x, activation_scale(x)
+        return x, global_scale_of(x)
 
     return Case(name="x".join(map(str, shape)), make=make)
 
@@ -220,26 +192,6 @@ nvfp4_quantize = register(
     )
 )
 """`nvfp4_quantize(x [..., k], global_scale []) -> codes uint8 [..., k/2], scale uint8 [..., k/16]`, to nearest."""
-
-nvfp4_quantize_tiled = register(
-    Op(
-        name="nvfp4_quantize_tiled",
-        schema="(Tensor x, Tensor global_scale) -> (Tensor, Tensor)",
-        reference=_quantize_tiled,
-        fake=lambda x, global_scale: (
-            x.new_empty((x.shape[0], x.shape[1] // 2), dtype=torch.uint8),
-            x.new_empty(tiled_shape(x.shape[0], x.shape[1] // GROUP), dtype=torch.uint8),
-        ),
-        kernel="onegraph.ops.nvfp4:quantize_tiled_on_gpu",
-        check=_check_quantize_tiled,
-        cases=(_quantize_case((3, 64)), _quantize_case((130, 80)), _quantize_case((256, 1024))),
-        tolerance=_EXACT,
-        bytes_moved=lambda x, global_scale: nbytes(x) + x.numel() * 9 // 16,
-        flops=lambda x, global_scale: 2 * x.numel(),
-    )
-)
-"""`nvfp4_quantize_tiled(x [T, k], global_scale []) -> codes uint8 [T, k/2], scale uint8 [T', k'/16]`: as
-`nvfp4_quantize`, scales padded and in the order of `formats.nvfp4.swizzle_scales`."""
 
 nvfp4_dequantize_weight = register(
     Op(

@@ -1,8 +1,6 @@
-"""Linears on NVFP4 codes: one, one for each group, routed experts; and W4A4 as FP4 tensor cores compute it.
+"""Linears on NVFP4 codes: one, one for each group, routed experts.
 
-Weights only (W4A16) is what runs unless more is asked for, in one launch for few tokens (`ops/cuda/nvfp4.cu`);
-`nvfp4_linear_w4a4` says what a GPU with FP4 tensor cores computes, exactly. Arguments of a weight are those of
-`ops/nvfp4.py`.
+Few tokens run in one launch (`ops/cuda/nvfp4.cu`). Arguments of a weight are those of `ops/nvfp4.py`.
 """
 
 from typing import Any
@@ -10,23 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, NVFP4Format
+from onegraph.formats.nvfp4 import NVFP4Format
 from onegraph.ops.activation import SwiGLU, check_gate, swiglu
 from onegraph.ops.checks import check_routes
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.nvfp4 import (
-    activation_scale,
     check_float,
-    check_scalar,
     check_weight,
-    decode_e2m1,
     dequantize_weight,
     nvfp4_dequantize_weight,
-    nvfp4_quantize_tiled,
-    quantize,
     random_weight,
-    tiled,
-    times_scales,
 )
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
@@ -40,19 +31,6 @@ def _linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias:
 def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     weight = dequantize_weight(codes, scale, global_scale)  # [G, n, k]
     return torch.einsum("...gk,gnk->...gn", x.float(), weight).to(x.dtype).contiguous()
-
-
-def _linear_w4a4(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Both sides' values times their block scales are exact in float32, their sums in float64: what is rounded is the
-    result alone. A tensor core adds the same products in float32, in an order of its own."""
-    input_scale = activation_scale(x) if input_scale is None else input_scale
-    a_codes, a_scale = quantize(x, input_scale)
-    a = times_scales(decode_e2m1(a_codes), a_scale).double()
-    b = times_scales(decode_e2m1(codes), scale).double()
-    y = (a @ b.T).float() * (input_scale * global_scale)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def _experts(
@@ -105,40 +83,6 @@ def experts_on_gpu(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) ->
     return nvfp4.experts(x, experts, weights, *layers)
 
 
-def has_fp4_tensor_cores(device: torch.device) -> bool:
-    """Blackwell (compute capability 10.0 and 12.0) with a torch whose `_scaled_mm` multiplies FP4."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in (10, 12)
-        and hasattr(torch, "float4_e2m1fn_x2")
-    )
-
-
-def linear_w4a4_on_gpu(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """FP4 tensor cores where there are any: that branch has never run, for want of such a GPU. What was tested of it is
-    the order of the scales. Elsewhere the emulation, on any device."""
-    n, k = codes.shape[0], codes.shape[1] * 2
-    if not has_fp4_tensor_cores(x.device) or k % 32 or n % 16 or not x.numel():
-        return _linear_w4a4(x, codes, scale, global_scale, input_scale, bias)
-    input_scale = activation_scale(x) if input_scale is None else input_scale
-    a_codes, a_scale = nvfp4_quantize_tiled(x.reshape(-1, k), input_scale)
-    sums = torch._scaled_mm(
-        a_codes.view(torch.float4_e2m1fn_x2),
-        codes.view(torch.float4_e2m1fn_x2).t(),
-        a_scale.view(E4M3).flatten(),
-        tiled(scale).view(E4M3).flatten(),
-        out_dtype=torch.float32,
-    )
-    factor, y = input_scale * global_scale, x.new_empty(*x.shape[:-1], n)
-    if bias is None:
-        torch.mul(sums, factor, out=y.view(-1, n))
-    else:
-        torch.addcmul(bias.float(), sums, factor, out=y.view(-1, n))
-    return y
-
-
 def _check_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> None:
     check_weight(codes, scale, global_scale, 2)
     check_float("x", x, codes.shape[1] * 2)
@@ -151,14 +95,6 @@ def _check_grouped(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor
     check_float("x", x, codes.shape[2] * 2)
     if x.dim() < 2 or x.shape[-2] != codes.shape[0]:
         raise ValueError(f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for [..., {codes.shape[0]}, k]")
-
-
-def _check_w4a4(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> None:
-    _check_linear(x, codes, scale, global_scale, bias)
-    if input_scale is not None:
-        check_scalar("input_scale", input_scale)
 
 
 def _check_experts(
@@ -194,14 +130,6 @@ def _linear_case(batch: tuple[int, ...], n: int, k: int, bias: bool = False) -> 
         return x, *random_weight((n, k), device, g), b
 
     return Case(name=f"{'x'.join(map(str, batch))}x{k}->{n}{'+bias' if bias else ''}", make=make)
-
-
-def _w4a4_case(batch: int, n: int, k: int, frozen: bool) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn(batch, k, generator=g).to(device, dtype)
-        return x, *random_weight((n, k), device, g), torch.tensor(0.002, device=device) if frozen else None, None
-
-    return Case(name=f"{batch}x{k}->{n}{' frozen' if frozen else ''}", make=make)
 
 
 def _grouped_case(batch: tuple[int, ...], groups: int, n: int, k: int) -> Case:
@@ -305,30 +233,7 @@ nvfp4_experts = register(
 scale [E, 2F], down [E, D, F/2], its scales, limit, alpha, shift) -> [T, D]`: sum over k of weights * down(swiglu(..)),
 as `SwiGLU` tells it. Which experts run is read on the device. Gate rows come first, then up rows; F % 16 == 0."""
 
-nvfp4_linear_w4a4 = register(
-    Op(
-        name="nvfp4_linear_w4a4",
-        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale, Tensor? input_scale, Tensor? bias) "
-        "-> Tensor",
-        reference=_linear_w4a4,
-        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
-        kernel="onegraph.ops.nvfp4_linear:linear_w4a4_on_gpu",
-        check=_check_w4a4,
-        cases=(_w4a4_case(3, 48, 64, False), _w4a4_case(5, 64, 256, True)),
-        tolerance=_TOLERANCE,
-        bytes_moved=lambda x, codes, scale, global_scale, input_scale, bias: (
-            nbytes(x, codes, scale, global_scale, bias) + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
-        ),
-        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
-    )
-)
-"""`nvfp4_linear_w4a4(x, codes, scale, global_scale [n], input_scale, bias)`: activations in NVFP4 too, their global
-scale `input_scale` [] frozen, or None: from x, on the device, each call."""
-
-
 # --------------------------------------------------------------------------------------------------- as a weight format
-
-FEW = 64  # tokens of a row, with which it is no prompt: a decode step's, or a round's that checks drafts
 
 
 def _weight(given: Given) -> tuple[Tensor, Tensor, Tensor]:
@@ -338,10 +243,7 @@ def _weight(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 def _run(
     format: NVFP4Format, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
 ) -> Tensor:
-    x = x.float() if float32 else x
-    if format.activations is None or (format.prompts and (x.dim() < 3 or x.shape[-2] <= FEW)):
-        return nvfp4_linear(x, *_weight(weight), bias)
-    return nvfp4_linear_w4a4(x, *_weight(weight), weight.get("input_scale"), bias)
+    return nvfp4_linear(x.float() if float32 else x, *_weight(weight), bias)
 
 
 def _run_experts(
