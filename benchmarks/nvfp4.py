@@ -45,7 +45,7 @@ class NVFP4:
 
     @staticmethod
     def linear(x: torch.Tensor, *weight: Any) -> Any:
-        return nvfp4_linear(x, *weight, None)
+        return nvfp4_linear(x, *weight, None, False)
 
     run_experts = nvfp4_experts
 

@@ -15,12 +15,10 @@ from onegraph.ops.nvfp4 import (
     encode_e2m1,
     global_scale_of,
     nvfp4_dequantize_cache_rows,
-    nvfp4_dequantize_weight,
     nvfp4_quantize,
     nvfp4_quantize_cache_rows,
-    random_weight,
 )
-from onegraph.ops.nvfp4_linear import nvfp4_linear
+from onegraph.ops.nvfp4_linear import nvfp4_dequantize, nvfp4_linear, random_weight
 from onegraph.quant.nvfp4 import quantize_weight
 
 VALUES = [*E2M1, *(-v for v in E2M1)]
@@ -63,7 +61,7 @@ def test_encoding_is_nearest_with_ties_to_even_and_saturates() -> None:
 
 def test_dequantizing_a_weight_is_the_definition() -> None:
     codes, scale, _ = random_weight((5, 48), "cpu", rng())
-    got = nvfp4_dequantize_weight(codes, scale, torch.full((5,), 0.0123))
+    got = nvfp4_dequantize(codes, scale, torch.full((5,), 0.0123))
     torch.testing.assert_close(got.double(), by_hand(codes, scale, 0.0123), rtol=1e-6, atol=0)
 
 
@@ -79,7 +77,7 @@ def test_quantizing_rounds_to_nearest_under_the_nearest_scale() -> None:
         wanted = (part.abs().max() / 6 / unit).to(E4M3).float()
         assert factors[row, group] == wanted
         step = wanted * unit
-        got = nvfp4_dequantize_weight(codes[row : row + 1], scale[row : row + 1], unit.reshape(1))
+        got = nvfp4_dequantize(codes[row : row + 1], scale[row : row + 1], unit.reshape(1))
         grid = torch.tensor(VALUES) * step
         best = (part.unsqueeze(1) - grid).abs().min(1).values
         torch.testing.assert_close((got[0, group * 16 : group * 16 + 16] - part).abs(), best, rtol=1e-4, atol=1e-7)
@@ -91,7 +89,7 @@ def test_the_scale_search_is_worth_its_time() -> None:
 
     def errors(search: bool) -> Tensor:
         made = quantize_weight(weight, search=search)
-        got = nvfp4_dequantize_weight(made["codes"], made["scale"], made["global_scale"].expand(64).contiguous())
+        got = nvfp4_dequantize(made["codes"], made["scale"], made["global_scale"].expand(64).contiguous())
         return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
 
     nearest, searched = errors(False), errors(True)
@@ -104,7 +102,7 @@ def test_the_scale_search_is_worth_its_time() -> None:
 def test_quantizing_extremes_stays_finite(x: Tensor) -> None:
     unit = global_scale_of(x)
     codes, scale = nvfp4_quantize(x, unit)
-    got = nvfp4_dequantize_weight(codes, scale, unit.expand(x.shape[0]).contiguous())
+    got = nvfp4_dequantize(codes, scale, unit.expand(x.shape[0]).contiguous())
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, x, rtol=0.1, atol=1e-30)
 
@@ -119,7 +117,7 @@ def test_a_cache_row_is_not_a_weight() -> None:
     assert torch.equal(rows[..., 64:], scale)
     assert (got - x).norm() / x.norm() < 0.12
     with pytest.raises(ValueError, match="the scale of codes"):
-        nvfp4_dequantize_weight(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
+        nvfp4_dequantize(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
 
 
 def test_ops_refuse_scales_of_another_size() -> None:
@@ -127,11 +125,11 @@ def test_ops_refuse_scales_of_another_size() -> None:
     x = torch.randn(1, 128)
     for bad in (scale[:, :4].contiguous(), scale.t().contiguous()):
         with pytest.raises(ValueError, match=r"scale of codes is .*\(64, 8\)"):
-            nvfp4_linear(x, codes, bad, gain, None)
+            nvfp4_linear(x, codes, bad, gain, None, False)
     with pytest.raises(ValueError, match="contiguous"):
-        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None)
+        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None, False)
     with pytest.raises(ValueError, match="last dimension of 128"):
-        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None)
+        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None, False)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -146,7 +144,7 @@ def test_fused_layers_keep_their_global_scales() -> None:
     one = join(parts)
     assert isinstance(one, Linear)
     torch.testing.assert_close(one(x), torch.cat([part(x) for part in parts], -1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].tensors.values()))
+    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize(*parts[1].tensors.values()))
 
 
 def test_a_grouped_linear_is_one_linear_a_group() -> None:
@@ -172,7 +170,7 @@ def test_experts_are_their_linears_one_by_one() -> None:
     for t in range(3):
         total = torch.zeros(dim)
         for e, gain in zip(experts[t].tolist(), gains[t], strict=True):
-            gate, up = nvfp4_linear(x[t], *(part[e] for part in gate_up), None).chunk(2)
+            gate, up = nvfp4_linear(x[t], *(part[e] for part in gate_up), None, False).chunk(2)
             hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-            total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None)
+            total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None, False)
         torch.testing.assert_close(got[t], total, rtol=1e-4, atol=1e-5)

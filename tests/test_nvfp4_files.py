@@ -18,7 +18,7 @@ from onegraph.formats.published import Published
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.nn.linear import Linear
-from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, random_weight
+from onegraph.ops.nvfp4_linear import nvfp4_dequantize, random_weight
 from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 from test_nvfp4 import by_hand, rng
 
@@ -139,7 +139,7 @@ def test_a_model_in_nvfp4_is_what_its_codes_stand_for(variant: str, tmp_path: Pa
     write_checkpoint(tmp_path / "coded", told, quantized_tensors(source.names, source.tensor, linears))
     for name in linears:
         codes, scale, gain = quantize_weight(source.tensor(f"{name}.weight")).values()
-        dense = nvfp4_dequantize_weight(codes, scale, gain.expand(codes.shape[0]).contiguous())
+        dense = nvfp4_dequantize(codes, scale, gain.expand(codes.shape[0]).contiguous())
         hf.get_submodule(name).weight.data.copy_(dense)
     row = torch.randint(0, 131, (24,), generator=rng())
     with torch.no_grad():
