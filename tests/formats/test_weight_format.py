@@ -19,7 +19,7 @@ from onegraph.formats.fp8 import FP8, FP8Format
 from onegraph.formats.int4 import ALL, INT4Format, int4
 from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import E8M0, MXFP4
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
+from onegraph.formats.nvfp4 import E4M3, NVFP4, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -440,17 +440,6 @@ def test_a_config_is_read_by_its_own_format() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             parse_quantization(data)
-
-
-def test_w4a4_is_a_format_of_its_own() -> None:
-    assert "input_scale" in NVFP4Format("frozen").fields
-    assert "input_scale" not in NVFP4Format("dynamic").fields
-    assert len({str(NVFP4Format(kind)) for kind in (None, "dynamic", "frozen")}) == 3
-    tensors = made(NVFP4, 16, 32).tensors | {"input_scale": torch.ones((), dtype=torch.float16)}
-    with pytest.raises(ValueError, match="input_scale is float16"):
-        Linear(NVFP4Format("frozen"), tensors)
-    with pytest.raises(ValueError, match="allowed: None, 'dynamic', 'frozen'"):
-        NVFP4Format("static")
 
 
 @each_format

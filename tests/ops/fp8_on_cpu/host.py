@@ -5,6 +5,7 @@ import ctypes
 import sys
 from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ fp8.takes = fp8.takes_codes = lambda tensor: tensor.numel() > 0
 
 for name in ("fp8_dequantize", "fp8_linear", "fp8_grouped_linear", "fp8_experts"):
     op = OPS[name]
-    kernel = getattr(ops, op.kernel.partition(":")[2])
+    kernel = attrgetter(op.kernel.partition(":")[2])(ops)
     for case in op.cases:
         launches, args = 0, case.make(torch.device("cpu"), torch.bfloat16, torch.Generator().manual_seed(0))
         got, given = kernel(*args), op.reference(*args)
