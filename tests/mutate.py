@@ -60,7 +60,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/bench.py": ("test_bench.py",),
     "engine/evaluate.py": ("test_evaluate.py",),
     "engine/placed.py": ("test_deepseek_placed.py",),
-    "engine/soak.py": ("test_soak.py",),
     "formats/": ("test_checkpoint.py", "test_llama_quantized.py", "test_llama_config.py", "fuzz/test_fuzz.py"),
     "formats/e8p.py": ("test_e8p.py", "test_linear.py", "test_quant.py", "test_llama_quantized.py"),
     "formats/files.py": ("test_files.py", "test_checkpoint.py"),
