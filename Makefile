@@ -30,7 +30,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 demo: $(VENV)/.run ## quantize SmolLM2-135M to 4 bits and ask it a question
-	$(BIN)/onegraph demo
+	$(BIN)/python -m tools demo
 
 # The tests on the real model run where `make demo` has fetched it.
 test: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import L2_TIMES, copy_bandwidth, replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import L2_TIMES, copy_bandwidth, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.formats import turboquant
 from onegraph.formats.turboquant_layout import BLOCK, TurboQuantLayout

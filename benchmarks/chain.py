@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import e8p_chain as cuda
 from onegraph.ops.decode_attention import _SMOL, paged_decode

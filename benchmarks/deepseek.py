@@ -27,14 +27,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kernels import copy_bandwidth
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from onegraph.engine import steps as engine_steps
-from onegraph.engine.bench import copy_bandwidth
 from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
-from onegraph.engine.soak import Round, soak
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.fp8 import FP8
@@ -223,7 +222,9 @@ def charges(step: Decode, replays: int = 6) -> dict[str, Any]:
 
 
 def watch(model: DeepseekV4, steps: int, say: Callable[..., None]) -> None:
-    """`onegraph soak` of this model in rounds of 256 steps."""
+    """`tools soak` of this model in rounds of 256 steps."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from tools.rounds import Round, soak
 
     def make(tested: bool) -> Engine:
         return Engine(model, max_batch=1, max_context=272, chunk=16, capture=tested)

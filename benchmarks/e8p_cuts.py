@@ -19,9 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kernels import L2_TIMES, replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import L2_TIMES, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
 from onegraph.ops import family

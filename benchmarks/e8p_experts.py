@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import copy_bandwidth, replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import bench_step, copy_bandwidth, replay_us
+from onegraph.engine.bench import bench_step
 from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook, residual_dtype
 from onegraph.ops.cuda import build

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from e8p_cuts import random_layer
+from kernels import replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import e8p
 

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from kernels import L2_TIMES, bench_linear, copy_bandwidth, replay_us
 from linear import compiled, running
 from torch import Tensor
 
-from onegraph.engine.bench import L2_TIMES, bench_linear, copy_bandwidth, replay_us
 from onegraph.engine.record import Row, emit, machine
 from onegraph.ops.hadamard import hadamard
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import copy_bandwidth, replay_us
 
-from onegraph.engine.bench import copy_bandwidth, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import build, fp8
 from onegraph.ops.fp8 import fp8_experts, fp8_grouped_linear, fp8_linear

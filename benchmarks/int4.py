@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import copy_bandwidth, replay_us
 
-from onegraph.engine.bench import copy_bandwidth, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import int4 as kernels
 from onegraph.ops.int4 import int4_linear

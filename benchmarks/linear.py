@@ -1,5 +1,5 @@
 """Microseconds of the E8P linear beside torch's dense one and humming-kernels, as JSON lines; the tables of
-docs/performance.md are its lines, each held to float64. `onegraph bench linear` prints a table.
+docs/performance.md are its lines, each held to float64.
 
 PYTHONPATH=src python3 benchmarks/linear.py --tokens 1 8 16 32 64 512 4096 --out benchmarks/results/linear-h200.jsonl
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from kernels import HUMMING, LINEAR_SHAPES, bench_linear, has_humming, linear_layer
 
-from onegraph.engine.bench import HUMMING, LINEAR_SHAPES, bench_linear, has_humming, linear_layer
 from onegraph.engine.record import Row, emit
 from onegraph.ops import family
 from onegraph.ops.cuda import build, e8p, e8p_portable

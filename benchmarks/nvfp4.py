@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import copy_bandwidth, replay_us
 
-from onegraph.engine.bench import copy_bandwidth, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.mxfp4 import mxfp4_experts, mxfp4_grouped_linear, mxfp4_linear
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, nvfp4_linear

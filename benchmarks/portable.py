@@ -18,9 +18,9 @@ from typing import Any
 
 import attention
 import torch
+from kernels import Coded, bench_attention, replay_us
 from torch import Tensor
 
-from onegraph.engine.bench import Coded, bench_attention, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook
 from onegraph.ops import choices, family

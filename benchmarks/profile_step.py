@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import copy_bandwidth
 from step import SHAPES, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onegraph.engine.bench import copy_bandwidth
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import machine, with_id

@@ -9,7 +9,8 @@ decode step's own kernel. `ONEGRAPH_KERNELS=portable` in front measures the form
 import argparse
 from pathlib import Path
 
-from onegraph.engine.bench import bench_attention
+from kernels import bench_attention
+
 from onegraph.engine.record import emit
 
 SHAPES = {"llama-3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}  # heads, kv heads, head size

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from kernels import replay_us
 from step import SHAPES, random_model
 from torch import Tensor
 
 from onegraph.engine import steps
-from onegraph.engine.bench import replay_us
 from onegraph.engine.generate import Engine
 from onegraph.engine.record import emit, machine
 from onegraph.engine.short import TOGETHER

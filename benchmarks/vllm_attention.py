@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import L2_TIMES, replay_us
 from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-from onegraph.engine.bench import L2_TIMES, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.strided_decode import strided_decode
 

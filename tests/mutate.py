@@ -61,7 +61,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "engine/bench.py": ("engine/test_bench.py",),
     "engine/evaluate.py": ("engine/test_evaluate.py",),
     "engine/placed.py": ("engine/test_deepseek_placed.py",),
-    "engine/soak.py": ("engine/test_soak.py",),
     "formats/": (
         *("formats/test_checkpoint.py", "quant/test_llama_quantized.py", "models/test_llama_config.py"),
         "fuzz/test_fuzz.py",

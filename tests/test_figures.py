@@ -16,6 +16,7 @@ from onegraph.cli import build_parser
 from onegraph.cli.common import UsageError
 from onegraph.engine import record
 from onegraph.engine.record import command_line, emit, machine, with_id
+from tools.__main__ import build_parser as build_tools_parser
 
 ID = re.compile(r"`([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`(?: to `([a-z0-9][a-z0-9.-]*-[0-9a-f]{4})`)?")
 
@@ -89,7 +90,7 @@ def test_files_and_pictures_that_documents_name_are_there(repo: Path) -> None:
     for name, text in documents(repo).items():
         for target in re.findall(r"\]\(([^)#:,\s]+)(?:#[^)]*)?\)", text):
             assert ((repo / name).parent / target).exists(), f"{name} links {target}"
-        for path in re.findall(r"\b((?:benchmarks|tests|src)/[\w/.-]+\.(?:py|cu|cuh|jsonl|json|md))\b", text):
+        for path in re.findall(r"\b((?:benchmarks|tests|tools|src)/[\w/.-]+\.(?:py|cu|cuh|jsonl|json|md))\b", text):
             assert (repo / path).exists(), f"{name} names {path}"
         for file in re.findall(r"`([\w.-]+\.jsonl)`", text):
             assert (repo / "benchmarks/results" / file).exists(), f"{name} names {file}"
@@ -165,14 +166,17 @@ def commands(repo: Path) -> list[tuple[str, list[str]]]:
 
 
 def test_documented_commands_are_accepted(repo: Path) -> None:
-    parser = build_parser()
-    lines = [(name, words[1:]) for name, words in commands(repo) if words[0] == "onegraph"]
+    tools = ["python", "-m", "tools"]
+    lines = [(name, words) for name, words in commands(repo) if words[0] == "onegraph" or words[:3] == tools]
     assert len(lines) > 15
     for name, words in lines:
         try:
-            parser.parse_args(words)
+            if words[:3] == tools:
+                build_tools_parser().parse_args(words[3:])
+            else:
+                build_parser().parse_args(words[1:])
         except (SystemExit, UsageError) as error:
-            pytest.fail(f"{name}: onegraph {shlex.join(words)}: {error}")
+            pytest.fail(f"{name}: {shlex.join(words)}: {error}")
 
 
 def test_documented_scripts_have_their_options(repo: Path) -> None:

@@ -269,7 +269,7 @@ def test_other_measures_are_not_for_the_card(model: Path, base: Path, text: Path
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2"), reason="ONEGRAPH_SMOLLM2 is not set")
 def test_the_real_command_on_the_real_model(tmp_path: Path) -> None:
-    from onegraph.cli.demo import evaluation_text
+    from tools.demo import evaluation_text
 
     source, model = Path(os.environ["ONEGRAPH_SMOLLM2_4BIT"]), tmp_path / "smollm2-4bit"
     shutil.copytree(source, model)

@@ -96,7 +96,7 @@ def fails(*words: object, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench linear", "bench attention", "bench step"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench step"])
 def test_help_teaches(command: str) -> None:
     status, out, errors = invoke([*command.split(), "--help"])
     assert (status, errors) == (0, "")
@@ -161,7 +161,6 @@ def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_
     fails("eval", model, "--text", tmp_path / "short.txt", says="1 tokens of the text are measured; at least 2")
     fails("eval", model, says="the following arguments are required: --text")
     fails("bench", says="WHAT")
-    fails("bench", "linear", "--shape", "7x8", says="'7x8' is not KxN")
     fails("bench", "step", model, says="need 385 positions, the model has 256")
     assert not (tmp_path / "o").exists()
 
@@ -170,8 +169,6 @@ def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_
 def test_a_gpu_that_is_not_there_is_named(model: Path) -> None:
     fails("generate", model, "--prompt", "x", "--device", "cuda", says="torch finds no GPU")
     fails("generate", model, "--prompt", "x", "--capture", "on", says="--capture on needs a GPU")
-    fails("bench", "linear", says="needs a GPU")
-    fails("bench", "attention", says="needs a GPU")
     assert pick_device("auto") == torch.device("cpu")
 
 

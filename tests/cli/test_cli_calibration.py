@@ -52,7 +52,7 @@ def test_the_bundled_text_is_varied_and_says_its_licence(repo: Path) -> None:
 
 
 def test_it_shares_no_line_with_what_quality_is_measured_on() -> None:
-    from onegraph.cli.demo import evaluation_text
+    from tools.demo import evaluation_text
 
     lines = {line.strip() for line in BUNDLED.read_text().splitlines() if len(line.strip()) > 50}
     assert not [line for line in evaluation_text().splitlines() if line.strip() in lines]

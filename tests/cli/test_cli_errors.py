@@ -22,6 +22,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.cli import build_parser
 from onegraph.cli.common import suggestion
+from tools.__main__ import build_parser as build_tools_parser
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,9 @@ def test_did_you_mean(model: Path) -> None:
 
 def test_an_option_has_one_range_in_all_commands() -> None:
     ranges: dict[str, dict[str, object]] = {}
-    commands = build_parser()._subparsers._group_actions[0].choices
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for build in (build_parser, build_tools_parser):
+        commands |= build()._subparsers._group_actions[0].choices
     parsers = {name: parser for name, parser in commands.items() if name not in ("check", "rule")}
     for form, parser in parsers["bench"]._subparsers._group_actions[0].choices.items():
         parsers[f"bench {form}"] = parser
@@ -206,7 +209,6 @@ def test_an_option_has_one_range_in_all_commands() -> None:
             if action.type is not None and action.type.__name__ == "parse":
                 ranges.setdefault(action.option_strings[0], {})[name] = bounds(action)
     assert {"--seed", "--steps", "--context", "--batch", "--tokens", "--max-tokens"} <= ranges.keys()
-    del ranges["--tokens"]["bench linear"]  # rows of one product, not of a text
     unequal = {option: found for option, found in ranges.items() if len(set(map(str, found.values()))) > 1}
     assert not unequal
 

@@ -16,7 +16,8 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import LLM
-from onegraph.cli import demo
+from tools import demo
+from tools.__main__ import main
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def run(folder: Path, *more: object) -> tuple[int, str, str]:
     """The tiny model's heads are too small for TurboQuant's codebooks, so its cache is exact."""
     kv = () if "--kv" in more else ("--kv", "exact")
-    return invoke(["demo", "--dir", folder, "--eval-tokens", 256, "--device", "cpu", *kv, *more])
+    return invoke(["demo", "--dir", folder, "--eval-tokens", 256, "--device", "cpu", *kv, *more], main)
 
 
 def test_the_whole_demo_and_a_second_run(pip: dict[str, Any], tmp_path: Path) -> None:

@@ -15,16 +15,16 @@ import torch
 
 from deepseek import save_hf
 from fuzz import tiny
-from onegraph.cli import main
-from onegraph.cli.soak import plot
 from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
-from onegraph.engine.soak import GROWTH, SHAKEN, Round, judge, looped, read_rounds, soak
-from onegraph.engine.traffic import _judged, crowded, soak_traffic
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
 from tiny_decoder import TinyDecoder
+from tools.__main__ import main
+from tools.rounds import GROWTH, SHAKEN, Round, judge, looped, read_rounds, soak
+from tools.soak import plot
+from tools.traffic import _judged, crowded, soak_traffic
 
 
 def maker(model, **options):
@@ -177,7 +177,7 @@ print(*soak(maker(model), steps=600, path=Path(sys.argv[1]), on_round=hold).prob
 """
 
 
-def test_memory_that_grows_is_found(tmp_path):
+def test_memory_that_grows_is_found(tmp_path, repo):
     """In a process of its own: what earlier tests free meanwhile would hide what is held here."""
     command = [sys.executable, "-c", GROWING, str(tmp_path / "rounds.jsonl")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -283,9 +283,10 @@ def command(model: Path, out: Path, steps: int = 300) -> list[str]:
     return ["soak", str(model), "--out", str(out), "--steps", str(steps), *options]
 
 
-def test_on_the_command_line_killed_and_started_again(deepseek, tmp_path, capsys):
+def test_on_the_command_line_killed_and_started_again(deepseek, tmp_path, capsys, repo):
     process = subprocess.Popen(
-        [sys.executable, "-m", "onegraph.cli", *command(deepseek, tmp_path / "out")],
+        [sys.executable, "-m", "tools", *command(deepseek, tmp_path / "out")],
+        cwd=repo,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -17,13 +17,13 @@ from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.short import Short, Sizes, page_size_of, sizes_of
-from onegraph.engine.soak import read_rounds
-from onegraph.engine.traffic import soak_traffic
 from onegraph.formats.turboquant import SHORT, parse_kv
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
 from test_turboquant_cache import DIM, KV_HEADS, config, layer, new_cache, sequences
 from tiny_decoder import TinyDecoder
+from tools.rounds import read_rounds
+from tools.traffic import soak_traffic
 
 PLACES = 16
 

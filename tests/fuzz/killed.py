@@ -1,4 +1,4 @@
-"""What `quantize`, `serve` and `soak` hold when they are killed."""
+"""What `onegraph quantize`, `onegraph serve` and `tools soak` hold when they are killed."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class Soak(Job):
     its first round nothing shows that it is loaded."""
 
     name = "soak"
+    program = "tools"
     phases = ("loading", "rounds", "writing")
     steps, place, seen = 192, 0, 0
 

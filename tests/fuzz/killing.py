@@ -19,6 +19,7 @@ from pathlib import Path
 from onegraph.engine.record import Row
 
 SIGNALS = (signal.SIGKILL,) * 7 + (signal.SIGTERM,) * 2 + (signal.SIGINT,)
+REPO = Path(__file__).parent.parent.parent
 SECONDS = 120  # no start takes so long: what does hangs
 PROMPT = 30.0  # seconds in which a signal that can be answered must have ended the process, on a machine that is busy
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: whom a killed process leaves behind becomes our child
@@ -63,9 +64,9 @@ class Tally:
 
 
 class Process:
-    """`onegraph WORDS`, with its output and its temporary files in `folder`."""
+    """`python -m PROGRAM WORDS` in the checkout, with its output and its temporary files in `folder`."""
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
+    def __init__(self, folder: Path, program: str, words: list[str]) -> None:
         self.out, self.err, temporary = folder / "stdout", folder / "stderr", folder / "tmp"
         temporary.mkdir(exist_ok=True)
         # A shell's background job inherits that SIGINT is ignored, and would hand that on.
@@ -74,8 +75,8 @@ class Process:
         self._others = children()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
         with self.out.open("w") as out, self.err.open("w") as err:
-            command = [sys.executable, "-m", "onegraph", *words]
-            self._process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+            command = [sys.executable, "-m", program, *words]
+            self._process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=REPO)
         self.began = time.monotonic()
 
     @property
@@ -126,6 +127,7 @@ class Job(ABC):
     """One command. `phases` are in their order; the first begins with the process."""
 
     name: str
+    program = "onegraph"
     phases: tuple[str, ...]
     ends = 0  # the status of an undisturbed run
     until_told = False  # whether it runs until SIGTERM, which is its end as well then
@@ -159,7 +161,7 @@ class Job(ABC):
     def start(self) -> Process:
         self.tally.starts += 1
         self.since = time.time() - 0.01  # a file's time may be that of the last tick
-        self.process = Process(self.folder, self.words())
+        self.process = Process(self.folder, self.program, self.words())
         return self.process
 
     def stop(self) -> None:

@@ -201,7 +201,6 @@ class Fuzzer:
             ],
             ["eval", self.plain, "--text", self.text, "--tokens", "64", "--window", "32", "--device", "cpu"],
             ["bench", "step", self.plain, "--context", "8", "--steps", "8", "--json"],
-            ["bench", "linear", "--shape", "64x64", "--tokens", "1"],
         ]
         words = rng.choice(lines)
         wrong = [
@@ -299,8 +298,8 @@ def judge(status: int, out: str, errors: str, work: Path) -> None:
             raise Failure(f"an error, and yet an output\n{everything}")
 
 
-def invoke(command: list[object]) -> tuple[int, str, str]:
-    """`onegraph command` in this process, for at most SECONDS: status, stdout, stderr."""
+def invoke(command: list[object], main: Callable[[list[str]], int] = main) -> tuple[int, str, str]:
+    """`onegraph command` in this process, for at most SECONDS: status, stdout, stderr. `main`: of another program."""
 
     def ring(signum: int, frame: FrameType | None) -> None:
         raise Hang

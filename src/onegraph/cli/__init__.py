@@ -9,14 +9,14 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onegraph import __version__
 from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
 from onegraph.cli.streams import STDOUT, abandon_stdout, as_utf8, checked
 from onegraph.formats.files import out_of_memory
 
-COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "draft-head", "bench", "soak", "env", "demo")
+COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "draft-head", "bench", "env")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
 DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
@@ -33,7 +33,7 @@ what it cost, and what it runs on:
 A model is a directory with config.json and model.safetensors, as transformers writes it, a .gguf file, or ORG/NAME of
 the Hugging Face hub, from where it is fetched; `verify` takes the first two.
 'onegraph COMMAND --help' explains each command; --debug, anywhere on the line, shows where an error came from. Exit
-status: 0 done, 1 findings (check, soak, verify), 2 an error that one line on stderr explains, 130 interrupted.
+status: 0 done, 1 findings (check, verify), 2 an error that one line on stderr explains, 130 interrupted.
 """
 
 
@@ -56,18 +56,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_parser: Callable[[], argparse.ArgumentParser] = build_parser) -> int:
     """Runs one command and returns its exit status; every error is one line on stderr.
 
     `--debug`, anywhere on the line, prints the traceback as well. Without `argv` it is the process's own command.
+    `make_parser`: the parser with the commands, each of which sets `run` (`tools/__main__.py` has its own).
     """
-    status = _command(list(sys.argv[1:] if argv is None else argv))
+    status = _command(list(sys.argv[1:] if argv is None else argv), make_parser)
     if argv is None and "onegraph.check.deadline" in sys.modules:
         importlib.import_module("onegraph.check.deadline").leave(status)
     return status
 
 
-def _command(words: list[str]) -> int:
+def _command(words: list[str], make_parser: Callable[[], argparse.ArgumentParser]) -> int:
     if "torch" not in sys.modules:
         # OpenMP's threads spin while they wait: on two cores that others use as well, a run takes ten times as long
         # (quantizing a block of SmolLM2 at load 4: 37 s spinning, 3.5 s passive). Read once, when torch is loaded.
@@ -76,7 +77,7 @@ def _command(words: list[str]) -> int:
     debug = "--debug" in words[:ours]
     try:
         with checked():
-            return _run([word for word in words[:ours] if word != "--debug"] + words[ours:])
+            return _run([word for word in words[:ours] if word != "--debug"] + words[ours:], make_parser())
     except KeyboardInterrupt:
         _say("interrupted" + (_resume_hint(words) if words else ""))
         return INTERRUPTED
@@ -91,9 +92,8 @@ def _command(words: list[str]) -> int:
         return _report(error)
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], parser: argparse.ArgumentParser) -> int:
     as_utf8(words)
-    parser = build_parser()
     try:
         args = parser.parse_args(words)
         if args.command is None:

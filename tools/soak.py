@@ -1,4 +1,4 @@
-"""`onegraph soak`: thousands of decode steps, watched."""
+"""`python -m tools soak`: thousands of decode steps, watched."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from onegraph.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from onegraph.engine.soak import Round
+    from tools.rounds import Round
 
 EPILOG = """\
 examples:
-  onegraph soak out/smollm2-4bit --steps 5000 --out out/soak
-  onegraph soak out/smollm2-4bit --traffic --kv exact --kv turboquant:4 --steps 1000000 --round 10000 --out out/soak
-  onegraph soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
+  python -m tools soak out/smollm2-4bit --steps 5000 --out out/soak
+  python -m tools soak out/smollm2-4bit --traffic --kv exact --kv turboquant:4 --round 10000 --out out/soak
+  python -m tools soak models/DeepSeek-V4-Flash-NVFP4 --gpus 2 --steps 1000 --context 2048 --out out/soak
 
 Each round draws a text until the context is full, and then asks whether the state that all these steps left gives the
 logits that eager passes over the same text give from nothing; one of them may have a few roundings added, so that it
@@ -82,9 +82,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.engine.generate import Engine
-    from onegraph.engine.soak import read_rounds, soak
-    from onegraph.engine.traffic import crowded, soak_traffic
     from onegraph.models.load import CONFIGS, load_decoder, parse_config
+    from tools.rounds import read_rounds, soak
+    from tools.traffic import crowded, soak_traffic
 
     alone = [f"--{name}" for name in ("kv", "round", "minutes") if getattr(args, name)]
     if alone and not args.traffic:

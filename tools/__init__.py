@@ -1,0 +1,1 @@
+"""What developers of onegraph run and its users do not; no part of the wheel."""
