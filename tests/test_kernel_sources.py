@@ -58,7 +58,7 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
     found = kernel_table.usage(source, capability)
     assert found.registers <= kernel_table.REGISTERS
     assert source.shared + found.shared <= kernel_table.room(capability)
-    if not source.portable(capability):
+    if not source.form(capability).portable:
         assert_spilled(found, kernel_spills.of_example(source, capability))
     else:
         assert not found.spilled
@@ -78,7 +78,7 @@ def assert_spilled(found: kernel_table.Usage, bytes: int) -> None:
 @pytest.mark.parametrize("form", kernel_spills.FORMS, ids=lambda form: f"{form.source.path.stem}: {form.name}")
 def test_a_form_of_hoppers_spills_what_is_known(form: kernel_spills.Form, capability: tuple[int, int]) -> None:
     assert form.source.path.stem in kernel_spills.REASONS
-    assert not form.source.portable(capability)
+    assert not form.source.form(capability).portable
     if form.defines != form.source.example:  # which is compiled above
         assert_spilled(kernel_table.usage(form.source, capability, form.defines), form.cells[capability])
 
@@ -90,7 +90,7 @@ def test_a_portable_source_compiles_to_stand_in_for_hoppers(name: str, monkeypat
     source = SOURCES[name]
     ptx = source.cubin(source.example, (9, 0), source.arguments.checks if source.arguments else "").decode()
     assert re.findall(r"\.target (\w+)", ptx) == ["sm_80"]
-    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.runs((9, 0)))
+    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.form((9, 0)).functions)
     assert "griddepcontrol" not in ptx
 
 
