@@ -26,6 +26,7 @@ from onegraph.ops.cuda import (
     nvfp4_one,
     turboquant_attention,
 )
+from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Variant
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -116,17 +117,25 @@ def test_experts_in_clusters_compile() -> None:
         assert e8p_experts.KERNELS.cubin(cut.defines(2, False), (9, 0)).startswith(b"\x7fELF")
 
 
+def fp4(variant: Variant, half: int, group: int, depth: int = 2, wide: int = 0) -> dict[str, int]:
+    return replace(variant, warps=((nvfp4.PLAIN_WARPS,),)).defines(depth) | {
+        "HALF": half,
+        "GROUP": group,
+        "FLOAT": wide,
+    }
+
+
 def tight() -> list[tuple[build.Source, dict[str, int]]]:
     """Forms of the portable kernels that hold the most in registers."""
     four = {"SCALE_BF16": 1, "FLOAT32": 1, "DEPTH": 2}
     heads = replace(decode_portable.EXAMPLE, half=True, group=8, norm=True, size=16, window=64)
     eight = replace(decode_round.EXAMPLE, half=True, group=8, slices=2, norm=True, size=16, window=64)
     return [
-        (nvfp4.KERNEL, nvfp4._defines(nvfp4.LINEAR, True, 2, False, 2, 16, wide=False)),
-        (nvfp4.KERNEL, nvfp4._defines(nvfp4.DOWN, False, 1, True, 2, 32, wide=False)),
+        (nvfp4.STREAM.source, fp4(Variant(LINEAR, 2), 1, 16)),
+        (nvfp4.STREAM.source, fp4(Variant(DOWN, together=True), 0, 32)),
         (nvfp4.SHORT, {"HALF": 0, "TILES": 2, "WARPS": 2, "GROUP": 32, "FLOAT": 1}),
         (int4.BATCH, four | {"HALF": 0, "GROUP": 32, "TILES": 2}),
-        (fp8.KERNEL, fp8.LINEARS[fp8.MAX_TOKENS][1][0].defines(half=True, grain=32, depth=2)),
+        (fp8.STREAM.source, fp8.LINEARS[fp8.MAX_TOKENS][1].defines(2) | {"HALF": 1, "GRAIN": 32}),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
         (decode_portable.KERNEL, heads.defines),
@@ -216,16 +225,16 @@ def test_ptx_stands_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("mode", [nvfp4.LINEAR, nvfp4.GATE_UP, nvfp4.DOWN])
+@pytest.mark.parametrize("mode", [LINEAR, GATE_UP, DOWN])
 def test_mxfp4_compiles_from_the_sources_of_nvfp4(mode: int, half: int) -> None:
-    wide = mode == nvfp4.LINEAR
+    wide = mode == LINEAR
     made = [
-        (nvfp4.KERNEL, nvfp4._defines(mode, bool(half), 1, mode == nvfp4.DOWN, 4, 32, wide=wide)),
+        (nvfp4.STREAM.source, fp4(Variant(mode, together=mode == DOWN), half, 32, 4, int(wide))),
         (nvfp4_one.KERNEL, nvfp4_one._defines(mode, bool(half), 4, 32, edge=True, wide=wide)),
     ]
     if wide:
         made.append((nvfp4.SHORT, nvfp4.SHORT.example | {"HALF": half, "GROUP": 32, "FLOAT": 1}))
-        made.append((nvfp4.DEQUANTIZE, {"HALF": half, "GROUP": 32}))
+        made.append((nvfp4.STREAM.dequantizer, {"HALF": half, "GROUP": 32}))
     for source, defines in made:
         assert source.arguments is not None
         assert source.cubin(defines, (9, 0), source.arguments.checks).startswith(b"\x7fELF")
