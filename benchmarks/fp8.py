@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from kernels import copy_bandwidth, replay_us
 
 from onegraph.engine.record import emit, machine
-from onegraph.ops.cuda import build, fp8
+from onegraph.ops.cuda import build, fp8, stream
 from onegraph.ops.fp8 import fp8_experts, fp8_grouped_linear, fp8_linear
 from onegraph.ops.registry import nbytes
 
@@ -104,40 +105,39 @@ def decoded(x: torch.Tensor, layer: tuple[torch.Tensor, torch.Tensor], block: tu
 def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
     """Every cut, of linears that `fp8.cu` runs, and decoding once."""
     block, device = BLOCKS[kind], build.device(DEVICE.index)
-    room = device.shared - fp8.ROUTES
+    room = device.shared - stream.ROUTES
 
-    def ways(count: int) -> list[fp8.Variant]:
+    def ways(count: int) -> list[stream.Variant]:
         tiles = [t for t in (1, 2, 4) if 8 * t >= min(count, 16) and (t == 1 or 4 * t < count)]
-        kinds = product(tiles, (False, True), (16, 8), (128, 256), (1, fp8.MOST_EARLY))
+        kinds = product(tiles, (False, True), (16, 8), (128, 256), (1, 6))
         return [
-            fp8.Variant(fp8.LINEAR, t, ring_x=ring, warps=warps, slice=slice, early=early)
+            stream.Variant(stream.LINEAR, t, False, ring, slice, ((warps, warps // 2),), early=early)
             for t, ring, warps, slice, early in kinds
             if (t == 1 or slice == 128) and (t < 4 or warps == 8)
-            if early == fp8.MOST_EARLY or not ring
+            if early == 6 or not ring
         ]
 
     grain = 128 if block[1] in (0, 128) else 32
     every = {(v, depth) for count in tokens for v in ways(count) for depth in (2, 3, 4, 6)}
     with ThreadPoolExecutor(8) as pool:  # NVRTC compiles beside itself; the cubins are found again below
-        list(pool.map(lambda one: fp8.KERNEL.cubin(one[0].defines(False, grain, one[1]), (9, 0)), every))
+        forms = [variant.defines(depth) | {"HALF": 0, "GRAIN": grain} for variant, depth in every]
+        list(pool.map(lambda form: fp8.STREAM.source.cubin(form, (9, 0)), forms))
     for k, n in SHAPES:
-        scaled = fp8.blocks(*block, k)
-        assert scaled is not None
         layers = [weight(block, n, k) for _ in range(-(-WORKING_SET // (n * k)))]
         for count in tokens:
             x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
-            sizes, y = (count, n, k, 1, 1), x.new_empty(count, n)
+            given, y = [fp8.weight_of(*w, *block) for w in layers], x.new_empty(count, n)
+            assert given[0] is not None
             row = {"op": "fp8_linear", "block": kind, "k": k, "n": n, "tokens": count, "bytes": nbytes(*layers[0])}
             for variant in ways(count):
                 for depth in (2, 3, 4, 6):
-                    cut = fp8.plan(-(-n // fp8.ROWS), k, 1, variant, grain, device.sms, (depth,), room)
+                    tried, slices = replace(variant, depths=(depth,)), -(-k // variant.slice)
+                    footprint = fp8.STREAM.footprint(tried, given[0])
+                    cut = stream.plan(-(-n // stream.ROWS), slices, tried, footprint, device.sms, room)
                     if cut is None:
                         continue
-                    us = timed(
-                        [partial(fp8.run, variant, (x, *w, None, None, None), y, sizes, scaled, cut) for w in layers],
-                        10,
-                    )
-                    about = {"tiles": variant.tiles, "ring_x": variant.ring_x, "warps": variant.warps}
+                    us = timed([partial(fp8.STREAM.run, tried, w, x, y, cut, count) for w in given], 10)
+                    about = {"tiles": variant.tiles, "ring_x": variant.ring_x, "warps": variant.warps[0][0]}
                     about |= {
                         "early": min(variant.early, depth),
                         "slice": variant.slice,
@@ -145,8 +145,8 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
                         "across": cut.across,
                         "hold": cut.hold,
                     }
-                    now = fp8.linear_cut(count, n, k, 1, grain, device.sms, room)
-                    yield row | about | {"now": now == (variant, cut), "us": us}
+                    now, tiling = fp8.STREAM.tiling(count, given[0], DEVICE.index)
+                    yield row | about | {"now": replace(now, depths=(depth,)) == tried and tiling == cut, "us": us}
             if count > 16:
                 yield row | {"decoded": True, "us": timed([partial(decoded, x, w, block) for w in layers], 10)}
 

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from onegraph.ops import cuda, family
+from onegraph.ops.cuda import build
 
 
 def forget() -> None:
     """What the launchers of CUDA kernels remember of a GPU: plans, kernels, whether these can be had."""
-    for found in pkgutil.iter_modules(cuda.__path__):
-        module = importlib.import_module(f"onegraph.ops.cuda.{found.name}")
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+    modules = [
+        importlib.import_module(f"onegraph.ops.cuda.{found.name}") for found in pkgutil.iter_modules(cuda.__path__)
+    ]
+    for value in [value for owner in (*modules, build.Source) for value in vars(owner).values()]:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def forced(name: str) -> Iterator[str]:

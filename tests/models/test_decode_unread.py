@@ -19,7 +19,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import check_card
 from onegraph.models.loader import Loader
 from onegraph.ops import family
-from onegraph.ops.cuda import e8p, fp8, int4, nvfp4
+from onegraph.ops.cuda import build, e8p, fp8, int4, nvfp4
 
 GPU = torch.device("cuda", 0)
 
@@ -106,8 +106,8 @@ def test_a_card_that_nothing_is_written_for_is_refused(monkeypatch: pytest.Monke
 
 def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and dtypes that each format's kernels are written for; none where none can be built."""
-    for module in (nvfp4, fp8, int4):
-        monkeypatch.setattr(module, "available", lambda device: True)
+    monkeypatch.setattr(build.Source, "is_built", lambda source, device: True)
+    monkeypatch.setattr(int4, "available", lambda device: True)
     monkeypatch.setattr(e8p, "launcher", lambda *args: print)
     half, whole = torch.bfloat16, torch.float32
     assert e8p.reads(4096, 14336, 2, half, 0)
@@ -121,8 +121,7 @@ def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fp8.reads(128, 128, 4096, whole, 0)
     assert not int4.reads(4096, 4096, 128, whole, 0)
     monkeypatch.setattr(e8p, "launcher", lambda *args: None)
-    monkeypatch.setattr(nvfp4, "available", lambda device: False)
-    monkeypatch.setattr(fp8, "available", lambda device: False)
+    monkeypatch.setattr(build.Source, "is_built", lambda source, device: False)
     assert not e8p.reads(4096, 14336, 2, half, 0)
     assert not nvfp4.reads(100, 256, half, 0, scaled=True)
     assert not fp8.reads(128, 128, 4096, half, 0)

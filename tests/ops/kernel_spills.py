@@ -7,7 +7,7 @@ another cut of registers is another kernel, to be timed on an H200 first. No car
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onegraph.ops.cuda import build, deepseek_hyper, deepseek_hyper_ranks, int4, nvfp4, nvfp4_one
+from onegraph.ops.cuda import build, deepseek_hyper, deepseek_hyper_ranks, int4, nvfp4, nvfp4_one, stream
 from onegraph.ops.cuda import turboquant_attention as turboquant
 
 CARDS = build.CLUSTERS
@@ -45,8 +45,10 @@ def _int4(group: int, tiles: int, *spilled: int) -> Form:
 
 
 def _nvfp4(half: bool, group: int, *spilled: int) -> Form:
-    defines = nvfp4._defines(nvfp4.LINEAR, half, 2, False, nvfp4.LINEAR_DEPTHS[0], group, wide=False)
-    return Form(nvfp4.KERNEL, f"16 tokens in {'float16' if half else 'bfloat16'}, groups of {group}", defines, spilled)
+    defines = stream.Variant(stream.LINEAR, 2).defines(2) | {"HALF": int(half), "GROUP": group, "FLOAT": 0}
+    return Form(
+        nvfp4.STREAM.source, f"16 tokens in {'float16' if half else 'bfloat16'}, groups of {group}", defines, spilled
+    )
 
 
 def _one(mode: int, name: str, depth: int, *spilled: int) -> Form:

@@ -60,7 +60,7 @@ def usage(source: build.Source, capability: tuple[int, int], defines: Mapping[st
     with mock.patch.object(build, "_compile", with_log):
         cubin = source.cubin(source.example if defines is None else defines, capability, checks)
     assert cubin.startswith(b"\x7fELF")
-    functions = source.runs(capability)
+    functions = source.form(capability).functions
     assert all(function.encode() in cubin for function in functions)
     (log,) = logs  # nothing of it was in the cache
     assert log.count("Compiling entry function") == log.count(" registers") >= len(functions), log

@@ -4,8 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+
+from onegraph.ops.cuda import launcher
 
 HEADER = Path(__file__).parent / "nvfp4_on_cpu" / "standard.h"
 GCC = ["g++", "-Og", "-fno-exceptions", "-std=c++17", "-w", "-fPIC"]
@@ -19,6 +23,14 @@ def compile_run(folder: Path, defines: Iterable[str], out: Path, *flags: str) ->
         subprocess.run([*GCC, "-x", "c++-header", header, "-o", f"{header}.gch"], check=True)
     command = [*GCC, *flags, *defines, "-include", header, folder / "run.cpp", "-o", out]
     subprocess.run(command, check=True)
+
+
+def launch_on_cpu(kernels: Callable[..., Mapping[str, Any]], patch: Callable[..., None] = setattr) -> None:
+    """`launcher.launch` takes CPU tensors, of device None, and runs what `kernels(source, device, *defines)` has by
+    function, each with the `launch` of `build.Kernel`. `patch`: in place of setattr, a monkeypatch's."""
+    patch(launcher, "kernels", kernels)
+    patch(launcher, "on_device", lambda device: nullcontext())
+    patch(launcher, "raw_stream", lambda device: 0)
 
 
 def host_lines(host: Path, *arguments: object) -> list[str]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from h200 import H200
+from kernel_family import forget as forget_kernels
 from onegraph.formats.e8p import codebook
 from onegraph.ops import family
 from onegraph.ops.cuda import build, e8p_batch, e8p_common, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
@@ -98,11 +99,9 @@ KERNELS |= {"portable": e8p_portable}
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for module in KERNELS.values():
-        module.available.cache_clear()
+    forget_kernels()
     yield
-    for module in KERNELS.values():
-        module.available.cache_clear()
+    forget_kernels()
 
 
 @pytest.mark.usefixtures("forget")
@@ -176,7 +175,7 @@ def test_a_family_is_what_the_gpu_has_or_what_is_forced(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     def load(source: build.Source, *_: object) -> None:
-        if why := source.refusal(capability):
+        if why := source.unavailable_reason(capability):
             raise build.BuildError(why)
 
     monkeypatch.setattr(build, "load", load)

@@ -7,6 +7,7 @@ GPU's instructions do what `nvfp4_common.cuh` says; tests/ops/test_fp8_gpu.py do
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,8 +16,12 @@ import torch
 from torch import Tensor
 
 from h200 import H200
+from h200 import PLAIN as PLAIN_CARD
 from on_cpu import compile_run, host_lines
-from onegraph.ops.cuda import fp8
+from onegraph.ops.cuda import build as cuda_build
+from onegraph.ops.cuda import fp8, stream
+from onegraph.ops.cuda.build import Device
+from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Tiling, Variant
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_grouped_linear, random_weight
 
 HERE = Path(__file__).parent
@@ -32,7 +37,7 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fp8")
-    cuda = fp8.KERNEL.path.parent
+    cuda = fp8.STREAM.source.path.parent
     sources = (cuda / name for name in ("fp8.cu", "fp8_dequantize.cu", "fp8_decode.cuh", "routes.cuh"))
     for file in (*sources, HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", HERE / "fp8_on_cpu" / "run.cpp"):
         shutil.copy(file, path)
@@ -79,11 +84,12 @@ def launch(
     return torch.frombuffer(bytearray(got.read_bytes()), dtype=dtype).view(shape)
 
 
-def run(build, variant: fp8.Variant, tensors, sizes, kind: str, y, cut: fp8.Plan, **more) -> Tensor:
+def run(build, variant: Variant, tensors, sizes, kind: str, y, cut: Tiling, **more) -> Tensor:
     scaled = fp8.blocks(*BLOCKS[kind], sizes[2])
     assert scaled is not None
-    program = build(**variant.defines(tensors[0].dtype == torch.float16, scaled.grain, cut.depth))
-    grid = cut.blocks, sizes[3] if variant.mode == fp8.LINEAR else 1, -(-sizes[0] // variant.tokens)
+    half = int(tensors[0].dtype == torch.float16)
+    program = build(**variant.defines(cut.depth), HALF=half, GRAIN=scaled.grain)
+    grid = cut.blocks, sizes[3] if variant.mode == LINEAR else 1, -(-sizes[0] // variant.tokens)
     threads = cut.across * cut.down * 32
     return launch(program, tensors, sizes, scaled, y, grid, threads, across=cut.across, hold=cut.hold, **more)
 
@@ -93,29 +99,30 @@ def check(got: Tensor, wanted: Tensor) -> None:
     assert error < TOLERANCE[got.dtype], error
 
 
-PLAIN, TWO, FOUR = (fp8.Variant(fp8.LINEAR, tiles) for tiles in (1, 2, 4))
-RING, RING_FOUR = (fp8.Variant(fp8.LINEAR, tiles, ring_x=True) for tiles in (2, 4))
-LATER = fp8.Variant(fp8.LINEAR, early=1)
-BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in (False, True))
+NARROW = {"slice": fp8.SLICE, "warps": fp8.MANY}
+PLAIN, TWO, FOUR = (Variant(LINEAR, tiles, **NARROW) for tiles in (1, 2, 4))
+RING, RING_FOUR = (Variant(LINEAR, tiles, ring_x=True, **NARROW) for tiles in (2, 4))
+LATER = Variant(LINEAR, early=1, **NARROW)
+BROAD, BROAD_RING = (Variant(LINEAR, ring_x=ring, warps=fp8.MANY) for ring in (False, True))
 
 
 @pytest.mark.parametrize(
     ("kind", "tokens", "groups", "n", "k", "dtype", "cut", "variant"),
     [
-        ("128", 1, 1, 100, 512, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), PLAIN),  # rows beyond the last; two rounds
-        ("128", 3, 1, 200, 208, torch.bfloat16, fp8.Plan(1, 2, 1, 2, 2), PLAIN),  # a slice that ends early
-        ("128", 2, 1, 144, 912, torch.float16, fp8.Plan(2, 4, 2, 3, 2), PLAIN),  # two turns, the second not for all
-        ("128", 5, 3, 48, 128, torch.bfloat16, fp8.Plan(2, 1, 4, 4, 2), PLAIN),  # groups; warps without a tile
-        ("128", 17, 1, 40, 416, torch.float16, fp8.Plan(2, 2, 3, 4, 2), TWO),  # two passes of tokens
-        ("128", 30, 1, 40, 416, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), FOUR),
-        ("32", 1, 1, 72, 336, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 3), PLAIN),
-        ("32", 12, 2, 33, 96, torch.float16, fp8.Plan(2, 1, 2, 2, 2), TWO),
-        ("mx", 2, 1, 50, 304, torch.bfloat16, fp8.Plan(1, 3, 1, 2, 3), PLAIN),
-        ("rows", 1, 1, 35, 16, torch.float16, fp8.Plan(3, 1, 1, 1, 2), PLAIN),
-        ("rows", 4, 2, 31, 400, torch.bfloat16, fp8.Plan(1, 4, 2, 2, 2), PLAIN),
-        ("128", 3, 1, 200, 720, torch.bfloat16, fp8.Plan(2, 2, 2, 2, 2), BROAD),
-        ("32", 2, 1, 40, 528, torch.float16, fp8.Plan(1, 3, 1, 2, 2), BROAD),
-        ("128", 9, 1, 100, 912, torch.bfloat16, fp8.Plan(3, 2, 1, 2, 2), RING),  # two rounds, turns not for all
+        ("128", 1, 1, 100, 512, torch.bfloat16, Tiling(2, 2, 2, 2, 2), PLAIN),  # rows beyond the last; two rounds
+        ("128", 3, 1, 200, 208, torch.bfloat16, Tiling(1, 2, 1, 2, 2), PLAIN),  # a slice that ends early
+        ("128", 2, 1, 144, 912, torch.float16, Tiling(2, 4, 2, 3, 2), PLAIN),  # two turns, the second not for all
+        ("128", 5, 3, 48, 128, torch.bfloat16, Tiling(2, 1, 4, 4, 2), PLAIN),  # groups; warps without a tile
+        ("128", 17, 1, 40, 416, torch.float16, Tiling(2, 2, 3, 4, 2), TWO),  # two passes of tokens
+        ("128", 30, 1, 40, 416, torch.bfloat16, Tiling(2, 2, 1, 2, 2), FOUR),
+        ("32", 1, 1, 72, 336, torch.bfloat16, Tiling(2, 2, 2, 2, 3), PLAIN),
+        ("32", 12, 2, 33, 96, torch.float16, Tiling(2, 1, 2, 2, 2), TWO),
+        ("mx", 2, 1, 50, 304, torch.bfloat16, Tiling(1, 3, 1, 2, 3), PLAIN),
+        ("rows", 1, 1, 35, 16, torch.float16, Tiling(3, 1, 1, 1, 2), PLAIN),
+        ("rows", 4, 2, 31, 400, torch.bfloat16, Tiling(1, 4, 2, 2, 2), PLAIN),
+        ("128", 3, 1, 200, 720, torch.bfloat16, Tiling(2, 2, 2, 2, 2), BROAD),
+        ("32", 2, 1, 40, 528, torch.float16, Tiling(1, 3, 1, 2, 2), BROAD),
+        ("128", 9, 1, 100, 912, torch.bfloat16, Tiling(3, 2, 1, 2, 2), RING),  # two rounds, turns not for all
         (
             "rows",
             20,
@@ -123,12 +130,12 @@ BROAD, BROAD_RING = (fp8.Variant(fp8.LINEAR, ring_x=ring, slice=256) for ring in
             33,
             336,
             torch.bfloat16,
-            fp8.Plan(2, 3, 2, 2, 2),
+            Tiling(2, 3, 2, 2, 2),
             RING,
         ),  # groups, passes, a warp without a tile
-        ("mx", 33, 1, 48, 272, torch.bfloat16, fp8.Plan(1, 2, 2, 3, 3), RING_FOUR),
-        ("128", 3, 1, 50, 720, torch.bfloat16, fp8.Plan(2, 2, 1, 2, 2), BROAD_RING),
-        ("128", 2, 2, 49, 400, torch.bfloat16, fp8.Plan(2, 3, 3, 3, 3), LATER),  # a warp without a tile
+        ("mx", 33, 1, 48, 272, torch.bfloat16, Tiling(1, 2, 2, 3, 3), RING_FOUR),
+        ("128", 3, 1, 50, 720, torch.bfloat16, Tiling(2, 2, 1, 2, 2), BROAD_RING),
+        ("128", 2, 2, 49, 400, torch.bfloat16, Tiling(2, 3, 3, 3, 3), LATER),  # a warp without a tile
     ],
 )
 def test_linear(build, kind: str, tokens: int, groups: int, n: int, k: int, dtype, cut, variant) -> None:
@@ -150,13 +157,13 @@ def test_every_code_and_its_place(build, dtype: torch.dtype) -> None:
     scale = 2.0 ** torch.randint(-3, 3, (1, n), generator=rng()).float()
     x = torch.eye(k, dtype=dtype).view(k, 1, k)
     tensors, sizes = [x, codes, scale, None, None, None], (k, n, k, 1, 0)
-    got = run(build, TWO, tensors, sizes, "rows", ((k, 1, n), torch.float32), fp8.Plan(2, 1, 2, 2, 2))
+    got = run(build, TWO, tensors, sizes, "rows", ((k, 1, n), torch.float32), Tiling(2, 1, 2, 2, 2))
     assert torch.equal(got.view(k, n).T, fp8_dequantize(codes, scale, 1, 0)[0])
 
 
 def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> None:
     """`e4m3.cuh`, of cards before 8.9: every code, bit for bit, what is not a number too."""
-    for file in (folder / "nvfp4_common.cuh", fp8.KERNEL.path.with_name("e4m3.cuh")):
+    for file in (folder / "nvfp4_common.cuh", fp8.STREAM.source.path.with_name("e4m3.cuh")):
         shutil.copy(file, tmp_path)
     (tmp_path / "run.cpp").write_text(
         '#define e4m3_to_half theirs\n#include "nvfp4_common.cuh"\n#undef e4m3_to_half\n'
@@ -174,12 +181,12 @@ def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "tokens", "top_k", "experts", "dim", "wide", "gate", "twice", "cuts"),
     [
-        ("128", 1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (fp8.Plan(5, 2, 4, 6, 4), fp8.Plan(5, 4, 2, 4, 4))),
-        ("128", 1, 3, 4, 144, 80, (2.0, 1.702, 1.0), True, (fp8.Plan(3, 2, 3, 3, 4), fp8.Plan(2, 2, 2, 3, 4))),
-        ("32", 3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (fp8.Plan(3, 1, 3, 3, 4), fp8.Plan(2, 2, 2, 3, 4))),
-        ("mx", 18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (fp8.Plan(4, 1, 3, 4, 3), fp8.Plan(3, 3, 2, 4, 3))),
-        ("128", 13, 2, 9, 320, 128, (torch.inf, 1.0, 0.0), False, (fp8.Plan(3, 2, 2, 5, 3), fp8.Plan(2, 2, 1, 3, 3))),
-        ("rows", 16, 2, 3, 320, 208, (2.0, 1.0, 0.0), True, (fp8.Plan(3, 2, 2, 5, 3), fp8.Plan(2, 2, 1, 3, 3))),
+        ("128", 1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (Tiling(5, 2, 4, 6, 4), Tiling(5, 4, 2, 4, 4))),
+        ("128", 1, 3, 4, 144, 80, (2.0, 1.702, 1.0), True, (Tiling(3, 2, 3, 3, 4), Tiling(2, 2, 2, 3, 4))),
+        ("32", 3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (Tiling(3, 1, 3, 3, 4), Tiling(2, 2, 2, 3, 4))),
+        ("mx", 18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (Tiling(4, 1, 3, 4, 3), Tiling(3, 3, 2, 4, 3))),
+        ("128", 13, 2, 9, 320, 128, (torch.inf, 1.0, 0.0), False, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
+        ("rows", 16, 2, 3, 320, 208, (2.0, 1.0, 0.0), True, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
     ],
 )
 def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate, twice, cuts):
@@ -192,7 +199,7 @@ def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: i
     gate_up = random_weight((experts, 2 * wide, dim), *BLOCKS[kind], "cpu", rng(3))
     down = random_weight((experts, dim, wide), *BLOCKS[kind], "cpu", rng(4))
     gate_up_variant, down_variant = (
-        fp8.Variant(mode, together=tokens > fp8.FEW_PASS) for mode in (fp8.GATE_UP, fp8.DOWN)
+        Variant(mode, together=tokens > stream.FEW_PASS, **NARROW) for mode in (GATE_UP, DOWN)
     )
     sizes, tensors = (tokens, 2 * wide, dim, experts, top_k), [x, *gate_up, None, chosen, gains]
     y = (tokens * top_k, wide), x.dtype
@@ -222,8 +229,12 @@ def test_from_the_op_down(folder: Path) -> None:
 
 
 VARIANTS = (
-    PLAIN, TWO, FOUR, RING, RING_FOUR, BROAD, fp8.Variant(fp8.GATE_UP), fp8.Variant(fp8.DOWN, together=True),
+    PLAIN, TWO, FOUR, RING, RING_FOUR, BROAD, Variant(GATE_UP, **NARROW), Variant(DOWN, together=True, **NARROW),
 )  # fmt: skip
+
+
+def weight(n: int, k: int, grain: int) -> stream.Weight:
+    return stream.Weight((1, n, k), {}, {}, {"GRAIN": grain})
 
 
 @pytest.mark.parametrize("room", [H200.shared, 99 << 10])
@@ -231,27 +242,33 @@ VARIANTS = (
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_cut_covers_its_shape_and_fits(n: int, k: int, depths: tuple[int, ...], variant, room: int) -> None:
-    row_tiles, slices = -(-n // fp8.ROWS), -(-k // variant.slice)
+    row_tiles, slices = -(-n // stream.ROWS), -(-k // variant.slice)
     for grain in (32, 128):
-        cut = fp8.plan(row_tiles, k, 3, variant, grain, 132, depths, room - fp8.ROUTES)
+        tried = replace(variant, depths=depths)
+        footprint = fp8.STREAM.footprint(tried, weight(n, k, grain))
+        cut = stream.plan(row_tiles, slices * 3, tried, footprint, 132, room - stream.ROUTES)
         if cut is None:  # activations of 32 tokens in a small GPU's ring
             assert variant.ring_x
             continue
-        assert cut.shared(variant, grain) <= room - fp8.ROUTES
+        assert cut.shared(footprint) <= room - stream.ROUTES
         assert cut.blocks <= row_tiles
         assert cut.across <= slices * 3
         assert 1 <= cut.down <= cut.hold
-        assert cut.across * cut.down <= variant.warps
+        assert cut.across * cut.down <= variant.warps[0][0]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 64])
 @pytest.mark.parametrize(
     ("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576), (1024, 4096)]
 )
-def test_every_linear_of_few_tokens_fits(tokens: int, n: int, k: int) -> None:
-    for room in (H200.shared, 99 << 10):
-        for grain in (32, 128):
-            assert fp8.linear_cut(tokens, n, k, 1, grain, 132, room - fp8.ROUTES) is not None
+@pytest.mark.parametrize("device", [H200, PLAIN_CARD], ids=["H200", "99 KB"])
+def test_every_linear_of_few_tokens_fits(
+    tokens: int, n: int, k: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_build, "device", lambda index: device)
+    monkeypatch.setattr(cuda_build.Source, "is_portable", lambda source, index: device is not H200)
+    for grain in (32, 128):
+        assert fp8.STREAM.tiling(tokens, weight(n, k, grain), 0)[1] is not None
 
 
 @pytest.mark.parametrize(

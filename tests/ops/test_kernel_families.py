@@ -82,7 +82,7 @@ def test_a_card_of_12_is_told_the_family_of_what_few_tokens_run(
         assert found[op].family == "portable", op
     assert found["fp8_linear"].family == "hopper"  # whose one form is Hopper's there
     for op, choice in found.items():
-        forms = {source.portable(capability) for source in choices.sources() if source.path.name in choice.sources}
+        forms = {source.form(capability).portable for source in choices.sources() if source.path.name in choice.sources}
         assert len(forms) < 2, op  # of an op that mixed them, one word would be wrong of some calls
 
 
@@ -117,7 +117,7 @@ def test_gpus_hand_each_other_sums_whatever_is_forced(
     for op in ("all_gather", "all_reduce"):
         choice = _chosen()[op]
         assert (choice.family, choice.sources, choice.refused, choice.only) == (form, ("exchange.cu",), {}, True)
-    assert not exchange.KERNEL.refusal(capability)
+    assert not exchange.KERNEL.unavailable_reason(0)
     lines, only = env.kernels(0), "all_gather, all_reduce, e8p_all_reduce"
     if capability == (9, 0) and forced in (None, "hopper"):
         assert f"cuda:0 {form} only: {only}, hyper_all_reduce" in lines

@@ -26,6 +26,7 @@ from onegraph.ops.cuda import (
     nvfp4_one,
     turboquant_attention,
 )
+from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Variant
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux alone")
 FOLDER = Path(build.__file__).parent
@@ -58,7 +59,7 @@ def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, 
     found = kernel_table.usage(source, capability)
     assert found.registers <= kernel_table.REGISTERS
     assert source.shared + found.shared <= kernel_table.room(capability)
-    if not source.portable(capability):
+    if not source.form(capability).portable:
         assert_spilled(found, kernel_spills.of_example(source, capability))
     else:
         assert not found.spilled
@@ -78,7 +79,7 @@ def assert_spilled(found: kernel_table.Usage, bytes: int) -> None:
 @pytest.mark.parametrize("form", kernel_spills.FORMS, ids=lambda form: f"{form.source.path.stem}: {form.name}")
 def test_a_form_of_hoppers_spills_what_is_known(form: kernel_spills.Form, capability: tuple[int, int]) -> None:
     assert form.source.path.stem in kernel_spills.REASONS
-    assert not form.source.portable(capability)
+    assert not form.source.form(capability).portable
     if form.defines != form.source.example:  # which is compiled above
         assert_spilled(kernel_table.usage(form.source, capability, form.defines), form.cells[capability])
 
@@ -90,7 +91,7 @@ def test_a_portable_source_compiles_to_stand_in_for_hoppers(name: str, monkeypat
     source = SOURCES[name]
     ptx = source.cubin(source.example, (9, 0), source.arguments.checks if source.arguments else "").decode()
     assert re.findall(r"\.target (\w+)", ptx) == ["sm_80"]
-    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.runs((9, 0)))
+    assert sorted(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == sorted(source.form((9, 0)).functions)
     assert "griddepcontrol" not in ptx
 
 
@@ -116,17 +117,25 @@ def test_experts_in_clusters_compile() -> None:
         assert e8p_experts.KERNELS.cubin(cut.defines(2, False), (9, 0)).startswith(b"\x7fELF")
 
 
+def fp4(variant: Variant, half: int, group: int, depth: int = 2, wide: int = 0) -> dict[str, int]:
+    return replace(variant, warps=((nvfp4.PLAIN_WARPS,),)).defines(depth) | {
+        "HALF": half,
+        "GROUP": group,
+        "FLOAT": wide,
+    }
+
+
 def tight() -> list[tuple[build.Source, dict[str, int]]]:
     """Forms of the portable kernels that hold the most in registers."""
     four = {"SCALE_BF16": 1, "FLOAT32": 1, "DEPTH": 2}
     heads = replace(decode_portable.EXAMPLE, half=True, group=8, norm=True, size=16, window=64)
     eight = replace(decode_round.EXAMPLE, half=True, group=8, slices=2, norm=True, size=16, window=64)
     return [
-        (nvfp4.KERNEL, nvfp4._defines(nvfp4.LINEAR, True, 2, False, 2, 16, wide=False)),
-        (nvfp4.KERNEL, nvfp4._defines(nvfp4.DOWN, False, 1, True, 2, 32, wide=False)),
+        (nvfp4.STREAM.source, fp4(Variant(LINEAR, 2), 1, 16)),
+        (nvfp4.STREAM.source, fp4(Variant(DOWN, together=True), 0, 32)),
         (nvfp4.SHORT, {"HALF": 0, "TILES": 2, "WARPS": 2, "GROUP": 32, "FLOAT": 1}),
         (int4.BATCH, four | {"HALF": 0, "GROUP": 32, "TILES": 2}),
-        (fp8.KERNEL, fp8.LINEARS[fp8.MAX_TOKENS][1][0].defines(half=True, grain=32, depth=2)),
+        (fp8.STREAM.source, fp8.LINEARS[fp8.MAX_TOKENS][1].defines(2) | {"HALF": 1, "GRAIN": 32}),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
         (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
         (decode_portable.KERNEL, heads.defines),
@@ -216,16 +225,16 @@ def test_ptx_stands_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("mode", [nvfp4.LINEAR, nvfp4.GATE_UP, nvfp4.DOWN])
+@pytest.mark.parametrize("mode", [LINEAR, GATE_UP, DOWN])
 def test_mxfp4_compiles_from_the_sources_of_nvfp4(mode: int, half: int) -> None:
-    wide = mode == nvfp4.LINEAR
+    wide = mode == LINEAR
     made = [
-        (nvfp4.KERNEL, nvfp4._defines(mode, bool(half), 1, mode == nvfp4.DOWN, 4, 32, wide=wide)),
+        (nvfp4.STREAM.source, fp4(Variant(mode, together=mode == DOWN), half, 32, 4, int(wide))),
         (nvfp4_one.KERNEL, nvfp4_one._defines(mode, bool(half), 4, 32, edge=True, wide=wide)),
     ]
     if wide:
         made.append((nvfp4.SHORT, nvfp4.SHORT.example | {"HALF": half, "GROUP": 32, "FLOAT": 1}))
-        made.append((nvfp4.DEQUANTIZE, {"HALF": half, "GROUP": 32}))
+        made.append((nvfp4.STREAM.dequantizer, {"HALF": half, "GROUP": 32}))
     for source, defines in made:
         assert source.arguments is not None
         assert source.cubin(defines, (9, 0), source.arguments.checks).startswith(b"\x7fELF")

@@ -7,6 +7,7 @@ GPU's instructions do what `nvfp4_common.cuh` says; the GPU tests of the ops do.
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from h200 import H200, PLAIN
 from on_cpu import compile_run
 from onegraph.ops import mxfp4
-from onegraph.ops.cuda import nvfp4, nvfp4_one
+from onegraph.ops.cuda import nvfp4, nvfp4_one, stream
 from onegraph.ops.cuda.build import Device
+from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Tiling, Variant
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, random_weight
 
 HERE = Path(__file__).parent / "nvfp4_on_cpu"
@@ -33,7 +35,7 @@ def rng(seed: int = 0) -> torch.Generator:
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("nvfp4")
-    sources = nvfp4.KERNEL.path, nvfp4.SHORT.path, nvfp4_one.KERNEL.path
+    sources = nvfp4.STREAM.source.path, nvfp4.SHORT.path, nvfp4_one.KERNEL.path
     for file in (*sources, sources[0].with_name("nvfp4_decode.cuh"), HERE / "nvfp4_common.cuh", HERE / "run.cpp"):
         shutil.copy(file, path)
 
@@ -102,15 +104,16 @@ def launch(
 
 
 def run(
-    build, mode: int, tensors, sizes, numbers: int, cut: nvfp4.Plan, gate: tuple[float, ...] = nvfp4_one.NO_GATE,
+    build, mode: int, tensors, sizes, numbers: int, cut: Tiling, gate: tuple[float, ...] = nvfp4_one.NO_GATE,
     wide: bool = False,
 ) -> Tensor:  # fmt: skip
-    tiles = 1 if sizes[0] <= 8 or mode != nvfp4.LINEAR else 2
-    together = sizes[0] > 8 and mode != nvfp4.LINEAR
+    tiles = 1 if sizes[0] <= 8 or mode != LINEAR else 2
+    together = sizes[0] > 8 and mode != LINEAR
     half = tensors[0].dtype == torch.float16
-    program = build(**nvfp4._defines(mode, half, tiles, together, cut.depth, group_of(tensors), wide=wide))
-    passes = -(-sizes[0] // (nvfp4.PASS if together else 8 * tiles))
-    grid = cut.blocks, sizes[3] if mode == nvfp4.LINEAR else 1, passes
+    variant = Variant(mode, tiles, together)
+    program = build(**variant.defines(cut.depth), HALF=int(half), GROUP=group_of(tensors), FLOAT=int(wide))
+    passes = -(-sizes[0] // variant.tokens)
+    grid = cut.blocks, sizes[3] if mode == LINEAR else 1, passes
     threads = cut.across * cut.down * 32
     cuts = {"across": cut.across, "hold": cut.hold}
     return launch(program, tensors, sizes, numbers, grid, threads, **cuts, gate=gate, wide=wide)
@@ -124,22 +127,20 @@ def check(got: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize(
     ("tokens", "groups", "n", "k", "dtype", "cut"),
     [
-        (1, 1, 100, 512, torch.bfloat16, nvfp4.Plan(2, 2, 2, 2, 2)),  # rows beyond the last; two rounds
-        (3, 1, 48, 576, torch.bfloat16, nvfp4.Plan(1, 3, 1, 2, 2)),  # a slice that ends early
-        (2, 1, 64, 1792, torch.bfloat16, nvfp4.Plan(2, 4, 2, 2, 2)),  # two turns, the second not for all
-        (5, 3, 48, 256, torch.bfloat16, nvfp4.Plan(2, 1, 4, 4, 2)),  # groups; warps without a tile
-        (17, 1, 40, 832, torch.float16, nvfp4.Plan(2, 2, 3, 4, 2)),  # two passes of tokens
+        (1, 1, 100, 512, torch.bfloat16, Tiling(2, 2, 2, 2, 2)),  # rows beyond the last; two rounds
+        (3, 1, 48, 576, torch.bfloat16, Tiling(1, 3, 1, 2, 2)),  # a slice that ends early
+        (2, 1, 64, 1792, torch.bfloat16, Tiling(2, 4, 2, 2, 2)),  # two turns, the second not for all
+        (5, 3, 48, 256, torch.bfloat16, Tiling(2, 1, 4, 4, 2)),  # groups; warps without a tile
+        (17, 1, 40, 832, torch.float16, Tiling(2, 2, 3, 4, 2)),  # two passes of tokens
     ],
 )
 @both
-def test_linear(
-    build, group: int, tokens: int, groups: int, n: int, k: int, dtype: torch.dtype, cut: nvfp4.Plan
-) -> None:
+def test_linear(build, group: int, tokens: int, groups: int, n: int, k: int, dtype: torch.dtype, cut: Tiling) -> None:
     x = torch.randn(tokens, groups, k, generator=rng()).to(dtype)
     weight = weight_of(group, (groups, n, k), 1)
     bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
     tensors = [x, *weight, bias, None, None]
-    got = run(build, nvfp4.LINEAR, tensors, (tokens, n, k, groups, 0), tokens * groups * n, cut)
+    got = run(build, LINEAR, tensors, (tokens, n, k, groups, 0), tokens * groups * n, cut)
     wanted = product(x.float(), weight)
     check(got.view(tokens, groups, n), wanted if bias is None else wanted + bias)
 
@@ -154,7 +155,7 @@ def test_short(build, group: int, tokens: int, groups: int, n: int, k: int, dtyp
     weight = weight_of(group, (groups, n, k), 1)
     bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
     program = build(HALF=int(dtype == torch.float16), TILES=2, WARPS=warps, GROUP=group, FLOAT=0)
-    grid = -(-n // nvfp4.ROWS), groups, -(-tokens // 16)
+    grid = -(-n // stream.ROWS), groups, -(-tokens // 16)
     tensors = [x, *weight, bias, None, None]
     got = launch(program, tensors, (tokens, n, k, groups, 0), tokens * groups * n, grid, warps * 32)
     wanted = product(x.float(), weight)
@@ -164,10 +165,10 @@ def test_short(build, group: int, tokens: int, groups: int, n: int, k: int, dtyp
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "dim", "wide", "gate", "twice", "cuts"),
     [
-        (1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (nvfp4.Plan(5, 1, 4, 6, 4), nvfp4.Plan(5, 4, 2, 4, 4))),
-        (3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (nvfp4.Plan(3, 1, 3, 3, 4), nvfp4.Plan(2, 2, 2, 3, 4))),
-        (18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (nvfp4.Plan(4, 1, 3, 4, 3), nvfp4.Plan(3, 3, 2, 4, 3))),
-        (13, 2, 9, 320, 128, (float("inf"), 1.0, 0.0), False, (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3))),
+        (1, 6, 16, 256, 128, (10.0, 1.0, 0.0), False, (Tiling(5, 1, 4, 6, 4), Tiling(5, 4, 2, 4, 4))),
+        (3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (Tiling(3, 1, 3, 3, 4), Tiling(2, 2, 2, 3, 4))),
+        (18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (Tiling(4, 1, 3, 4, 3), Tiling(3, 3, 2, 4, 3))),
+        (13, 2, 9, 320, 128, (float("inf"), 1.0, 0.0), False, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
         (
             16,
             2,
@@ -176,7 +177,7 @@ def test_short(build, group: int, tokens: int, groups: int, n: int, k: int, dtyp
             128,
             (2.0, 1.0, 0.0),
             True,
-            (nvfp4.Plan(3, 2, 2, 5, 3), nvfp4.Plan(2, 2, 1, 3, 3)),
+            (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3)),
         ),  # experts read twice
     ],
 )
@@ -202,9 +203,9 @@ def test_experts(
     layers = weight_of(group, (experts, 2 * wide, dim), 3), weight_of(group, (experts, dim, wide), 4)
     biases = [torch.randn(experts, n, generator=rng(5)) if group == 32 else None for n in (2 * wide, dim)]
     sizes, tensors = (tokens, 2 * wide, dim, experts, top_k), [x, *layers[0], biases[0], chosen, gains]
-    hidden = run(build, nvfp4.GATE_UP, tensors, sizes, tokens * top_k * wide, cuts[0], gate)
+    hidden = run(build, GATE_UP, tensors, sizes, tokens * top_k * wide, cuts[0], gate)
     sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *layers[1], biases[1], chosen, gains]
-    got = run(build, nvfp4.DOWN, tensors, sizes, tokens * dim, cuts[1])
+    got = run(build, DOWN, tensors, sizes, tokens * dim, cuts[1])
     check(got.view(tokens, dim), truth_of_experts(x.float(), chosen, gains, layers, biases, gate))
 
 
@@ -298,7 +299,7 @@ def test_scales_far_apart(build, tokens: int, high: int, dtype: torch.dtype) -> 
         program = build(HALF=int(dtype == torch.float16), TILES=2, WARPS=2, GROUP=32, FLOAT=1)
         got = launch(program, tensors, sizes, numbers, (2, 1, 2), 64, wide=True)
     else:
-        got = run(build, nvfp4.LINEAR, tensors, sizes, numbers, nvfp4.Plan(2, 2, 1, 2, 2), wide=True)
+        got = run(build, LINEAR, tensors, sizes, numbers, Tiling(2, 2, 1, 2, 2), wide=True)
     wanted = (x.double().flatten(1) @ mxfp4.mxfp4_dequantize(weight[0][0], weight[1][0]).double().T).float()
     assert got.isfinite().all()
     assert ((got.view(tokens, n) - wanted).norm(dim=1) < 1e-3 * wanted.norm(dim=1)).all()
@@ -319,7 +320,7 @@ def test_each_number_of_the_range_is_its_own(build, tokens: int) -> None:
     if tokens == 1:
         got = run_one(build, nvfp4_one.LINEAR, tensors, sizes, 2, wide=True)
     else:
-        got = run(build, nvfp4.LINEAR, tensors, sizes, tokens * n, nvfp4.Plan(2, 1, 2, 8, 2), wide=True)
+        got = run(build, LINEAR, tensors, sizes, tokens * n, Tiling(2, 1, 2, 8, 2), wide=True)
     weight = mxfp4.mxfp4_dequantize(codes[0], scale[0]).double()
     wanted = (x.double().flatten(1) @ weight.T).float()
     assert torch.equal(got.view(tokens, n), wanted)
@@ -400,16 +401,19 @@ def test_experts_of_gpt_oss_fit() -> None:
     assert nvfp4_one.linear_plan(201088, 2880, 1, H200, 32) is not None
 
 
-@pytest.mark.parametrize("depths", [nvfp4.DEPTHS, nvfp4.LINEAR_DEPTHS])
+@pytest.mark.parametrize("depths", [(4, 3, 2), (2,)])
 @pytest.mark.parametrize(("n", "k"), [(4096, 14336), (14336, 4096), (16, 64), (129280, 7168), (1536, 576)])
-@pytest.mark.parametrize("sums", [512, 1024, nvfp4.sums(nvfp4.DOWN, together=True)])
-@pytest.mark.parametrize(("device", "warps"), [(H200, nvfp4.WARPS), (PLAIN, nvfp4.PLAIN_WARPS)], ids=["H200", "99 KB"])
+@pytest.mark.parametrize("variant", [Variant(LINEAR), Variant(LINEAR, 2), Variant(DOWN, together=True)])
+@pytest.mark.parametrize(("device", "warps"), [(H200, stream.WARPS), (PLAIN, nvfp4.PLAIN_WARPS)], ids=["H200", "99 KB"])
 def test_a_cut_covers_its_shape_and_fits(
-    n: int, k: int, depths: tuple[int, ...], sums: int, device: Device, warps: int
+    n: int, k: int, depths: tuple[int, ...], variant: Variant, device: Device, warps: int
 ) -> None:
-    row_tiles, slices = -(-n // nvfp4.ROWS), -(-k // nvfp4.SLICE)
-    cut = nvfp4.plan(row_tiles, slices, sums, 132, depths, device.shared - nvfp4.ROUTES, warps)
-    assert cut.shared(sums) <= device.shared - nvfp4.ROUTES
+    row_tiles, slices = -(-n // stream.ROWS), -(-k // variant.slice)
+    variant = replace(variant, depths=depths, warps=((warps,),))
+    footprint = nvfp4.STREAM.footprint(variant, stream.Weight((1, n, k), {}))
+    cut = stream.plan(row_tiles, slices, variant, footprint, 132, device.shared - stream.ROUTES)
+    assert cut is not None
+    assert cut.shared(footprint) <= device.shared - stream.ROUTES
     assert cut.blocks <= row_tiles
     assert cut.across <= slices
     assert 1 <= cut.down <= cut.hold

@@ -71,12 +71,12 @@ def _choice(op: Op, device: int) -> Choice:
     rest: Family | Literal["none"] = "triton" if not mine or op.kernel.startswith("onegraph.ops.cuda.") else "reference"
     if op.sole:
         rest = "none"
-    refused = {source.path.name: why for source in mine if (why := source.obstacle(device))}
+    refused = {source.path.name: why for source in mine if (why := source.unavailable_reason(device))}
     first = [source for source in mine if "hopper" in source.families]
     capability = torch.cuda.get_device_capability(device)
-    if first and not any(source.path.name in refused or source.portable(capability) for source in first):
+    if first and not any(source.path.name in refused or source.form(capability).portable for source in first):
         return Choice(op.name, "hopper", tuple(source.path.name for source in first), sole=op.sole)
     runs = [source for source in mine if source.path.name not in refused]
     if runs:
-        rest = "portable" if all(source.portable(capability) for source in runs) else "hopper"
+        rest = "portable" if all(source.form(capability).portable for source in runs) else "hopper"
     return Choice(op.name, rest, tuple(source.path.name for source in runs), refused, op.sole)

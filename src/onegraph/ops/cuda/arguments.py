@@ -28,9 +28,10 @@ class Arguments:
         self._struct = struct.Struct("=" + "".join(letter for _, letter, _, _ in named) + f"{padding}x")
 
     def pack(self, **values: Any) -> bytes:
-        """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's an address."""
+        """The parameter's bytes: of every field its value, a map's as `tensor_map` gives it, a pointer's a tensor, None
+        or an address."""
         assert len(values) == len(self.names), f"fields are {self.names}, got {tuple(values)}"
-        return self._struct.pack(*self._in_order(values))
+        return self._struct.pack(*map(_number, self._in_order(values)))
 
     @property
     def checks(self) -> str:
@@ -47,6 +48,12 @@ class Arguments:
         lines.append(f"sizeof(Arguments) == {self._struct.size}")
         checks = (f'static_assert({line}, "Arguments and its launcher differ");\n' for line in lines)
         return f"{same}\n{''.join(checks)}"
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return 0 if value is None else value
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -52,6 +52,11 @@ def check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def architecture(capability: tuple[int, int]) -> str:
+    """What NVRTC calls the code of this compute capability alone."""
+    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+
+
 def compile_cubin(
     source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "", arch: str = ""
 ) -> bytes:
@@ -62,7 +67,7 @@ def compile_cubin(
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
     _, nvrtc = bindings()
-    arch = arch or f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
+    arch = arch or architecture(capability)
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     text = source.read_bytes() + checks.encode()
@@ -169,20 +174,41 @@ PORTABLE_SHARED, PORTABLE_SM = 99 << 10, 100 << 10  # of a block, of an SM
 VIRTUAL = "compute_80"  # what portable kernels are compiled for where they stand in for a newer card's own
 
 
+@dataclass(frozen=True)
+class Form:
+    """What GPUs of a compute capability run of a source.
+
+    Attributes:
+        portable: the form that uses nothing that 8.0 lacks: PORTABLE and START are set when compiled. Else Hopper's.
+        arch: what it is compiled for: a card's own code, or PTX of `VIRTUAL` where it stands in for a newer card's own.
+        defines: that the form adds to those of a variant.
+        functions: names of its kernels.
+        overlaps: they wait for the launch before them by themselves, and may begin earlier.
+    """
+
+    portable: bool
+    arch: str
+    defines: Mapping[str, int]
+    functions: tuple[str, ...]
+    overlaps: bool
+
+
 class Source:
     """A file of kernels, `name`.cu beside this one: what it defines, what its kernels are given, which GPUs it is for.
 
     Attributes:
         ops: names of the ops that run it.
-        functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one.
+        functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one. Some
+            variants lack some of them.
         capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
-            of what is no kernel of an op. Of both: which form of it a GPU runs `portable` tells.
+            of what is no kernel of an op. Of both: which form of it a GPU runs `form` tells.
         own: of a source of both, which compute capabilities run Hopper's form: those of the source of its ops that few
             tokens run.
         clustered: those of `functions` that the portable form lacks, since they run in clusters.
         shared: bytes of shared memory that a block takes of the launch whatever its plan; 0 where plans fit any card.
         sole: nothing else computes its ops on a GPU (`registry.Op.sole`): it runs whichever family is forced.
+        otherwise: what happens where it cannot be built, for the warning.
     """
 
     every: ClassVar[list["Source"]] = []
@@ -201,95 +227,103 @@ class Source:
         clustered: tuple[str, ...] = (),
         shared: int = 0,
         sole: bool = False,
+        otherwise: str = "another kernel runs",
     ) -> None:
         self.path = Path(__file__).with_name(f"{name}.cu")
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
         self.ops, self.families, self.own, self.clustered, self.shared = ops, families, own, clustered, shared
-        self.sole = sole
+        self.sole, self.otherwise = sole, otherwise
         Source.every.append(self)
 
-    def portable(self, capability: tuple[int, int]) -> bool:
-        """Whether a GPU of this compute capability runs the portable form: PORTABLE and START are set when compiled,
-        and nothing is used that 8.0 lacks."""
+    def form(self, capability: tuple[int, int]) -> Form:
+        """The form that a GPU of this compute capability runs, where it is `_permitted`."""
+        newer, forced = capability >= (9, 0), family.FORCED == "portable"
         own = "hopper" in self.families and capability in self.own
-        return "portable" in self.families and (family.FORCED == "portable" or not own)
+        if "portable" not in self.families or (own and not forced):
+            return Form(False, architecture(capability), {}, self.functions, newer)
+        start = 1024 if newer else 0  # of a block's shared memory, which the source cannot ask for
+        functions = tuple(name for name in self.functions if name not in self.clustered)
+        arch = VIRTUAL if forced and newer else "sm_{}{}".format(*capability)
+        return Form(True, arch, {"START": start, "PORTABLE": 1}, functions, newer and not forced)
 
-    def runs(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        """Names of the kernels of the form that such a GPU runs."""
-        left_out = self.clustered if self.portable(capability) else ()
-        return tuple(name for name in self.functions if name not in left_out)
+    @cache  # noqa: B019 - sources live as long as the process
+    def is_portable(self, device: int) -> bool:
+        """Whether GPU number `device` runs the portable form."""
+        return self.form(torch.cuda.get_device_capability(device)).portable
 
-    def _kept_back(self, capability: tuple[int, int]) -> bool:
+    def _permitted(self, capability: tuple[int, int]) -> bool:
+        """Whether `ONEGRAPH_KERNELS` lets a GPU of this compute capability run it."""
         if self.sole or not self.families:
-            return False
-        return not family.allowed("portable" if self.portable(capability) else "hopper")
+            return True
+        return family.allowed("portable" if self.form(capability).portable else "hopper")
 
-    def refusal(self, capability: tuple[int, int]) -> str:
-        """Why a GPU of this compute capability is not to run it, before anything is compiled; empty where it may."""
-        if self._kept_back(capability):
+    def unavailable_reason(self, gpu: int | tuple[int, int]) -> str:
+        """Why GPU number `gpu` does not run it, as far as that is known without building it; empty where it does.
+
+        Of a compute capability in place of a number: why such GPUs do not, whatever is installed.
+        """
+        capability = gpu if isinstance(gpu, tuple) else torch.cuda.get_device_capability(gpu)
+        if not self._permitted(capability):
             return f"{family.VARIABLE} is {family.FORCED}"
         if capability[0] not in {major for major, _ in self.capabilities}:
             known = ", ".join(f"{major}.{minor}" for major, minor in self.capabilities)
             got = "{}.{}".format(*capability)
             return f"it is written for compute capability {known}; this GPU has {got}"
+        if isinstance(gpu, int):
+            try:
+                device(gpu)
+            except BuildError as error:
+                return str(error)
         return ""
-
-    def obstacle(self, index: int) -> str:
-        """Why GPU number `index` does not run it, as far as that is known without building it; empty where it does."""
-        if why := self.refusal(torch.cuda.get_device_capability(index)):
-            return why
-        try:
-            device(index)
-        except BuildError as error:
-            return str(error)
-        return ""
-
-    def virtual(self, capability: tuple[int, int]) -> bool:
-        """Whether it is compiled for 8.0 and stands in for a newer card's own: the portable kernels, where forced."""
-        return family.FORCED == "portable" and self.portable(capability) and capability >= (9, 0)
 
     def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
         """See `compile_cubin`. BuildError for a GPU that the source is not for."""
-        if why := self.refusal(capability):
+        if why := self.unavailable_reason(capability):
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
-        if not self.portable(capability):
-            return compile_cubin(self.path, defines, capability, checks)
-        arch = VIRTUAL if self.virtual(capability) else "sm_{}{}".format(*capability)
-        start = 1024 if capability >= (9, 0) else 0  # of a block's shared memory, which the source cannot ask for
-        return compile_cubin(self.path, {**defines, "START": start, "PORTABLE": 1}, capability, checks, arch)
+        form = self.form(capability)
+        return compile_cubin(self.path, {**defines, **form.defines}, capability, checks, form.arch)
+
+    def portable(self, capability: tuple[int, int]) -> bool:
+        return self.form(capability).portable
 
     def load(
         self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
     ) -> tuple[Kernel, ...]:
-        """The kernels (`functions` of them) on `device`, whose blocks may take all shared memory, `shared` bytes at
-        least, and whose clusters may be of 16.
-
-        Raises BuildError where they cannot be had, RuntimeError inside a capture.
-        """
-        return load(self, defines, device, shared, functions or self.runs(torch.cuda.get_device_capability(device)))
+        found = load(self, defines, device)
+        return tuple(found[name] for name in functions or found)
 
     def usable(self, device: int, otherwise: str) -> bool:
-        """Whether `device` can have them. Where it cannot, warns of what happens `otherwise`: but where that was asked
-        for, or the GPU is one that they are not written for and another source of the same ops is."""
+        self.otherwise = otherwise
+        return self.is_built(device)
+
+    @cache  # noqa: B019
+    def is_built(self, device: int) -> bool:
+        """Whether GPU number `device` can have its kernels. Not for the first time inside a capture.
+
+        Where it cannot, warns once of what happens `otherwise`: but where that was asked for, or the GPU is one that
+        they are not written for and another source of the same ops is.
+        """
         capability = torch.cuda.get_device_capability(device)
         others = (each for each in Source.every if each is not self and set(each.ops) & set(self.ops))
-        if self._kept_back(capability) or (
-            self.refusal(capability) and any(not each.refusal(capability) for each in others)
+        if not self._permitted(capability) or (
+            self.unavailable_reason(capability) and any(not each.unavailable_reason(capability) for each in others)
         ):
             return False
         try:
-            self.load(self.example, device, self.shared)
+            load(self, self.example, device)
         except BuildError as error:
-            message = f"{self.path.name} cannot be built for GPU {device}, {otherwise}: {error}"
-            warnings.warn(message, stacklevel=3)
+            message = f"{self.path.name} cannot be built for GPU {device}, {self.otherwise}: {error}"
+            warnings.warn(message, stacklevel=2)
             return False
         return True
 
 
-def load(
-    source: Source, defines: Mapping[str, int], device: int, shared: int, functions: tuple[str, ...]
-) -> tuple[Kernel, ...]:
-    """See `Source.load`."""
+def load(source: Source, defines: Mapping[str, int], device: int) -> dict[str, Kernel]:
+    """The kernels of a variant by name, whose blocks may take all shared memory, `source.shared` bytes at least, and
+    whose clusters may be of 16.
+
+    Raises BuildError where they cannot be had, RuntimeError inside a capture.
+    """
     if torch.cuda.is_current_stream_capturing():
         name = source.path.name
         raise RuntimeError(
@@ -297,31 +331,33 @@ def load(
         )
     driver, _ = bindings()
     capability = torch.cuda.get_device_capability(device)
-    cubin = source.cubin(defines, capability)
-    overlaps = capability >= (9, 0) and not source.virtual(capability)
+    cubin, form = source.cubin(defines, capability), source.form(capability)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         most = check(driver.cuDeviceGetAttribute(optin, check(driver.cuCtxGetDevice())))
-        if most < shared:
+        if most < source.shared:
             raise BuildError(
-                f"a block has {most} bytes of shared memory on this GPU; {source.path.name} takes {shared}"
+                f"a block has {most} bytes of shared memory on this GPU; {source.path.name} takes {source.shared}"
             )
         try:
             module = check(driver.cuModuleLoadData(cubin))
         except RuntimeError as error:  # of PTX, where the driver is older than NVRTC
             raise BuildError(f"the driver does not take what NVRTC made of {source.path.name}: {error}") from error
-        kernels = []
-        for name in functions:
-            function = check(driver.cuModuleGetFunction(module, name.encode()))
+        kernels = {}
+        for name in form.functions:
+            code, function = driver.cuModuleGetFunction(module, name.encode())
+            if code == driver.CUresult.CUDA_ERROR_NOT_FOUND:  # this variant lacks it
+                continue
+            check((code,))
             about = driver.CUfunction_attribute
             static = check(driver.cuFuncGetAttribute(about.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
             limit = about.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(function, limit, most - static))
             if capability >= (9, 0):
                 check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
-            kernels.append(Kernel(function, device, overlaps))
-    return tuple(kernels)
+            kernels[name] = Kernel(function, device, form.overlaps)
+    return kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,7 +394,7 @@ OCCUPANCY = Source("occupancy", functions=("occupancy",), capabilities=PORTABLE,
 @cache
 def device(index: int) -> Device:
     """The GPU of this number. Not for the first time inside a capture. BuildError where nothing can be built for it."""
-    (probe,) = OCCUPANCY.load({}, index)
+    probe = load(OCCUPANCY, {}, index)["occupancy"]
     driver, about = bindings()[0], bindings()[0].CUdevice_attribute
     sms, shared, sm_shared = (
         check(driver.cuDeviceGetAttribute(getattr(about, f"CU_DEVICE_ATTRIBUTE_{name}"), index))

@@ -1,12 +1,11 @@
 """Launches `deepseek_index.cu`, the selection behind Triton's scores; where it cannot be built, Triton's follows."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from onegraph.ops.calls import DeepseekIndex
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
 
 THREADS = 512  # of a block, as in the kernel
 
@@ -22,18 +21,8 @@ KERNEL = build.Source(
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
     example={"PER_PAGE": 32},
+    otherwise="Triton's selects",
 )
-
-
-@cache
-def _kernel(per_page: int, device: int) -> build.Kernel:
-    return KERNEL.load({"PER_PAGE": per_page}, device)[0]
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's selects")
 
 
 def select(
@@ -42,20 +31,12 @@ def select(
     """See `onegraph.ops.triton.deepseek_index.select`."""
     batch, (queries, capacity) = positions.shape[0], scores.shape
     selected = torch.empty((batch, queries // batch, top_k), dtype=torch.int32, device=scores.device)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            scores=scores, positions=positions, counts=counts, table=block_table, selected=selected
-        ),
-        length=queries // batch,
-        table_stride=block_table.stride(0),
-        capacity=capacity,
-        pages=pages,
-        ratio=ratio,
+    launch(
+        KERNEL, {"PER_PAGE": capacity // block_table.shape[1]}, Launch((queries, 1, 1), THREADS),
+        scores=scores, positions=positions, counts=counts, table=block_table, selected=selected,
+        length=queries // batch, table_stride=block_table.stride(0), capacity=capacity, pages=pages, ratio=ratio,
         top_k=top_k,
     )  # fmt: skip
-    kernel = _kernel(capacity // block_table.shape[1], scores.device.index)
-    with torch.cuda.device(scores.device):  # the driver launches in the current context
-        kernel.launch((queries, 1, 1), THREADS, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)
     return selected
 
 
@@ -63,7 +44,7 @@ def deepseek_index(call: DeepseekIndex) -> Tensor:
     """See `onegraph.ops.deepseek_index.deepseek_index`."""
     from onegraph.ops.triton import deepseek_index as kernels  # compiled as of its import
 
-    if call.q.numel() == 0 or not available(call.q.device.index):
+    if call.q.numel() == 0 or not KERNEL.is_built(call.q.device.index):
         return kernels.deepseek_index(call)
     rows = call.positions, call.counts, call.block_table
     return select(kernels.score(call), *rows, call.entries.shape[0], call.ratio, call.top_k)

@@ -21,7 +21,7 @@
 #include "nvfp4_common.cuh"
 #include "nvfp4_decode.cuh"
 
-constexpr int ROWS = 16, SLICE = 256;
+constexpr int ROWS = 16;
 constexpr int CODES = ROWS * SLICE / 2, SLOT = CODES + ROWS * SLICE / 16;  // bytes
 constexpr int COLUMNS = TILES * 8, TOKENS = TOGETHER ? 16 : COLUMNS;  // of a product, of a pass
 constexpr int PITCH = TOKENS + 1;                                     // down, together: a tile's sums are [ROWS][PITCH]
