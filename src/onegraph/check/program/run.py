@@ -13,10 +13,10 @@ from onegraph.check.program import launch
 from onegraph.check.program.beside import AGAIN, Beside, capture_view
 from onegraph.check.program.graphs import Recorder, graphs
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
-from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered, relative
+from onegraph.check.report import CheckError, Finding, Report, Severity, one_per_place, relative
 from onegraph.check.simulate import compiled, frames, memory, threads
 from onegraph.check.simulate.cuda import machine
-from onegraph.check.simulate.findings import RANK, Findings
+from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.unknown import told
 
@@ -61,15 +61,14 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
 def _report(target: str, world: ProgramWorld, beside: Beside) -> Report:
     reports = [_of_capture(world, capture, beside.findings.get(capture.number, [])) for capture in world.captures]
     reports += _of_functions(world)
-    merged = merge(target, reports)
-    first = reports[0]
+    drawn = next((report for report in reports if report.timeline), reports[0])
     captures = [_facts(world, capture) for capture in world.captures]
     facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
     if unknown := told({source: _place(world, chain) for source, chain in world.unknowns.sources.items()}):
         facts["unknown"] = unknown
-    findings = _together([f for report in reports for f in report.findings])
+    findings = one_per_place((f for report in reports for f in report.findings), _both)
     replays = sum(capture.replays for capture in world.captures)
-    return replace(merged, findings=findings, steps=replays, facts=facts, timeline=first.timeline)
+    return replace(drawn, target=target, findings=findings, steps=replays, facts=facts)
 
 
 def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, Finding]]) -> Report:
@@ -92,7 +91,7 @@ def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, F
     known = [*report.findings, *(f for _, f in beside)]
     bound = {(f.path, f.line) for f in known if f.code == "CG205" and f.severity is Severity.ERROR}
     known = [f for f in known if not (f.code == "CG206" and (f.path, f.line) in bound)]  # freed by binding it anew
-    return replace(report, findings=tuple(_worded(f, capture.number) for f in _together(known)))
+    return replace(report, findings=tuple(_worded(f, capture.number) for f in one_per_place(known, _both)))
 
 
 def _of_functions(world: ProgramWorld) -> list[Report]:
@@ -133,18 +132,11 @@ def _worded(finding: Finding, number: int) -> Finding:
     return replace(finding, message=worded(finding.message), values=tuple(worded(v) for v in finding.values))
 
 
-def _together(findings: list[Finding]) -> tuple[Finding, ...]:
-    """One finding for each place and code, with the worst severity and the values of all."""
-    best: dict[tuple[str, int, str], Finding] = {}
-    for finding in findings:
-        known = best.get(finding.place)
-        if known is None:
-            best[finding.place] = finding
-            continue
-        values = tuple(dict.fromkeys((*known.values, *finding.values)))[:_MOST_VALUES]
-        worse = finding if RANK[finding.severity] > RANK[known.severity] else known
-        best[finding.place] = replace(worse, values=values, count=max(known.count, finding.count))
-    return ordered(best.values())
+def _both(known: Finding, other: Finding) -> Finding:
+    """The worse of two findings of one place, with the values of both."""
+    values = tuple(dict.fromkeys((*known.values, *other.values)))[:_MOST_VALUES]
+    worse = other if other.severity.rank > known.severity.rank else known
+    return replace(worse, values=values, count=max(known.count, other.count))
 
 
 def _facts(world: ProgramWorld, capture: Capture) -> dict[str, Any]:
@@ -177,6 +169,3 @@ def _memory(world: ProgramWorld) -> dict[str, Any]:
     reserved = sum(pool.reserved for pool in world.pools.values())
     needed = memory.told(need, capture.step, locate) | {"pool": reserved}
     return needed | {"pools": len(world.pools), "graphs": len(needs)}
-
-
-__all__ = ["Origin", "Severity", "run_program"]

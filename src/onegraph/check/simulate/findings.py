@@ -15,7 +15,6 @@ from onegraph.check.simulate.records import Sighting, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
 
-RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
 _REPEATED = {"CG205"}
 """Where one cause shows at several lines, the first of them stands for the others."""
@@ -85,7 +84,7 @@ class Findings:
                     known, values=values[:_MOST_VALUES], message=f"{known.message}; its contents change{origin}"
                 )
                 continue
-            worst = max(group, key=lambda s: RANK[s.severity])
+            worst = max(group, key=lambda s: s.severity.rank)
             if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
                 continue
             at = place or self.home
@@ -218,7 +217,7 @@ class Findings:
         key = (sighting.code, place.path, place.line)
         known = self.found.get(key)
         if known is not None:
-            worse = RANK[sighting.severity] > RANK[known.severity]
+            worse = sighting.severity.rank > known.severity.rank
             self._replace(
                 known,
                 count=known.count + sighting.count,

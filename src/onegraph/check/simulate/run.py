@@ -17,7 +17,7 @@ from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_ste
 from onegraph.check.simulate.compare import Books, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
-from onegraph.check.simulate.findings import RANK, Findings, home_of
+from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.kernels import Code
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
@@ -133,7 +133,7 @@ class _Simulation:
                 self.verdicts.pop(index, None)
                 break
             for sighting in self.world.sightings[seen:]:  # it may never be captured there: whoever captures chooses
-                sighting.severity = min(sighting.severity, Severity.WARNING, key=RANK.__getitem__)
+                sighting.severity = min(sighting.severity, Severity.WARNING, key=lambda s: s.rank)
                 sighting.message += f" (in step {index}, in none of the first {known})"
             self.count, seen = index + 1, len(self.world.sightings)
 
