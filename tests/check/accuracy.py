@@ -59,7 +59,7 @@ def look(way: str, folder: str, name: str) -> dict[str, Any]:
             else:
                 from onegraph.check import check_step
 
-                report = check_step(case.factory, simulate=way == "simulate", live=way == "live")
+                report = check_step(case.factory, source=False, simulate=way == "simulate", live=way == "live")
     except CheckError as error:
         return {"error": str(error)}
     return {"findings": [[f.code, f.severity.value, f.line] for f in report.findings]}

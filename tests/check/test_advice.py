@@ -1,15 +1,15 @@
 """Advice is followed: a step with the hazard shows the text, the same step with the text applied is found clean."""
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 
-from onegraph.check import cli
+from onegraph.check.api import check_target
 from onegraph.check.report import Report
 from onegraph.check.rules import RULES, fix
 from onegraph.check.source import check_source
+from onegraph.check.targets import Options
 
 FOLDER = Path(__file__).parent / "advice"
 PAIRS = {
@@ -25,9 +25,7 @@ ONLY_IN_A_PROGRAM = {("CG201", "raise"), ("CG212", "refused_values"), ("CG401", 
 
 def default_command(target: str) -> Report:
     """The report of `onegraph check target`."""
-    parser = argparse.ArgumentParser()
-    cli.add_parsers(parser.add_subparsers(dest="command"))
-    return cli.check(target, parser.parse_args(["check", target]))
+    return check_target(target, Options())
 
 
 def needs(path: Path) -> None:

@@ -120,9 +120,9 @@ def test_live_notes_a_backward_pass_through_work_of_before_and_puts_torch_back()
     before = [dict(vars(owner)) for owner in owners]
     with calls_noted(recorder):
         call_step(lambda: (x * x).sum().backward(), ())
-        assert recorder.sightings == []
+        assert recorder.raw_findings == []
         call_step(lambda: old.backward(), ())
-    assert [s.code for s in recorder.sightings] == ["CG306"]
+    assert [s.code for s in recorder.raw_findings] == ["CG306"]
     assert [dict(vars(owner)) for owner in owners] == before
 
 
@@ -140,4 +140,4 @@ def test_live_takes_gradients_of_gradients_for_work_of_the_step():
 
     with calls_noted(recorder):
         call_step(step, ())
-    assert recorder.sightings == []
+    assert recorder.raw_findings == []

@@ -17,7 +17,7 @@ from onegraph.check import CheckError, check_step, cli, reconcile
 from onegraph.check.pytest_plugin import assert_capturable
 from onegraph.check.report import Event, Finding, Origin, Report, Severity
 from onegraph.check.rules import RULES
-from onegraph.check.target import load
+from onegraph.check.targets import load
 
 CLEAN = """\
 import torch

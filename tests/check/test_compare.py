@@ -5,7 +5,7 @@ import torch
 
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.compare import Books, differences, traced
+from onegraph.check.simulate.compare import StorageTable, differences, traced
 from onegraph.check.simulate.records import Argument, OpRecord, Step
 from onegraph.check.simulate.replay import Verdict
 
@@ -29,7 +29,7 @@ def op(name="mul", *, chain=HERE, **fields):
 def compared(ours, theirs, *, verdict=None, books=None, refreshed=(), ahead=0, captured=(), later=()):
     """The findings of one op, `ahead` equal ones before it; `captured` and `later` are fields of the two steps."""
     steps = [Step(i, ops=[*[op()] * ahead, o], **dict(f)) for i, o, f in ((1, ours, captured), (3, theirs, later))]
-    books = books or Books({}, set(), {}, {})
+    books = books or StorageTable({}, set(), {}, {})
     found, branches = differences(steps[0], steps[1:], {3: verdict} if verdict else {}, books, {3: set(refreshed)})
     assert branches == []
     return found
@@ -119,7 +119,7 @@ def test_what_is_equal_is_no_finding():
     ],
 )
 def test_a_difference_has_a_code_a_message_and_both_values(ours, theirs, code, message, values):
-    found = only(op(**ours), op(**theirs), books=Books({5: "table"}, {5, 6}, {}, {}))
+    found = only(op(**ours), op(**theirs), books=StorageTable({5: "table"}, {5, 6}, {}, {}))
     assert (found.code, found.message, found.values) == (code, message, values)
 
 
@@ -212,7 +212,7 @@ BUILT = "5 (cache), made by the factory"
     ],
 )
 def test_another_storage_is_told_by_where_it_came_from(ours, theirs, alive, code, message, values):
-    books = Books({5: "cache"}, alive, MADE, {4: 0, 8: 0})
+    books = StorageTable({5: "cache"}, alive, MADE, {4: 0, 8: 0})
     found = only(op(externals=(3, ours)), op(externals=(3, theirs)), books=books)
     assert (found.code, found.message) == (code, message)
     for told, want, step in zip(found.values, values or (), (1, 3), strict=False):
@@ -310,7 +310,7 @@ def test_a_rebound_tensor_is_an_error_where_it_is_used_first(second, severity, c
         for which, pair in enumerate((5, 6))
     ]
     steps = [Step(i, ops=ops) for i, ops in zip((1, 3), runs, strict=True)]
-    found, _ = differences(steps[0], steps[1:], {3: WRONG}, Books({}, {5, 6, 7, 8}, {}, {}), {3: set()})
+    found, _ = differences(steps[0], steps[1:], {3: WRONG}, StorageTable({}, {5, 6, 7, 8}, {}, {}), {3: set()})
     assert [(f.code, f.severity, f.cause) for f in found] == [
         ("CG205", Severity.ERROR, ()),
         ("CG205", severity, cause),

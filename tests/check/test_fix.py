@@ -1,6 +1,7 @@
 """`onegraph check --fix`: each rewrite takes its finding away, keeps eager's results and all else in the file."""
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ from textwrap import dedent, indent
 import pytest
 
 from onegraph.check import CheckError, cli
+from onegraph.check.api import check_target
 from onegraph.check.report import Report, relative
 from onegraph.check.rewrite import Plan, plan, text, verify
+from onegraph.check.targets import Options
 
 HEAD = """\
 import torch
@@ -130,17 +133,15 @@ class Looking:
         self.looks = 0
         monkeypatch.setattr("onegraph.check.rewrite.look", self)
 
-    def __call__(self, spec: str, edited: dict[str, bytes], root: str, *, steps: int, gpus: int, timeout: float):
+    def __call__(self, spec: str, edited: dict[str, bytes], root: str, options: Options):
         where, colon, _ = spec.rpartition(":") if ":" in Path(spec).name else (spec, "", "")
         path = Path(where)
         kept = path.read_bytes()
         self.looks += 1
         try:
             path.write_bytes(edited.get(str(path), kept))
-            parser = argparse.ArgumentParser()
-            cli.add_parsers(parser.add_subparsers(dest="command"))
-            report = cli.check(spec, parser.parse_args(["check", spec]))
-            return verify.Seen(report, verify.results(spec, 4, gpus) if colon else None)
+            report = check_target(spec, options)
+            return verify.Seen(report, verify.results(spec, 4, options.gpus) if colon else None)
         finally:
             path.write_bytes(kept)
 
@@ -352,8 +353,8 @@ def test_the_process_that_checks_again_has_the_same_time(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(verify.subprocess, "run", started)
     with pytest.raises(CheckError, match=r"longer than 0\.5 seconds"):
-        verify.look(f"{path}:factory", {}, str(tmp_path), steps=4, gpus=1, timeout=0.5)
-    assert verify.main(f"{path}:factory", str(tmp_path / "out"), 4, 1, float(commands[0][-1])) == 2
+        verify.look(f"{path}:factory", {}, str(tmp_path), Options(timeout_s=0.5))
+    assert verify.main(f"{path}:factory", str(tmp_path / "out"), Options(**json.loads(commands[0][-1]))) == 2
     assert "after 0.5 s" in capsys.readouterr().err
 
 

@@ -7,9 +7,9 @@ from textwrap import dedent
 import pytest
 
 from onegraph.check import check_step
-from onegraph.check.places import users
+from onegraph.check.places import relocate_to_user_code
 from onegraph.check.report import Cause, Finding, Frame, Origin, Report, Severity
-from onegraph.check.target import load
+from onegraph.check.targets import load
 
 PACKAGE = """\
 import torch
@@ -84,6 +84,6 @@ def test_consequences_move_with_their_cause():
         cause, code="CG202", line=8, calls=(calls[0], replace(calls[1], line=8)),
         follows=Cause(path=cause.path, line=7, code="CG101"),
     )  # fmt: skip
-    report = users(Report(target="", findings=(cause, after)))
+    report = relocate_to_user_code(Report(target="", findings=(cause, after)))
     assert [f.code for f in report.errors] == ["CG101"]
     assert [f.code for f in report.following(report.errors[0])] == ["CG202"]

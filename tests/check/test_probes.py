@@ -12,7 +12,7 @@ from onegraph.check import check_step
 from onegraph.check.output.text import render
 from onegraph.check.report import Report
 from onegraph.check.simulate import simulate_step
-from onegraph.check.target import load
+from onegraph.check.targets import load
 
 HEAD = """
 import torch

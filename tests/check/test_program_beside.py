@@ -10,7 +10,7 @@ import pytest
 from programs import HEAD, line_of, lines, ran
 
 from onegraph.check import Verdict
-from onegraph.check.program import beside
+from onegraph.check.program import comparison
 from onegraph.check.simulate import copies
 
 
@@ -322,4 +322,4 @@ def test_a_name_that_is_read_before_it_is_bound_is_gone(tmp_path: Path) -> None:
     """)
     report = ran(tmp_path, text)
     assert lines(report) == {("CG206", line_of(text, "y = y + w"))}
-    assert report.facts["captures"][0]["not compared"] == beside.GONE
+    assert report.facts["captures"][0]["not compared"] == comparison.GONE

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 from programs import HEAD, line_of, lines, ran
 
-from onegraph.check.program import beside, run, world
+from onegraph.check.program import comparison, run, world
 from onegraph.check.program.world import ProgramWorld
 
 
@@ -114,8 +114,8 @@ def test_what_is_kept_of_a_long_program_does_not_grow(tmp_path: Path, monkeypatc
     worlds: list[ProgramWorld] = []
     monkeypatch.setattr(run, "ProgramWorld", lambda *given: worlds.append(ProgramWorld(*given)) or worlds[0])
     monkeypatch.setattr(world, "MOST_SIZES", 50)
-    monkeypatch.setattr(beside, "ALWAYS", 0)
-    monkeypatch.setattr(beside, "LONGEST", 0.0)
+    monkeypatch.setattr(comparison, "ALWAYS", 0)
+    monkeypatch.setattr(comparison, "LONGEST", 0.0)
     text = HEAD + dedent("""
     @torch.compile(mode="reduce-overhead")
     def double(x):
@@ -151,7 +151,7 @@ def test_what_is_kept_of_a_long_program_does_not_grow(tmp_path: Path, monkeypatc
     assert (late.code, late.count) == ("CG209", 198)
     (known,) = worlds
     assert len(known.captures) == 11
-    assert len(known.sightings) + len(known.late) <= 11 + 4
+    assert len(known.raw_findings) + len(known.late) <= 11 + 4
     assert len(known.taken) == 1
     assert len(known.compiled_outputs) == 0
     assert len(known.generators) <= 1

@@ -7,7 +7,7 @@ import pytest
 from programs import HEAD, cli, line_of, lines, ran
 
 from onegraph.check import Report, Severity, Verdict
-from onegraph.check.program import beside
+from onegraph.check.program import comparison
 from onegraph.check.rules import RULES
 
 CACHE = """\
@@ -100,7 +100,7 @@ def test_a_new_position_past_the_cache_that_the_replay_does_not_read(tmp_path: P
     report = ran(tmp_path, text)
     (finding,) = report.findings
     assert (finding.code, finding.line) == ("CG212", line_of(text, "y = x[Cache.pos]"))
-    assert finding.message == beside.OP
+    assert finding.message == comparison.OP
 
 
 def test_an_index_of_memory_that_was_freed_is_told_as_freed(tmp_path: Path) -> None:
@@ -186,21 +186,21 @@ def test_statements_that_are_made_to_run_once_are_no_error(tmp_path: Path, once:
     report = ran(tmp_path, text + "for i in range(3):\n    g.replay()\n")
     assert report.errors == ()
     assert report.verdict is Verdict.UNVERIFIED
-    assert beside.RAISE in not_compared(report)
+    assert comparison.RAISE in not_compared(report)
 
 
 def test_of_several_replays_that_raise_at_one_place_the_first_is_told(tmp_path: Path) -> None:
     report = ran(tmp_path, CACHE.format(op=OPS[0], first=0, before="pass"))
-    assert not_compared(report).count(beside.RAISE) == 1
+    assert not_compared(report).count(comparison.RAISE) == 1
     assert "index 4 is out of bounds" in not_compared(report)
     assert f"4 compared with eager (others not: {not_compared(report)})" in str(report)
 
 
 def test_time_that_is_over_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "LONGEST", 0.0)
+    monkeypatch.setattr(comparison, "LONGEST", 0.0)
     report = ran(tmp_path, CACHE.format(op=OPS[0], first=0, before="if i == 4: break"))
     (capture,) = report.facts["captures"]
-    assert (capture["replays"], capture["compared"], not_compared(report)) == (4, 2, beside.OVER)
+    assert (capture["replays"], capture["compared"], not_compared(report)) == (4, 2, comparison.OVER)
     assert report.verdict is Verdict.CAPTURABLE
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from onegraph.check.declared import capturable, declare, declared
+from onegraph.check.judge import merge
 from onegraph.check.output import text
 from onegraph.check.report import (
     CheckError,
@@ -19,9 +20,8 @@ from onegraph.check.report import (
     Severity,
     StorageInfo,
     Verdict,
-    merge,
 )
-from onegraph.check.target import load, split
+from onegraph.check.targets import load, split
 
 
 def finding(code="CG101", severity=Severity.ERROR, origin=Origin.SIMULATE, line=3, **other):

@@ -31,7 +31,7 @@ def read(path: Path) -> Report:
 
 def simulate(path: Path) -> Report:
     from onegraph.check import check_step, declared
-    from onegraph.check.target import load
+    from onegraph.check.targets import load
 
     with declared():  # an example that declares its kernel does so for this process
         return allow.apply(check_step(load(f"{path}:factory").factory))

@@ -6,7 +6,7 @@ import pytest
 
 from onegraph.check import CheckError, check_step
 from onegraph.check.source import check_source
-from onegraph.check.target import load
+from onegraph.check.targets import load
 
 DRAWS = [
     ("import random", "random.random()"),

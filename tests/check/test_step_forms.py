@@ -368,7 +368,7 @@ def test_ops_with_a_fake_alone_in_a_file_named_many_times(
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
-    from onegraph.check.target import load
+    from onegraph.check.targets import load
 
     for folder, number in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
@@ -379,7 +379,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 
 
 def test_a_file_that_failed_to_import_is_run_again(tmp_path: Path) -> None:
-    from onegraph.check.target import load
+    from onegraph.check.targets import load
 
     path = tmp_path / "twice.py"
     path.write_text("import pathlib\npathlib.Path(__file__ + '.ran').touch(exist_ok=False)\ndef f(): pass\n")

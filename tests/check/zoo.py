@@ -130,7 +130,7 @@ def look(name: str, live: bool) -> dict[str, Any]:
     from measure_truth import short
 
     from onegraph.check import CheckError
-    from onegraph.check.causes import fold
+    from onegraph.check.causes import mark_consequences
     from onegraph.check.live import live_step
     from onegraph.check.simulate import simulate_step
 
@@ -138,7 +138,7 @@ def look(name: str, live: bool) -> dict[str, Any]:
     run = live_step if live else simulate_step  # each line of transformers, not the call that leads to it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            report = fold(run(lambda: factory(name)))
+            report = mark_consequences(run(lambda: factory(name)))
     except CheckError as error:
         return {"error": str(error)}
     chains = [[f.code, *([short(c.path), c.line] for c in (*f.calls, f))] for f in report.errors]

@@ -1,13 +1,16 @@
-"""`check_step`: everything that is known about one step, from one call."""
+"""`check_step`, and the same for targets and programs as people name them: what was looked at goes to the judge."""
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from onegraph.check.causes import fold
-from onegraph.check.places import users
-from onegraph.check.reconcile import VARYING, reconcile
-from onegraph.check.report import CheckError, Report, merge
+from onegraph.check.deadline import deadline
+from onegraph.check.judge import judge, merge
+from onegraph.check.reconcile import VARYING
+from onegraph.check.report import CheckError, Report
+from onegraph.check.rules import prefix_of
+from onegraph.check.targets import Options, is_tree, load
 
 LIVE_STEPS = 6
 
@@ -16,13 +19,13 @@ def check_step(
     factory: Callable[[], Any],
     *,
     simulate: bool = True,
-    source: bool = False,
+    source: bool = True,
     live: bool = False,
     steps: int = 4,
     gpus: int = 1,
     target: str = "",
 ) -> Report:
-    """Check the step that `factory` builds; allowances in the source are not applied here.
+    """Check the step that `factory` builds, as `onegraph check` does; allowances in the source are applied.
 
     Args:
         factory: builds model and buffers on device "cuda" and returns `(step, inputs)`; `step(*inputs(i))` is the i-th
@@ -54,7 +57,56 @@ def check_step(
         from onegraph.check.live import live_step
 
         reports.append(live_step(factory, steps=steps if steps < 3 else max(steps, LIVE_STEPS), target=target))
-    return users(fold(reports[0] if len(reports) == 1 else reconcile(merge(target, reports))))
+    return judge(target, reports)
+
+
+def check_target(spec: str, options: Options) -> Report:
+    """A factory, or the sources of a file or folder. Raises CheckError where it cannot be checked."""
+    if is_tree(spec):
+        if options.live:
+            raise CheckError(f"{spec}: --live and --all need a factory; allowed {spec}:factory")
+        from onegraph.check.source import check_tree
+
+        report = check_tree(spec)
+        return judge(report.target, [report])
+    with deadline(options.timeout_s, f"target {spec!r}"):
+        factory = load(spec, live=options.live).factory
+        return check_step(
+            factory, simulate=options.simulate, live=options.live, steps=options.steps, gpus=options.gpus, target=spec
+        )
+
+
+def check_targets(specs: Sequence[str], options: Options) -> Report:
+    """All targets as one report; those that could not be checked are told in `facts["failed"]`. Raises CheckError where
+    none could."""
+    reports, failed = [], []
+    for spec in specs:
+        try:
+            reports.append(check_target(spec, options))
+        except CheckError as error:
+            failed.append(error)
+    if not reports:
+        raise CheckError("; ".join(map(str, failed))) from failed[0]
+    report = reports[0] if len(reports) == 1 else merge(", ".join(r.target for r in reports), reports)
+    report.facts.update({"failed": [str(error) for error in failed]} if failed else {})
+    return report
+
+
+def check_program(words: Sequence[str], options: Options) -> Report:
+    """A program of one's own, and everything that it captures. Raises CheckError."""
+    from onegraph.check.program import run_program
+
+    with deadline(options.timeout_s, f"program {' '.join(words)!r}"):
+        report = run_program(words, gpus=options.gpus)
+    return judge(report.target, [report])
+
+
+def codes(text: str) -> tuple[str, ...]:
+    """Codes, names or prefixes from a comma-separated option. Raises CheckError for one that names nothing."""
+    try:
+        return tuple(prefix_of(word) for word in (w.strip() for w in text.split(",")) if word)
+    except ValueError as error:
+        raise CheckError(str(error)) from None
 
 
 def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:
@@ -65,8 +117,10 @@ def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:
     function = inspect.unwrap(factory)
     try:
         path = inspect.getsourcefile(function)
-        if path is None:
+        if path is None or not os.path.isfile(path):
             raise CheckError(f"{target}: no source file to read")
+        if function.__qualname__ != function.__name__:  # a function of the file may have the same name
+            raise CheckError(f"{target}: no function at the top level of {path}")
         return check_source(path, function.__name__)
     except (TypeError, CheckError) as error:
         if not alone:

@@ -1,4 +1,4 @@
-"""Consequences folded into their cause: what a step does with a number follows from the line that read it.
+"""Consequences marked by their cause: what a step does with a number follows from the line that read it.
 
 The way is the one that the calls of both findings took: in the innermost function that they share, the names that the
 cause's statement binds are followed to the other's statement, and from there into the functions that it calls. A name
@@ -29,7 +29,7 @@ INSIDE = frozenset(["CG202", "CG204", "CG205", "CG206", "CG208", "CG209"])
 """What a stretch of code that only some steps run may do: whoever mends the branch decides about it."""
 
 
-def fold(report: Report) -> Report:
+def mark_consequences(report: Report) -> Report:
     """The report with each consequence marked by its cause (`Finding.follows`)."""
     first = [f for f in report.findings if f.severity is Severity.ERROR and f.follows is None]
     ops = frozenset((event.path, event.line) for event in report.timeline)

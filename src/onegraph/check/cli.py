@@ -5,10 +5,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+from onegraph.check import api
 from onegraph.check.report import CheckError, Report
+from onegraph.check.targets import Options, has_factory, split
 
 DESCRIPTION = """\
 Find what breaks CUDA-graph capture of a step, or captures and then replays stale data.
@@ -95,13 +96,13 @@ def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
     if args.fix or args.write:
         return run_fix(args)
-    return run_with(check_targets, args)
+    return run_with(look, args)
 
 
 def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
-        select, ignore = codes(args.select), codes(args.ignore)
+        select, ignore = api.codes(args.select), api.codes(args.ignore)
         narrow = narrowing(args)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
@@ -191,9 +192,7 @@ def folder_of(target: str) -> str:
         return os.curdir
     if os.path.isdir(target):
         return target
-    if ":" in os.path.basename(target):
-        from onegraph.check.target import split
-
+    if has_factory(target):
         target, _ = split(target)
     return os.path.dirname(os.path.realpath(target)) if os.path.isfile(target) else ""
 
@@ -235,7 +234,7 @@ def run_fix(args: argparse.Namespace) -> int:
             raise CheckError("check: got no target, allowed file.py:factory, module:factory or a file")
         status = 0
         for target in args.target:
-            made: Plan = plan(target, steps=args.steps, gpus=args.gpus, timeout=args.timeout)
+            made: Plan = plan(target, options_of(args))
             print(made.diff(), end="")
             if args.write:
                 made.write()
@@ -248,41 +247,25 @@ def run_fix(args: argparse.Namespace) -> int:
     return status
 
 
-def check_targets(args: argparse.Namespace) -> Report:
-    """All targets as one report; those that could not be checked are told in `facts["failed"]`. Raises CheckError where
-    none could."""
-    if args.run_program is not None:
-        return check_program(args.run_program, args)
-    if not args.target:
-        raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
-    reports, failed = [], []
-    for target in args.target:
-        try:
-            reports.append(check(target, args))
-        except CheckError as error:
-            failed.append(error)
-    if not reports:
-        raise CheckError("; ".join(map(str, failed))) from failed[0]
-    report = reports[0] if len(reports) == 1 else together(reports)
-    report.facts.update({"failed": [str(error) for error in failed]} if failed else {})
-    return report
-
-
-def check_program(words: list[str], args: argparse.Namespace) -> Report:
-    """A program of one's own, and everything that it captures. Raises CheckError."""
+def look(args: argparse.Namespace) -> Report:
+    """The report of all targets, or of the program to be run. Raises CheckError."""
+    options = options_of(args)
+    if args.run_program is None:
+        if not args.target:
+            raise CheckError("check: got no target, allowed file.py:factory, module:factory or a folder")
+        return api.check_targets(args.target, options)
     if args.target:
         raise CheckError(f"--run and the target {args.target[0]!r}: give one of the two")
-    if args.live or args.all:
+    if options.live:
         raise CheckError("--run simulates; on a GPU, name the step: onegraph check --live file.py:factory")
-    from onegraph.check.allow import apply
-    from onegraph.check.causes import fold
-    from onegraph.check.deadline import deadline
-    from onegraph.check.places import users
-    from onegraph.check.program import run_program
+    return api.check_program(args.run_program, options)
 
-    with deadline(args.timeout, f"program {' '.join(words)!r}"):
-        report = users(run_program(words, gpus=args.gpus))
-    return finished(fold(apply(report)))
+
+def options_of(args: argparse.Namespace) -> Options:
+    """What the words on the command line ask for."""
+    return Options(
+        simulate=not args.live, live=args.live or args.all, steps=args.steps, gpus=args.gpus, timeout_s=args.timeout
+    )
 
 
 def print_report(report: Report, args: argparse.Namespace) -> None:
@@ -302,65 +285,6 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
 
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(text.render(report, color=color), end="")
-
-
-def check(target: str, args: argparse.Namespace) -> Report:
-    """One target or folder. Raises CheckError where it cannot be checked."""
-    from onegraph.check.allow import apply
-    from onegraph.check.causes import fold
-
-    if ":" not in os.path.basename(target) and (os.path.exists(target) or target.endswith(".py") or os.sep in target):
-        if args.live or args.all:
-            raise CheckError(f"{target}: --live and --all need a factory; allowed {target}:factory")
-        from onegraph.check.source import check_tree
-
-        return finished(fold(apply(check_tree(target))))
-    from onegraph.check.api import check_step
-    from onegraph.check.deadline import deadline
-    from onegraph.check.target import load
-
-    with deadline(args.timeout, f"target {target!r}"):
-        loaded = load(target, live=args.live or args.all)
-        report = check_step(
-            loaded.factory,
-            source=True,
-            simulate=not args.live,
-            live=args.live or args.all,
-            steps=args.steps,
-            gpus=args.gpus,
-            target=target,
-        )
-    return finished(fold(apply(report)))
-
-
-def finished(report: Report) -> Report:
-    """The report without the facts that only the steps before it needed: which functions were read."""
-    facts = {key: value for key, value in report.facts.items() if key not in ("read", "allowing", "warm-up")}
-    return replace(report, facts=facts)
-
-
-def together(reports: list[Report]) -> Report:
-    """Several targets as one report: their findings, each once, and the first timeline."""
-    from onegraph.check.report import merge
-
-    merged = merge(", ".join(r.target for r in reports), reports)
-    if any("files" in r.facts for r in reports):
-        for key in ("files", "steps found", "functions"):
-            merged.facts[key] = sum(r.facts.get(key, 0) for r in reports)
-    for key in ("unread", "unreadable"):
-        if lines := sorted({line for r in reports for line in r.facts.get(key, ())}):
-            merged.facts[key] = lines
-    return merged
-
-
-def codes(text: str) -> tuple[str, ...]:
-    """Codes, names or prefixes from a comma-separated option. Raises CheckError for one that names nothing."""
-    from onegraph.check.rules import prefix_of
-
-    try:
-        return tuple(prefix_of(word) for word in (w.strip() for w in text.split(",")) if word)
-    except ValueError as error:
-        raise CheckError(str(error)) from None
 
 
 def write(path: str, text: str) -> None:

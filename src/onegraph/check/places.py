@@ -10,12 +10,11 @@ import os
 import sysconfig
 from dataclasses import replace
 
-from onegraph.check.report import Finding, Frame, Report, Severity, ordered
+from onegraph.check.report import Finding, Frame, Report, ordered
 
 _SITE = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 _STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
 _MOST_PLACES = 4
-_WORST = (Severity.ERROR, Severity.UNVERIFIED, Severity.WARNING, Severity.NOTE)
 
 
 @functools.cache
@@ -28,7 +27,7 @@ def package_of(filename: str) -> str | None:
     return "" if real.startswith(_STDLIB + os.sep) else None
 
 
-def users(report: Report) -> Report:
+def relocate_to_user_code(report: Report) -> Report:
     """The report with each finding of a package at the innermost line of the user's own among its calls.
 
     A finding without one, as of a step that is a package's module itself, stays where it is. `Finding.calls` still ends
@@ -42,7 +41,7 @@ def users(report: Report) -> Report:
         if cause is not None and old.follows is not None:
             at = replace(at, follows=replace(old.follows, path=cause.path, line=cause.line))
         groups.setdefault(at.place, []).append((old, at))
-    return replace(report, findings=ordered(_joined(group) for group in groups.values()))
+    return replace(report, findings=ordered(f for group in groups.values() for f in _joined(group)))
 
 
 def _moved(finding: Finding) -> Finding:
@@ -56,17 +55,17 @@ def _moved(finding: Finding) -> Finding:
     return replace(finding, path=call.path, line=call.line, column=column, source=source)
 
 
-def _joined(group: list[tuple[Finding, Finding]]) -> Finding:
-    """One finding of those that have the same code and now the same place."""
+def _joined(group: list[tuple[Finding, Finding]]) -> list[Finding]:
+    """One finding of those that have the same code and now the same place, if any of them was moved."""
     apart = [at for old, at in group if old.follows is None or old.follows.place != at.place]
-    first = min(apart or [at for _, at in group], key=lambda f: (f.follows is not None, _WORST.index(f.severity)))
+    first = min(apart or [at for _, at in group], key=lambda f: (f.follows is not None, -f.severity.rank))
     inside = list(dict.fromkeys(_named(old) for old, at in group if old is not at and old.place != at.place))
     if not inside:
-        return first
+        return [at for _, at in group]
     inside.sort(key=lambda name: name != _named(next(old for old, at in group if at is first)))
     more = f" and {len(inside) - _MOST_PLACES} lines more" if len(inside) > _MOST_PLACES else ""
     message = f"{first.message}, in {', '.join(inside[:_MOST_PLACES])}{more}"
-    return replace(first, message=message, count=sum(at.count for _, at in group))
+    return [replace(first, message=message, count=sum(at.count for _, at in group))]
 
 
 def _named(finding: Finding) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from onegraph.check.api import check_step
+from onegraph.check.api import check_step, codes
 from onegraph.check.report import CheckError, Report
 
 MARK = "capturable"
@@ -50,13 +50,12 @@ def assert_capturable(
     check could not run.
     """
     __tracebackhide__ = True
-    from onegraph.check.allow import apply
-    from onegraph.check.cli import codes
+    from onegraph.check.output import text
 
     left_out = codes(ignore if isinstance(ignore, str) else ",".join(ignore))
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
     try:
-        report = apply(check_step(factory, simulate=True, live=live, steps=steps, gpus=gpus, target=name))
+        report = check_step(factory, live=live, steps=steps, gpus=gpus, target=name)
     except CheckError as error:
         raise error.with_traceback(None) from _as_the_user_sees(error.__cause__)
     report = report.select((), left_out)
@@ -65,7 +64,7 @@ def assert_capturable(
 
         report, _ = load(baseline).without_known(report)
     if report.exit_code(strict=strict):
-        raise AssertionError(f"the step cannot be captured as it is\n\n{report}")
+        raise AssertionError(f"the step cannot be captured as it is\n\n{text.render(report)}".rstrip("\n"))
     return report
 
 

@@ -6,7 +6,7 @@ Standard library only. Paths are absolute as Python saw them; `relative` shorten
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -28,6 +28,11 @@ class Severity(StrEnum):
     UNVERIFIED = "unverified"
     NOTE = "note"
 
+    @property
+    def rank(self) -> int:
+        """From 0, a note, to 3, an error: the worse, the larger."""
+        return ("note", "warning", "unverified", "error").index(self)
+
 
 class Origin(StrEnum):
     SOURCE = "source"
@@ -44,8 +49,6 @@ class Verdict(StrEnum):
 
 SILENT = "silently stale"
 """`Finding.happens` of a hazard that captures without an error and replays old data."""
-
-_ORDER = {Severity.ERROR: 0, Severity.UNVERIFIED: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 
 
 class CheckError(ValueError):
@@ -262,32 +265,13 @@ class Report:
         )
 
 
-def merge(target: str, reports: Iterable[Report]) -> Report:
-    """One report of several ways of looking.
-
-    The same code at the same place is said once, by the one that knows most: live before simulate before source. The
-    timeline is the first one present.
-    """
-    reports = list(reports)
-    rank = {Origin.LIVE: 0, Origin.SIMULATE: 1, Origin.SOURCE: 2}
-    best: dict[tuple[str, int, str], Finding] = {}
-    for finding in sorted((f for r in reports for f in r.findings), key=lambda f: rank[f.origin]):
-        known = best.get(finding.place)
-        if known is None or (known.origin is finding.origin and _ORDER[finding.severity] < _ORDER[known.severity]):
-            best[finding.place] = finding
-    drawn = next((r for r in reports if r.timeline), None)
-    facts: dict[str, Any] = {}
-    for report in reports:
-        facts.update(report.facts)
-    return Report(
-        target=target,
-        findings=ordered(best.values()),
-        origins=tuple(dict.fromkeys(o for r in reports for o in r.origins)),
-        steps=max((r.steps for r in reports), default=0),
-        timeline=drawn.timeline if drawn else (),
-        storages=drawn.storages if drawn else (),
-        facts=facts,
-    )
+def one_per_place(findings: Iterable[Finding], joined: Callable[[Finding, Finding], Finding]) -> tuple[Finding, ...]:
+    """The findings in reading order, with one for each code and place: `joined(first, later)` of those there are."""
+    found: dict[tuple[str, int, str], Finding] = {}
+    for finding in findings:
+        known = found.get(finding.place)
+        found[finding.place] = finding if known is None else joined(known, finding)
+    return ordered(found.values())
 
 
 def plain(facts: dict[str, Any]) -> dict[str, Any]:
@@ -297,7 +281,7 @@ def plain(facts: dict[str, Any]) -> dict[str, Any]:
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """By severity, then file, line and code: the order in which people read them."""
-    return tuple(sorted(findings, key=lambda f: (_ORDER[f.severity], f.path, f.line, f.column, f.code)))
+    return tuple(sorted(findings, key=lambda f: (-f.severity.rank, f.path, f.line, f.column, f.code)))
 
 
 def relative(path: str) -> str:

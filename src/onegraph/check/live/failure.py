@@ -61,7 +61,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
         if hazard.code == "CG105" and "Cannot copy between CPU and CUDA tensors" in happens:
             # torch makes a tensor of host data where no recorder hears it; eager steps could say no more than CG105
             hazard = hazards.of_copy(to_device=True, pinned=False, non_blocking=False, opname="") or hazard
-            recorder.sightings = [s for s in recorder.sightings if s.code != "CG105" or s.chain[:1] != chain[:1]]
+            recorder.raw_findings = [s for s in recorder.raw_findings if s.code != "CG105" or s.chain[:1] != chain[:1]]
     else:
         chain = other[0] if other else (recorder.last[1] if recorder.last else ())
         hazard = hazards.Hazard("CG305" if other else "CG105", "the capture does not end", happens)

@@ -18,7 +18,7 @@ from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.records import (
     UNWRITTEN,
     OpRecord,
-    Sighting,
+    RawFinding,
     Step,
     composed,
     convert_plain,
@@ -68,7 +68,7 @@ class Recorder(compat.TorchDispatchMode):
         super().__init__()
         self.stop, self.roots, self.numbers = stop, roots, numbers
         self.step: Step | None = None
-        self.sightings: list[Sighting] = []
+        self.raw_findings: list[RawFinding] = []
         self.asked_capturing: list[frames.Chain] = []
         self.captured_step = 1
         self.second_order = False  # gradients of gradients: their nodes are numbered by the engine's own threads
@@ -212,7 +212,7 @@ class Recorder(compat.TorchDispatchMode):
 
     def note(self, code: str, message: str, happens: str, chain: frames.Chain) -> None:
         if self.step is not None:
-            self.sightings.append(Sighting(self.step.index, code, Severity.ERROR, chain, message, happens))
+            self.raw_findings.append(RawFinding(self.step.index, code, Severity.ERROR, chain, message, happens))
 
     def synced(self) -> None:
         """The host waited for the device: name the op, or the call that asked for it."""

@@ -21,9 +21,9 @@ from onegraph.check.live.watch import call_step, calls_noted, recorded
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
-from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.findings import Findings, home_of
-from onegraph.check.simulate.records import Sighting, Step, close, reshaped
+from onegraph.check.simulate.records import RawFinding, Step, close, reshaped
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.run import changed_numbers
 from onegraph.check.simulate.state import Snapshot, changes, methods
@@ -111,7 +111,7 @@ class _Live:
                 result = guarded(f"step {index}", call_step, step, *arguments)
             self.compiled |= bool(compiled)
             for code, text, chain, values in reshaped(leaves, shapes, recorder.reshaped):
-                self.recorder.sightings.append(Sighting(index, code, Severity.ERROR, chain, text, SILENT, values))
+                self.recorder.raw_findings.append(RawFinding(index, code, Severity.ERROR, chain, text, SILENT, values))
             recorder.step = None
             torch.cuda.synchronize()
             outputs = containers.tensors(result)
@@ -212,9 +212,7 @@ class _Live:
             self.captured = self.steps[1] if self.compiled else record
             if empty and self.steps[1].ops:
                 chain = self.steps[1].ops[0].chain
-                self.sightings_add(
-                    "CG303", "the captured graph is empty: the work went to another stream or device", chain
-                )
+                self.add("CG303", "the captured graph is empty: the work went to another stream or device", chain)
                 return
             outputs = containers.tensors(result)
             self._replays(step, inputs, buffers, handed, graph, outputs, lasting, stream)
@@ -251,9 +249,7 @@ class _Live:
                 self.verdicts[index] = verdict
                 if "liveness" in str(error) or "deallocated" in str(error) or "freed" in str(error):
                     chain = self.steps[1].ops[0].chain if self.steps[1].ops else ()
-                    self.sightings_add(
-                        "CG206", f"an input of the graph is freed before the replay: {line(error)}", chain
-                    )
+                    self.add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
                 return
             del garbage
             wrong = []
@@ -324,14 +320,12 @@ class _Live:
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
                     call_step(step, *arguments)
             if any("is empty" in str(w.message) for w in said):
-                self.sightings_add(
-                    "CG303", "captured without stream= the graph is empty: it works on another GPU", chain
-                )
+                self.add("CG303", "captured without stream= the graph is empty: it works on another GPU", chain)
         except RuntimeError as error:
-            self.sightings_add("CG303", f"captured without stream= it fails: {line(error)}", chain)
+            self.add("CG303", f"captured without stream= it fails: {line(error)}", chain)
 
-    def sightings_add(self, code: str, message: str, chain: frames.Chain) -> None:
-        self.recorder.sightings.append(Sighting(1, code, Severity.ERROR, chain, message, SILENT))
+    def add(self, code: str, message: str, chain: frames.Chain) -> None:
+        self.recorder.raw_findings.append(RawFinding(1, code, Severity.ERROR, chain, message, SILENT))
 
     # the report
 
@@ -340,15 +334,15 @@ class _Live:
         later = [self.steps[i] for i in range(2, self.count)]
         for step in later:
             step.parted = [(o.func, o.chain) for o in step.ops] != [(o.func, o.chain) for o in first.ops]
-        books = Books(self.names, self.alive, self.numbers.made, self.returned)
-        at_ops, at_branches = differences(first, later, self.verdicts, books, {})
+        table = StorageTable(self.names, self.alive, self.numbers.made, self.returned)
+        at_ops, at_branches = differences(first, later, self.verdicts, table, {})
         # A freed tensor is told where a replay over junk differs; torch makes some where no recorder sees it.
         at_ops = [s for s in at_ops if s.code != "CG206" or s.severity is Severity.ERROR]
         if self.captured is not None and self.recorder.asked_capturing:
             self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
                 (o.func, o.chain) for o in first.ops
             ]
-            at_branches += differences(first, [self.captured], self.verdicts, books, {})[1]
+            at_branches += differences(first, [self.captured], self.verdicts, table, {})[1]
         findings = Findings(self.recorder, self.roots, self.steps, self.names, self.home, origin=Origin.LIVE)
         findings.of_running(self._relevant())
         findings.of_comparison(at_ops)
@@ -373,13 +367,13 @@ class _Live:
         report.facts.update(self.facts)
         return report
 
-    def _relevant(self) -> Iterator[Sighting]:
+    def _relevant(self) -> Iterator[RawFinding]:
         """Syncs of eager steps count where the capture failed; a capture that worked has proven them harmless."""
-        for sighting in self.recorder.sightings:
-            always = sighting.code.startswith(("CG2", "CG303", "CG304", "CG306"))
-            seed = sighting.code == "CG302" and any(v.stale for v in self.verdicts.values())
+        for raw in self.recorder.raw_findings:
+            always = raw.code.startswith(("CG2", "CG303", "CG304", "CG306"))
+            seed = raw.code == "CG302" and any(v.stale for v in self.verdicts.values())
             if self.captured is None or always or seed:
-                yield sighting
+                yield raw
 
 
 def _tensors(step: Any, roots: frames.Roots) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
-from onegraph.check.program.beside import Beside
+from onegraph.check.program.comparison import EagerComparison
 from onegraph.check.program.held import Gone, let_go
 from onegraph.check.program.replays import freed, replay, tell_freed
 from onegraph.check.program.statements import own_nodes
@@ -34,8 +34,8 @@ NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and 
 class Recorder:
     """Begins and ends captures in the world, and replays them."""
 
-    def __init__(self, world: ProgramWorld, beside: Beside) -> None:
-        self.world, self.beside = world, beside
+    def __init__(self, world: ProgramWorld, comparison: EagerComparison) -> None:
+        self.world, self.comparison = world, comparison
         self.suite: Any = None
 
     def begin(self, pool: Any, generators: list[Any], mode: str, frame: FrameType) -> Capture:
@@ -109,7 +109,7 @@ class Recorder:
                 regions.remember(capture.region, self.scope)
         self.suite, self.scope = None, {}
         if capture.region is not None:
-            self.beside.regions[capture.region.key] += 1
+            self.comparison.regions[capture.region.key] += 1
         for other in world.captures:
             if other is not capture and other.region is not None:
                 regions.settle(other.region)
@@ -163,7 +163,7 @@ class Recorder:
         if dead:
             tell_freed(world, capture, dead)
         world.clock += 1
-        self.beside.compare(capture, dead)
+        self.comparison.compare(capture, dead)
         replay(world, capture, dead)
         capture.replays += 1
         capture.last = world.clock

@@ -6,9 +6,9 @@ from onegraph.check import compat
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate.compare import short
+from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import flat_bytes
-from onegraph.check.simulate.perform import Unavailable, perform
-from onegraph.check.simulate.records import OpRecord, Sighting, map_tensors
+from onegraph.check.simulate.records import OpRecord, RawFinding, map_tensors
 from onegraph.check.simulate.replay import REFUSALS, again, told
 from onegraph.check.simulate.run import _alive, _view
 
@@ -31,7 +31,7 @@ def tell_freed(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
         op = next(op for op in capture.step.ops if number in op.externals)
         name = capture.names.get(number) or "a tensor from outside of the graph"
         text = f"{name} is freed before the replay, which reads its memory"
-        world.sightings.append(Sighting(capture.number, "CG206", Severity.ERROR, op.chain, text, SILENT))
+        world.raw_findings.append(RawFinding(capture.number, "CG206", Severity.ERROR, op.chain, text, SILENT))
 
 
 def refreshed(capture: Capture) -> set[int]:

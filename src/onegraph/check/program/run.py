@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from onegraph.check.program import launch
-from onegraph.check.program.beside import AGAIN, Beside, capture_view
+from onegraph.check.program.comparison import AGAIN, EagerComparison, capture_view
 from onegraph.check.program.graphs import Recorder, graphs
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
-from onegraph.check.report import CheckError, Finding, Origin, Report, Severity, merge, ordered, relative
+from onegraph.check.report import CheckError, Finding, Report, Severity, one_per_place, relative
 from onegraph.check.simulate import compiled, frames, memory, threads
 from onegraph.check.simulate.cuda import machine
-from onegraph.check.simulate.findings import RANK, Findings
-from onegraph.check.simulate.records import Sighting, Step
+from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.records import RawFinding, Step
 from onegraph.check.simulate.unknown import told
 
 NO_CAPTURES = "0 captures found: the program captured nothing (torch.cuda.graph, CUDAGraph, make_graphed_callables, "
@@ -36,10 +36,10 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
     begin = time.perf_counter()
     roots = frames.Roots()
     world = ProgramWorld(launch.call_program.__code__, roots, gpus)
-    beside = Beside(world)
+    comparison = EagerComparison(world)
     rng, ended = torch.get_rng_state(), ""
     try:
-        with launch.as_program(words), machine(world), graphs(Recorder(world, beside)):
+        with launch.as_program(words), machine(world), graphs(Recorder(world, comparison)):
             torch.default_generator.manual_seed(0)
             try:
                 launch.call_program(words)
@@ -51,48 +51,47 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
         torch.set_rng_state(rng)
     if not (world.captures or world.calls):
         raise CheckError(f"{target}: {ended or NO_CAPTURES + MODES}")
-    report = _report(target, world, beside)
+    report = _report(target, world, comparison)
     report.facts.update({"torch": torch.__version__, "simulation seconds": round(time.perf_counter() - begin, 3)})
     if ended:
         report.facts["ended"] = ended
     return report
 
 
-def _report(target: str, world: ProgramWorld, beside: Beside) -> Report:
-    reports = [_of_capture(world, capture, beside.findings.get(capture.number, [])) for capture in world.captures]
+def _report(target: str, world: ProgramWorld, comparison: EagerComparison) -> Report:
+    reports = [_of_capture(world, capture, comparison.findings.get(capture.number, [])) for capture in world.captures]
     reports += _of_functions(world)
-    merged = merge(target, reports)
-    first = reports[0]
+    drawn = next((report for report in reports if report.timeline), reports[0])
     captures = [_facts(world, capture) for capture in world.captures]
     facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
     if unknown := told({source: _place(world, chain) for source, chain in world.unknowns.sources.items()}):
         facts["unknown"] = unknown
-    findings = _together([f for report in reports for f in report.findings])
+    findings = one_per_place((f for report in reports for f in report.findings), _both)
     replays = sum(capture.replays for capture in world.captures)
-    return replace(merged, findings=findings, steps=replays, facts=facts, timeline=first.timeline)
+    return replace(drawn, target=target, findings=findings, steps=replays, facts=facts)
 
 
-def _of_capture(world: ProgramWorld, capture: Capture, beside: list[tuple[int, Finding]]) -> Report:
+def _of_capture(world: ProgramWorld, capture: Capture, compared: list[tuple[int, Finding]]) -> Report:
     """What its own run, its replays and comparisons show."""
     findings = Findings(
         capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
     )
-    findings.of_running(s for s in world.sightings if s.step == capture.number)
+    findings.of_running(s for s in world.raw_findings if s.step == capture.number)
     replayed = any(other.replays for other in world.captures)
-    failed = any(f.severity is Severity.ERROR for f in (*findings.found.values(), *(f for _, f in beside)))
+    failed = any(f.severity is Severity.ERROR for f in (*findings.found.values(), *(f for _, f in compared)))
     if not (capture.compared or capture.backward or failed) and (capture.replays or not replayed):
         why = "; ".join(capture.why_not.values()) or NEVER
         findings.of_running([
-            Sighting(
+            RawFinding(
                 capture.number, "CG401", Severity.UNVERIFIED, capture.chain,
                 f"no replay of this graph is compared with eager: {why}", "", construct="replay",
             )
         ])  # fmt: skip
     report = findings.report("", capture.replays)
-    known = [*report.findings, *(f for _, f in beside)]
+    known = [*report.findings, *(f for _, f in compared)]
     bound = {(f.path, f.line) for f in known if f.code == "CG205" and f.severity is Severity.ERROR}
     known = [f for f in known if not (f.code == "CG206" and (f.path, f.line) in bound)]  # freed by binding it anew
-    return replace(report, findings=tuple(_worded(f, capture.number) for f in _together(known)))
+    return replace(report, findings=tuple(_worded(f, capture.number) for f in one_per_place(known, _both)))
 
 
 def _of_functions(world: ProgramWorld) -> list[Report]:
@@ -133,18 +132,11 @@ def _worded(finding: Finding, number: int) -> Finding:
     return replace(finding, message=worded(finding.message), values=tuple(worded(v) for v in finding.values))
 
 
-def _together(findings: list[Finding]) -> tuple[Finding, ...]:
-    """One finding for each place and code, with the worst severity and the values of all."""
-    best: dict[tuple[str, int, str], Finding] = {}
-    for finding in findings:
-        known = best.get(finding.place)
-        if known is None:
-            best[finding.place] = finding
-            continue
-        values = tuple(dict.fromkeys((*known.values, *finding.values)))[:_MOST_VALUES]
-        worse = finding if RANK[finding.severity] > RANK[known.severity] else known
-        best[finding.place] = replace(worse, values=values, count=max(known.count, finding.count))
-    return ordered(best.values())
+def _both(known: Finding, other: Finding) -> Finding:
+    """The worse of two findings of one place, with the values of both."""
+    values = tuple(dict.fromkeys((*known.values, *other.values)))[:_MOST_VALUES]
+    worse = other if other.severity.rank > known.severity.rank else known
+    return replace(worse, values=values, count=max(known.count, other.count))
 
 
 def _facts(world: ProgramWorld, capture: Capture) -> dict[str, Any]:
@@ -177,6 +169,3 @@ def _memory(world: ProgramWorld) -> dict[str, Any]:
     reserved = sum(pool.reserved for pool in world.pools.values())
     needed = memory.told(need, capture.step, locate) | {"pool": reserved}
     return needed | {"pools": len(world.pools), "graphs": len(needs)}
-
-
-__all__ = ["Origin", "Severity", "run_program"]

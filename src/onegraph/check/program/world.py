@@ -16,7 +16,7 @@ from onegraph.check.report import SILENT, Severity
 from onegraph.check.rules.errors import NOT_PERMITTED, PREVIOUS_ERROR
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
-from onegraph.check.simulate.records import Sighting, Step, tensors_in
+from onegraph.check.simulate.records import RawFinding, Step, tensors_in
 from onegraph.check.simulate.replay import REFUSALS
 from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.world import World
@@ -131,14 +131,14 @@ class ProgramWorld(World):
         self.waits = 0  # how often the program waited for the device or a stream
         self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
         self.taken: dict[tuple[frames.Chain, int], int] = {}  # by line and capture: after which replay views were made
-        self.flagged: dict[tuple[int, str, str, frames.Chain], Sighting] = {}
+        self.flagged: dict[tuple[int, str, str, frames.Chain], RawFinding] = {}
         self.saves = True
         self.functions = 0  # calls of functions that torch compiles with graphs of their own
         self.compiled_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # storages that such a function returned: which one, in which call
         self.compiled_outputs: weakref.WeakKeyDictionary[StorageRecord, tuple[Any, int]] = weakref.WeakKeyDictionary()
         self.raised: tuple[Any, tuple[tuple[int, ...], ...]] | None = None  # the last op that did, and given shapes
-        self.late: list[Sighting] = []  # reads of those after a later call
+        self.late: list[RawFinding] = []  # reads of those after a later call
 
     # books
 
@@ -251,10 +251,10 @@ class ProgramWorld(World):
         severity: Severity = Severity.ERROR, happens: str = SILENT, construct: str = "",
     ) -> None:  # fmt: skip
         """Something that the program does outside of a capture, with what that gives: noted once, and counted."""
-        made = Sighting(capture.number, code, severity, chain, message, happens, values, construct=construct)
+        made = RawFinding(capture.number, code, severity, chain, message, happens, values, construct=construct)
         known = self.flagged.setdefault((capture.number, code, message, chain), made)
         if known is made:
-            self.sightings.append(made)
+            self.raw_findings.append(made)
         else:
             known.count += 1
             known.values = tuple(dict.fromkeys(known.values + values))[:MOST_VALUES]
@@ -279,14 +279,14 @@ class ProgramWorld(World):
         self.take()
         try:
             self.functions += 1
-            number, seen = FUNCTIONS + self.functions, len(self.sightings)
+            number, seen = FUNCTIONS + self.functions, len(self.raw_findings)
             current: Any = torch.cuda.current_stream()
             self.begin(Step(number), current.id)
             self.first_node = 0
             return work()
         finally:
             self.leave()
-            self.sightings[seen:] = [s for s in self.sightings[seen:] if s.step != number]
+            self.raw_findings[seen:] = [s for s in self.raw_findings[seen:] if s.step != number]
 
     # what the program does with outputs
 
@@ -328,7 +328,7 @@ class ProgramWorld(World):
             return
         text = "an output of a compiled function is read after the function ran again, which overwrites it"
         happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
-        self.late.append(Sighting(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
+        self.late.append(RawFinding(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
 
     def host_read(self, kind: str, message: str, tensor: DeviceTensor) -> None:
         if self.phase != "step" and not self.muted and tensor.record.number in self.made_by:

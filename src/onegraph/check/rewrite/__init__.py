@@ -8,8 +8,8 @@ from onegraph.check.report import CheckError, Finding, Report, Severity, relativ
 from onegraph.check.rewrite import text as texts
 from onegraph.check.rewrite.mechanical import Rewrite, offered
 from onegraph.check.rewrite.text import Edit, Text
-from onegraph.check.rewrite.verify import Options, Seen, look, same
-from onegraph.check.target import split
+from onegraph.check.rewrite.verify import Seen, look, same
+from onegraph.check.targets import DEFAULTS, Options, has_factory, split
 
 MOST = 200
 """Rewrites of one target: a guard against two that undo each other."""
@@ -83,7 +83,7 @@ class _Work:
 
     def look(self, instead: dict[str, Text]) -> Seen:
         body = {path: text.encoded(text.text) for path, text in {**self.now, **instead}.items()}
-        return look(self.target, body, self.root, **self.options)
+        return look(self.target, body, self.root, self.options)
 
     def file(self, path: str) -> Text | None:
         """A file that may be changed: one below the root, and in no installed package."""
@@ -149,7 +149,7 @@ class _Work:
                     yield rewrite, file
 
 
-def plan(target: str, *, steps: int = 4, gpus: int = 1, timeout: float = 600) -> Plan:
+def plan(target: str, options: Options = DEFAULTS) -> Plan:
     """Find every rewrite of a target (file.py, file.py:factory, module:factory) that is certainly right.
 
     A rewrite is taken where, checked again, its finding is gone, no other has come, and the steps, run eagerly on the
@@ -158,7 +158,7 @@ def plan(target: str, *, steps: int = 4, gpus: int = 1, timeout: float = 600) ->
 
     Raises CheckError where the target cannot be checked.
     """
-    work = _Work(target, root_of(target), {"steps": steps, "gpus": gpus, "timeout": timeout})
+    work = _Work(target, root_of(target), options)
     first = seen = work.look({})
     done: list[Finding] = []
     while len(done) < MOST and (taken := work.together(seen) or work.one(seen)) is not None:
@@ -172,7 +172,7 @@ def root_of(target: str) -> str:
     """The folder whose files `--fix` may change. Raises CheckError for a folder, and where there is no such file."""
     if os.path.isdir(target):
         raise CheckError(f"{target}: --fix needs a file or a factory; allowed file.py, file.py:factory, module:factory")
-    if ":" not in os.path.basename(target):
+    if not has_factory(target):
         if not os.path.isfile(target):
             raise CheckError(f"{target}: no such file")
         return os.path.dirname(os.path.abspath(target))

@@ -1,19 +1,23 @@
 """Whether edited files still mean what they meant: checked and run again, in a process and a folder of their own.
 
-`python -m onegraph.check.rewrite.verify TARGET OUT STEPS GPUS TIMEOUT` writes the report of a target and what its
-steps give.
+`python -m onegraph.check.rewrite.verify TARGET OUT OPTIONS` writes the report of a target and what its steps give;
+OPTIONS are those of the check, as JSON.
 """
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
+from onegraph.check.api import check_target
 from onegraph.check.report import CheckError, Report
+from onegraph.check.targets import Options, has_factory, load
 
 STEPS = 4
 
@@ -28,15 +32,7 @@ class Seen:
     results: Any
 
 
-class Options(TypedDict):
-    """How a target is checked: as `onegraph check` is asked to."""
-
-    steps: int
-    gpus: int
-    timeout: float
-
-
-def look(target: str, edited: dict[str, bytes], root: str, **options: Unpack[Options]) -> Seen:
+def look(target: str, edited: dict[str, bytes], root: str, options: Options) -> Seen:
     """Check `target` with the files below `root` in `edited` (by absolute path) in place of what is on the disk.
 
     The rest of `root` is linked to. Raises CheckError where the target cannot be checked.
@@ -44,7 +40,7 @@ def look(target: str, edited: dict[str, bytes], root: str, **options: Unpack[Opt
     with tempfile.TemporaryDirectory(prefix="onegraph-fix-") as folder:
         copy, out = os.path.join(folder, "tree"), os.path.join(folder, "seen")
         _mirror(root, copy, edited)
-        where, colon, name = target.rpartition(":") if _has_factory(target) else (target, "", "")
+        where, colon, name = target.rpartition(":") if has_factory(target) else (target, "", "")
         module = not (where.endswith(".py") or os.sep in where)
         if not module:
             where = os.path.join(copy, os.path.relpath(os.path.abspath(where), root))
@@ -54,20 +50,18 @@ def look(target: str, edited: dict[str, bytes], root: str, **options: Unpack[Opt
             "onegraph.check.rewrite.verify",
             f"{where}{colon}{name}",
             out,
-            str(options["steps"]),
-            str(options["gpus"]),
-            str(options["timeout"]),
+            json.dumps(asdict(options)),
         ]
         path = os.pathsep.join(dict.fromkeys(["", *filter(None, sys.path)]))
         environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(
                 command, cwd=copy if module else None, env=os.environ | environment, capture_output=True,
-                text=True, timeout=options["timeout"], check=False,
+                text=True, timeout=options.timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise CheckError(
-                f"target {target!r}: --fix took longer than {options['timeout']:g} seconds to check it again"
+                f"target {target!r}: --fix took longer than {options.timeout_s:g} seconds to check it again"
             ) from None
         if not os.path.exists(out):
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -84,10 +78,6 @@ def same(before: Seen, after: Seen, gone: list[str], *, rounded: bool = False) -
     if any(new[code] > old[code] for code in new) or any(old[c] - new[c] < n for c, n in Counter(gone).items()):
         return False
     return before.results is None or equal(before.results, after.results, rounded=rounded)
-
-
-def _has_factory(target: str) -> bool:
-    return ":" in os.path.basename(target)
 
 
 def _mirror(root: str, copy: str, edited: dict[str, bytes]) -> None:
@@ -138,7 +128,6 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     from onegraph.check.simulate.run import _inner
     from onegraph.check.simulate.state import Snapshot
     from onegraph.check.simulate.world import World
-    from onegraph.check.target import load
 
     factory = load(target).factory
     roots = frames.Roots()
@@ -159,23 +148,14 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     return found
 
 
-def main(target: str, out: str, steps: int, gpus: int, timeout: float) -> int:
+def main(target: str, out: str, options: Options) -> int:
     """See the module; the exit status is 2 where the target cannot be checked."""
-    import argparse
-    import contextlib
-
     import torch
 
-    from onegraph.check import cli
-
-    parser = argparse.ArgumentParser()
-    cli.add_parsers(parser.add_subparsers(dest="command"))
-    options = ["--steps", str(steps), "--gpus", str(gpus), "--timeout", str(timeout)]
-    args = parser.parse_args(["check", target, *options])
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            report = cli.check(target, args)
-            given = results(target, STEPS, gpus) if _has_factory(target) else None
+            report = check_target(target, options)
+            given = results(target, STEPS, options.gpus) if has_factory(target) else None
     except CheckError as error:
         print(f"onegraph: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -184,4 +164,4 @@ def main(target: str, out: str, steps: int, gpus: int, timeout: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])))
+    sys.exit(main(sys.argv[1], sys.argv[2], Options(**json.loads(sys.argv[3]))))

@@ -9,7 +9,7 @@ from typing import Any
 from onegraph.check.report import SILENT, Severity, relative
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.follow import KEPT
-from onegraph.check.simulate.records import Argument, OpRecord, Sighting, Step, same
+from onegraph.check.simulate.records import Argument, OpRecord, RawFinding, Step, same
 from onegraph.check.simulate.replay import Verdict
 
 _LONGEST = 60
@@ -18,7 +18,7 @@ Values = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class StorageTable:
     """What is known of storages. names: per storage number; alive: numbers that someone still owns; made: phase and
     step in which a storage was made; returned: storages that earlier steps returned."""
 
@@ -29,37 +29,37 @@ class Books:
 
 
 def differences(
-    captured: Step, later: list[Step], verdicts: dict[int, Verdict], books: Books, refreshed: dict[int, set[int]]
-) -> tuple[list[Sighting], list[tuple[frames.Place, Sighting]]]:
+    captured: Step, later: list[Step], verdicts: dict[int, Verdict], table: StorageTable, refreshed: dict[int, set[int]]
+) -> tuple[list[RawFinding], list[tuple[frames.Place, RawFinding]]]:
     """(hazards at an op, hazards at a branch with their place), for every later step against the captured one."""
-    found: list[Sighting] = []
-    branches: list[tuple[frames.Place, Sighting]] = []
+    found: list[RawFinding] = []
+    branches: list[tuple[frames.Place, RawFinding]] = []
     parted = any(step.parted or len(step.ops) != len(captured.ops) for step in later)
     for step in later:
         verdict = verdicts.get(step.index)
         decided = _decision(captured, step)
-        for at, place, sighting in _paths(captured, step, verdict):
+        for at, place, raw in _paths(captured, step, verdict):
             if decided is not None and max(at, _common(captured, step)) >= decided[0]:
-                _follows(sighting, decided[1])
-            branches.append((place, sighting))
+                _follows(raw, decided[1])
+            branches.append((place, raw))
         swapped = _swapped(captured, step) if parted else lambda ours, theirs: False
         rebound: dict[tuple[int, int], frames.Chain] = {}
         for position, ours, theirs in pairs(captured, step):
             if swapped(ours, theirs):
                 continue
             for code, message, values, pair in _op(
-                position, ours, theirs, captured, step, books, refreshed.get(step.index, set())
+                position, ours, theirs, captured, step, table, refreshed.get(step.index, set())
             ):
                 severity = _severity(position, ours, verdict)
-                sighting = Sighting(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
+                raw = RawFinding(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
                 if code in KEPT:
-                    sighting.storages = frozenset(n for swap in _swaps(ours, theirs) for n in swap if n != -1)
-                chosen = code == "CG205" and _chosen(ours, theirs, books)
+                    raw.storages = frozenset(n for swap in _swaps(ours, theirs) for n in swap if n != -1)
+                chosen = code == "CG205" and _chosen(ours, theirs, table)
                 if decided is not None and position >= decided[0] and (chosen or (step.parted and code != "CG208")):
-                    _follows(sighting, decided[1])
+                    _follows(raw, decided[1])
                 elif code == "CG205" and severity is Severity.ERROR:  # where it does no harm it stands for no other
-                    _again(sighting, ours, theirs, rebound)
-                found.append(sighting)
+                    _again(raw, ours, theirs, rebound)
+                found.append(raw)
     return found, branches
 
 
@@ -89,16 +89,16 @@ def _decision(captured: Step, step: Step) -> tuple[int, frames.Chain] | None:
     return None
 
 
-def _follows(sighting: Sighting, chain: frames.Chain) -> None:
+def _follows(raw: RawFinding, chain: frames.Chain) -> None:
     """The cause is an error of its own; what follows from it is said, as a warning."""
-    sighting.severity = Severity.WARNING
+    raw.severity = Severity.WARNING
     if chain:
         at = frames.place(*chain[0])
-        sighting.cause = chain
-        sighting.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
+        raw.cause = chain
+        raw.message += f"; it follows from the device value read at {relative(at.path)}:{at.line}"
 
 
-def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[tuple[int, int], frames.Chain]) -> None:
+def _again(raw: RawFinding, ours: OpRecord, theirs: OpRecord, rebound: dict[tuple[int, int], frames.Chain]) -> None:
     """Of the lines that use a tensor which was rebound, the first one is told as an error: one binding is the cause.
 
     Args:
@@ -106,16 +106,16 @@ def _again(sighting: Sighting, ours: OpRecord, theirs: OpRecord, rebound: dict[t
     """
     swaps = _swaps(ours, theirs)
     first = next((rebound[s] for s in swaps if s in rebound), ())
-    if first and first != sighting.chain and all(s in rebound for s in swaps):
-        sighting.severity, sighting.cause = Severity.WARNING, first
+    if first and first != raw.chain and all(s in rebound for s in swaps):
+        raw.severity, raw.cause = Severity.WARNING, first
     for swap in swaps:
-        rebound.setdefault(swap, sighting.chain)
+        rebound.setdefault(swap, raw.chain)
 
 
-def _chosen(ours: OpRecord, theirs: OpRecord, books: Books) -> bool:
+def _chosen(ours: OpRecord, theirs: OpRecord, table: StorageTable) -> bool:
     """Every storage that differs is one that the factory made and someone still owns: another one was picked."""
     return all(
-        n in books.alive and books.made.get(n, ("build", -1))[0] in ("build", "outside")
+        n in table.alive and table.made.get(n, ("build", -1))[0] in ("build", "outside")
         for swap in _swaps(ours, theirs)
         for n in swap
     )
@@ -153,8 +153,8 @@ def pairs(captured: Step, step: Step) -> Iterator[tuple[int, OpRecord, OpRecord]
             yield block.a + offset, captured.ops[block.a + offset], step.ops[block.b + offset]
 
 
-def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tuple[int, frames.Place, Sighting]]:
-    """(position in the captured step, place, sighting) of each stretch that one of the two did not do."""
+def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tuple[int, frames.Place, RawFinding]]:
+    """(position in the captured step, place, raw finding) of each stretch that one of the two did not do."""
     if not step.parted and len(step.ops) == len(captured.ops):
         return
     ours, theirs = keys(captured), keys(step)
@@ -171,7 +171,7 @@ def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tupl
         culprit = (there if b < b_end else here) or ()
         if place is None:
             continue
-        sighting = Sighting(
+        raw = RawFinding(
             step.index,
             "CG201",
             _stale(verdict),
@@ -184,8 +184,8 @@ def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tupl
         here_too = any(frames.place(*frame).line == place.line for frame in culprit)
         if here_too and "aten.slice.Tensor" in only <= {"aten.slice.Tensor", "aten.alias.default"}:
             # torch leaves out a slice of everything
-            sighting.code, sighting.message = "CG202", "a slice is taken in some steps only: its bounds change"
-        yield a, place, sighting
+            raw.code, raw.message = "CG202", "a slice is taken in some steps only: its bounds change"
+        yield a, place, raw
 
 
 def _stale(verdict: Verdict | None) -> Severity:
@@ -206,12 +206,18 @@ Hazard = tuple[str, str, tuple[str, ...], Any]
 
 
 def _op(
-    position: int, ours: OpRecord, theirs: OpRecord, captured: Step, step: Step, books: Books, refreshed: set[int]
+    position: int,
+    ours: OpRecord,
+    theirs: OpRecord,
+    captured: Step,
+    step: Step,
+    table: StorageTable,
+    refreshed: set[int],
 ) -> Iterator[Hazard]:
     """What differs at one op and is not a consequence of another: the first such thing, and numbers beside a shape."""
     at = f"step {captured.index}", f"step {step.index}"
     if ours.shapes != theirs.shapes:
-        shape = _shape(ours, theirs, at, books)
+        shape = _shape(ours, theirs, at, table)
         if shape is not None:
             yield (*shape, _sequence(ours, theirs))
         yield from _beside(ours, theirs, at, shape is None)
@@ -227,19 +233,21 @@ def _op(
             values = f"{at[0]}: {_text(ours.out_shapes)}", f"{at[1]}: {_text(theirs.out_shapes)}"
             found = "CG208", "the result has another shape", values
         else:
-            found = _storages(ours, theirs, captured, step, books)
+            found = _storages(ours, theirs, captured, step, table)
     if found is not None:
         yield (*found, _sequence(ours, theirs))
 
 
-def _shape(ours: OpRecord, theirs: OpRecord, at: tuple[str, str], books: Books) -> tuple[str, str, Values] | None:
+def _shape(
+    ours: OpRecord, theirs: OpRecord, at: tuple[str, str], table: StorageTable
+) -> tuple[str, str, Values] | None:
     """An argument that comes from outside of the graph has another shape; one that the step made is told before."""
     if len(ours.shapes) != len(theirs.shapes):
         values = f"{at[0]}: {len(ours.shapes)} tensors", f"{at[1]}: {len(theirs.shapes)} tensors"
         return "CG208", "the number of tensors changes", values
     for mine, other, number, derived in zip(ours.shapes, theirs.shapes, ours.externals, ours.derived, strict=False):
         if mine != other and number != -1 and not derived:
-            name = books.names.get(number)
+            name = table.names.get(number)
             what = f"{name} " if name else "a tensor from outside of the graph "
             return "CG208", f"{what}has another shape", (f"{at[0]}: {list(mine)}", f"{at[1]}: {list(other)}")
     return None
@@ -314,7 +322,7 @@ def _contents(
 
 
 def _storages(
-    ours: OpRecord, theirs: OpRecord, captured: Step, step: Step, books: Books
+    ours: OpRecord, theirs: OpRecord, captured: Step, step: Step, table: StorageTable
 ) -> tuple[str, str, Values] | None:
     for mine, other in zip(ours.externals, theirs.externals, strict=False):
         if mine == other:
@@ -323,24 +331,24 @@ def _storages(
             continue
         if mine == -1 or (other == -1 and step.parted):
             continue  # another path makes other tensors: that path is reported
-        name = books.names.get(mine) or books.names.get(other)
-        phase, _ = books.made.get(mine, ("build", -1))
-        values = (f"step {captured.index}: {_storage(mine, books)}", f"step {step.index}: {_storage(other, books)}")
-        if mine in books.returned and phase == "step":
+        name = table.names.get(mine) or table.names.get(other)
+        phase, _ = table.made.get(mine, ("build", -1))
+        values = (f"step {captured.index}: {_storage(mine, table)}", f"step {step.index}: {_storage(other, table)}")
+        if mine in table.returned and phase == "step":
             return "CG209", "an output of an earlier step is read after the next replay has overwritten it", values
-        if mine not in books.alive and phase != "step" and name is None:
+        if mine not in table.alive and phase != "step" and name is None:
             return "CG206", "a tensor from outside of the graph is freed before the replay", values
-        gone = " and the captured one is freed" if mine not in books.alive else ""
+        gone = " and the captured one is freed" if mine not in table.alive else ""
         return "CG205", f"{name or 'a tensor that lives across steps'} is another storage in each step{gone}", values
     return None
 
 
-def _storage(number: int, books: Books) -> str:
+def _storage(number: int, table: StorageTable) -> str:
     if number == -1:
         return "made in the step"
-    phase, born = books.made.get(number, ("build", -1))
+    phase, born = table.made.get(number, ("build", -1))
     origin = "made by the factory" if born < 0 else f"made in {'inputs' if phase == 'inputs' else 'step'} {born}"
-    name = books.names.get(number)
+    name = table.names.get(number)
     return f"storage {number}{f' ({name})' if name else ''}, {origin}"
 
 

@@ -18,7 +18,7 @@ from onegraph.check import containers
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
-from onegraph.check.simulate.records import OpRecord, Sighting
+from onegraph.check.simulate.records import OpRecord, RawFinding
 from onegraph.check.simulate.state import Snapshot
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Call:
     step: int
     ops: list[OpRecord] = field(default_factory=list)
     hosts: list[tuple[str, frames.Chain]] = field(default_factory=list)
-    seen: list[Sighting] = field(default_factory=list)
+    seen: list[RawFinding] = field(default_factory=list)
     fixed: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     older: int = 0
@@ -94,12 +94,12 @@ def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...],
     call.fixed = held.fixed | {t.record.number for t in (*named_static, *inside) if isinstance(t, DeviceTensor)}
     named = {t.record.number: f"the argument {_named(p)}" for p, t in tensors.items() if isinstance(t, DeviceTensor)}
     call.names = {**held.storages, **named}
-    begin, seen, world.hosts = len(step.ops), len(world.sightings), call.hosts
+    begin, seen, world.hosts = len(step.ops), len(world.raw_findings), call.hosts
     try:
         return function(*args, **kwargs)
     finally:
         world.hosts = None
-        call.ops, call.seen = step.ops[begin:], world.sightings[seen:]
+        call.ops, call.seen = step.ops[begin:], world.raw_findings[seen:]
         world.calls.append(call)
 
 
@@ -107,21 +107,21 @@ def _named(path: str) -> str:
     return path.replace("['args']", "args", 1).replace("['kwargs']", "kwargs", 1)
 
 
-def skips(calls: list[Call], at: int | None = None) -> list[Sighting]:
+def skips(calls: list[Call], at: int | None = None) -> list[RawFinding]:
     """What keeps torch from one graph for each function, each reason once a line, as warnings at the user's lines.
 
     Args:
         calls: as `watched` notes them.
         at: step that the warnings belong to; None: that of the call.
     """
-    found: dict[tuple[str, frames.Chain], Sighting] = {}
+    found: dict[tuple[str, frames.Chain], RawFinding] = {}
     for call in calls:
         for message, happens, chain, values in (*_written(call), *_outside(call), *_broken(call)):
             number = call.step if at is None else at
-            made = Sighting(number, "CG314", Severity.WARNING, chain, message, happens, values)
+            made = RawFinding(number, "CG314", Severity.WARNING, chain, message, happens, values)
             found.setdefault((message, chain), made)
-    for sighting in _many(calls, at):
-        found.setdefault((sighting.message, sighting.chain), sighting)
+    for raw in _many(calls, at):
+        found.setdefault((raw.message, raw.chain), raw)
     return list(found.values())
 
 
@@ -151,18 +151,18 @@ def _outside(call: Call) -> Iterator[Reason]:
 
 def _broken(call: Call) -> Iterator[Reason]:
     """Graph breaks of dynamo, and ops that inductor keeps out of graphs."""
-    for sighting in call.seen:
-        what = sighting.message
-        if sighting.code in _BREAKS:
-            text = f"{what} ({sighting.code}): the compiled graph ends here and a second one begins"
-            yield text, "no error: two graphs, with the host in between", sighting.chain, ()
-        elif sighting.code in _SHAPES:
-            yield f"{what} (CG104): no graph can hold it", SPLIT, sighting.chain, ("torch: unbacked binding ops",)
-        elif sighting.code == "CG105":
-            yield f"{what} (CG105): no graph can hold it", SPLIT, sighting.chain, ("torch: CUDAGraph-unsafe ops",)
+    for raw in call.seen:
+        what = raw.message
+        if raw.code in _BREAKS:
+            text = f"{what} ({raw.code}): the compiled graph ends here and a second one begins"
+            yield text, "no error: two graphs, with the host in between", raw.chain, ()
+        elif raw.code in _SHAPES:
+            yield f"{what} (CG104): no graph can hold it", SPLIT, raw.chain, ("torch: unbacked binding ops",)
+        elif raw.code == "CG105":
+            yield f"{what} (CG105): no graph can hold it", SPLIT, raw.chain, ("torch: CUDAGraph-unsafe ops",)
 
 
-def _many(calls: list[Call], at: int | None) -> Iterator[Sighting]:
+def _many(calls: list[Call], at: int | None) -> Iterator[RawFinding]:
     """A function whose arguments change: torch compiles it for any size, and records a graph for each."""
     by: dict[int, list[Call]] = {}
     for call in calls:
@@ -174,7 +174,7 @@ def _many(calls: list[Call], at: int | None) -> Iterator[Sighting]:
                 values = dict.fromkeys(getattr(c, what).get(path) for c in group)
                 if len(values) > 1:
                     shown = tuple(f"{path}: {list(v) if isinstance(v, tuple) else v}" for v in values)
-                    yield Sighting(
+                    yield RawFinding(
                         last.step if at is None else at, "CG314", Severity.WARNING, last.chain,
                         f"the {kind} of an argument of the compiled function changes: each is a graph of its own",
                         AGAIN, shown[:6],

@@ -17,11 +17,11 @@ from onegraph.check import compat
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import (
     aliases,
-    foreign,
     frames,
     hazards,
     loading,
     streams,
+    third_party_kernels,
     threads,
     traced,
     triton,
@@ -162,7 +162,7 @@ def machine(world: World) -> Iterator[None]:
         for module in (torch.autograd, torch.autograd.graph):
             stack.enter_context(_swapped(module, compat.RUN_BACKWARD, backward))
         stack.enter_context(triton.stand_ins(world, _H200))
-        stack.enter_context(foreign.stand_ins(world))
+        stack.enter_context(third_party_kernels.stand_ins(world))
         stack.enter_context(_only_lift_cpu_tensors())
         stack.enter_context(modes(world))
         try:

@@ -11,11 +11,10 @@ from onegraph.check.rules import fix
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import traced
 from onegraph.check.simulate.follow import Trace, link
-from onegraph.check.simulate.records import Sighting, Step
+from onegraph.check.simulate.records import RawFinding, Step
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import assignment_of
 
-RANK = {Severity.NOTE: 0, Severity.WARNING: 1, Severity.UNVERIFIED: 2, Severity.ERROR: 3}
 _ALWAYS = {"CG401", "CG210"}
 _REPEATED = {"CG205"}
 """Where one cause shows at several lines, the first of them stands for the others."""
@@ -53,21 +52,21 @@ class Findings:
         self.traces: dict[tuple[str, str, int], Trace] = {}
         self.opaque: dict[str, frames.Place] = {}  # where each op that nothing looks into was met first
 
-    def of_running(self, sightings: Iterable[Sighting]) -> None:
+    def of_running(self, raw_findings: Iterable[RawFinding]) -> None:
         """Hazards of single ops. What only the warm-up does is what warm-ups are for; what only later, uncaptured steps
         do counts unless the step looked whether it is being captured."""
         captured = self.world.captured_step
-        for sighting in sightings:
-            if sighting.step < captured:
+        for raw in raw_findings:
+            if raw.step < captured:
                 continue
-            if sighting.step > captured and self.world.asked_capturing and sighting.code not in _ALWAYS:
+            if raw.step > captured and self.world.asked_capturing and raw.code not in _ALWAYS:
                 continue
-            self._add(sighting, self.locate(sighting.chain), construct=sighting.construct)
+            self._add(raw, self.locate(raw.chain), construct=raw.construct)
 
-    def of_comparison(self, sightings: Iterable[Sighting]) -> None:
-        groups: dict[tuple[str, frames.Chain, int], list[Sighting]] = {}
-        for sighting in sightings:
-            groups.setdefault((sighting.code, sighting.chain, sighting.position), []).append(sighting)
+    def of_comparison(self, raw_findings: Iterable[RawFinding]) -> None:
+        groups: dict[tuple[str, frames.Chain, int], list[RawFinding]] = {}
+        for raw in raw_findings:
+            groups.setdefault((raw.code, raw.chain, raw.position), []).append(raw)
         for (code, chain, _), group in sorted(groups.items(), key=lambda item: not item[0][1]):
             place = self.locate(chain)
             if place is None and any(f.severity is Severity.ERROR for f in self.found.values()):
@@ -85,13 +84,13 @@ class Findings:
                     known, values=values[:_MOST_VALUES], message=f"{known.message}; its contents change{origin}"
                 )
                 continue
-            worst = max(group, key=lambda s: RANK[s.severity])
+            worst = max(group, key=lambda s: s.severity.rank)
             if code in ("CG202", "CG208") and place is not None and self._read_here(place, values, worst.message):
                 continue
             at = place or self.home
             trace = self.traces.setdefault((code, at.path, at.line), Trace())
-            for sighting in group:
-                trace.add(sighting, self.roots.where(chain))
+            for raw in group:
+                trace.add(raw, self.roots.where(chain))
             # Of many ops at one line (a loop, an optimizer) the first one's values are shown.
             worst.values = values[:_MOST_VALUES] if known is None else ()
             worst.message += origin
@@ -104,29 +103,29 @@ class Findings:
             if code == "CG307" and cause is not None and cause.severity is Severity.ERROR and finding.values:
                 self._replace(finding, severity=Severity.WARNING)
 
-    def of_branches(self, branches: Sequence[tuple[frames.Place, Sighting]]) -> None:
+    def of_branches(self, branches: Sequence[tuple[frames.Place, RawFinding]]) -> None:
         asked = list(self.world.asked_capturing)
         later = {index for index in self.steps if index > self.world.captured_step}
         parted: dict[frames.Place, set[int]] = {}
-        for place, sighting in branches:
-            parted.setdefault(place, set()).add(sighting.step)
+        for place, raw in branches:
+            parted.setdefault(place, set()).add(raw.step)
 
         def capture_decides(place: frames.Place) -> bool:
             """Whether all steps that are not captured part from the captured one; live, it from its own eager run."""
             return bool(asked) and parted[place] in (later, {self.world.captured_step})
 
         # Where a step that is not captured takes the captured path, what does decide comes first.
-        for place, sighting in sorted(branches, key=lambda b: capture_decides(b[0])):
+        for place, raw in sorted(branches, key=lambda b: capture_decides(b[0])):
             if capture_decides(place):
-                sighting.code, sighting.message = "CG211", "the step takes another path while it is captured"
-                sighting.values = ()  # what it did in other steps is no part of it
+                raw.code, raw.message = "CG211", "the step takes another path while it is captured"
+                raw.values = ()  # what it did in other steps is no part of it
                 if any(f.severity is Severity.ERROR for f in self.found.values()):
-                    sighting.severity = Severity.WARNING  # what is known already may be why a replay differs
-                self._add(sighting, self.locate(asked[0]))
+                    raw.severity = Severity.WARNING  # what is known already may be why a replay differs
+                self._add(raw, self.locate(asked[0]))
                 continue
-            if sighting.code != "CG202" and self._read_here(place, sighting.values, sighting.message):
+            if raw.code != "CG202" and self._read_here(place, raw.values, raw.message):
                 continue  # the host read is the cause and is named already
-            self._add(sighting, place)
+            self._add(raw, place)
 
     def _read_here(self, place: frames.Place, values: tuple[str, ...], what: str) -> bool:
         """Whether a host read of the same line is reported: what it does to that line's ops is told there."""
@@ -157,24 +156,24 @@ class Findings:
             mode = name.endswith(".training") or "_hooks" in name
             code = "CG311" if mode else "CG210"
             what = "the mode or hooks of a module change" if mode else "Python state changes"
-            sighting = Sighting(
+            raw = RawFinding(
                 0, code, Severity.WARNING, (),
                 f"{what} in the step and not in a replay: {name.removesuffix(' (length)')}",
                 SILENT, values[:_MOST_VALUES],
             )  # fmt: skip
-            self._add(sighting, place)
+            self._add(raw, place)
 
     def of_results(self, frozen: dict[str, tuple[Any, Any]]) -> None:
         """Python values that a step returns, by path, with what they were at capture and in a later step."""
         explained = any(f.severity is Severity.ERROR for f in self.found.values())
         for path, (ours, theirs) in frozen.items():
             at = self.world.captured_step
-            sighting = Sighting(
+            raw = RawFinding(
                 at, "CG210", Severity.WARNING if explained else Severity.ERROR, (),
                 f"the step returns a Python value that changes, and a replay returns none: result{path}", SILENT,
                 (f"step {at}: {_show(ours)}", f"later: {_show(theirs)}"),
             )  # fmt: skip
-            self._add(sighting, self.home, construct="return")
+            self._add(raw, self.home, construct="return")
 
     def of_referee(self, verdicts: dict[int, Verdict]) -> None:
         """A replay that differs although nothing above explains it."""
@@ -196,66 +195,66 @@ class Findings:
             else f"step {v.step}: {v.failed or ', '.join(f'result{path}' for path in v.outputs) or 'state'} differs"
             for v in stale
         )
-        sighting = Sighting(
+        raw = RawFinding(
             stale[0].step, "CG212", Severity.ERROR, (), text, SILENT, values[:_MOST_VALUES],
         )  # fmt: skip
-        self._add(sighting, self.home)
+        self._add(raw, self.home)
 
     def of_failure(self, error: str) -> None:
         """A capture that failed is an error, also where nothing names the line."""
         if not any(f.severity is Severity.ERROR for f in self.found.values()):
             text = "the step cannot be captured, and no op or call names the line"
-            sighting = Sighting(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
-            self._add(sighting, self.home)
+            raw = RawFinding(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
+            self._add(raw, self.home)
 
     def locate(self, chain: frames.Chain) -> frames.Place | None:
         where = self.roots.where(chain)
         return frames.place(*where) if where else None
 
-    def _add(self, sighting: Sighting, place: frames.Place | None, *, construct: str = "") -> None:
+    def _add(self, raw: RawFinding, place: frames.Place | None, *, construct: str = "") -> None:
         place = place or self.home
-        construct = construct or _unlooked(sighting)
-        key = (sighting.code, place.path, place.line)
+        construct = construct or _unlooked(raw)
+        key = (raw.code, place.path, place.line)
         known = self.found.get(key)
         if known is not None:
-            worse = RANK[sighting.severity] > RANK[known.severity]
+            worse = raw.severity.rank > known.severity.rank
             self._replace(
                 known,
-                count=known.count + sighting.count,
-                severity=sighting.severity if worse else known.severity,
-                follows=known.follows if known.follows and self._cause(sighting, place) else None,
-                values=tuple(dict.fromkeys(known.values + sighting.values))[:_MOST_VALUES],
+                count=known.count + raw.count,
+                severity=raw.severity if worse else known.severity,
+                follows=known.follows if known.follows and self._cause(raw, place) else None,
+                values=tuple(dict.fromkeys(known.values + raw.values))[:_MOST_VALUES],
             )
             return
         self.found[key] = Finding(
-            code=sighting.code,
-            severity=sighting.severity,
+            code=raw.code,
+            severity=raw.severity,
             origin=self.origin,
             path=place.path,
             line=place.line,
             column=place.column,
             source=place.source,
-            message=sighting.message,
-            happens=sighting.happens,
-            values=sighting.values,
-            calls=frames.frames(sighting.chain, self.roots) if sighting.chain else (),
-            fix=fix(sighting.code, place.path, place.line, place.column, construct=construct),
-            follows=self._cause(sighting, place),
-            count=sighting.count,
+            message=raw.message,
+            happens=raw.happens,
+            values=raw.values,
+            calls=frames.frames(raw.chain, self.roots) if raw.chain else (),
+            fix=fix(raw.code, place.path, place.line, place.column, construct=construct),
+            follows=self._cause(raw, place),
+            count=raw.count,
         )
 
-    def _cause(self, sighting: Sighting, place: frames.Place) -> Cause | None:
+    def _cause(self, raw: RawFinding, place: frames.Place) -> Cause | None:
         """The host read that simulation saw first, the line that used a rebound tensor first, or the one where the same
         op was met as opaque before."""
-        if sighting.code == "CG401" and isinstance(sighting.note, str):
-            first = self.opaque.setdefault(sighting.note, place)
+        if raw.code == "CG401" and isinstance(raw.note, str):
+            first = self.opaque.setdefault(raw.note, place)
             return Cause(path=first.path, line=first.line, code="CG401") if first[:2] != place[:2] else None
-        read = self.locate(sighting.cause) if sighting.cause else None
+        read = self.locate(raw.cause) if raw.cause else None
         if read is None:
             return None
         codes = sorted(CAUSES)
-        if sighting.code in _REPEATED and read[:2] != place[:2]:
-            codes.append(sighting.code)
+        if raw.code in _REPEATED and read[:2] != place[:2]:
+            codes.append(raw.code)
         known = (self.found.get((code, read.path, read.line)) for code in codes)
         return next((Cause(path=f.path, line=f.line, code=f.code) for f in known if f is not None), None)
 
@@ -333,12 +332,12 @@ def _show(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _unlooked(sighting: Sighting) -> str:
+def _unlooked(raw: RawFinding) -> str:
     """Of a launch that nothing looked into, what it was: the code around it may only call what launches."""
-    if sighting.code != "CG401":
+    if raw.code != "CG401":
         return ""
-    if sighting.severity is Severity.ERROR:
+    if raw.severity is Severity.ERROR:
         return "declared"
-    if not isinstance(sighting.note, str):
+    if not isinstance(raw.note, str):
         return "address"
-    return "kernel" if sighting.note.startswith("triton:") else ""
+    return "kernel" if raw.note.startswith("triton:") else ""

@@ -7,7 +7,7 @@ from types import CodeType
 from onegraph.check.causes import Ops, rebinds, sized
 from onegraph.check.report import Cause, Finding, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.records import Sighting, Step
+from onegraph.check.simulate.records import RawFinding, Step
 
 KEPT = ("CG205", "CG206", "CG209")
 BAKED = ("CG202", "CG208")
@@ -27,14 +27,14 @@ class Trace:
     numbers: set[tuple[int, int, int, int]] = field(default_factory=set)
     own: bool = False
 
-    def add(self, sighting: Sighting, where: tuple[CodeType, int] | None) -> None:
+    def add(self, raw: RawFinding, where: tuple[CodeType, int] | None) -> None:
         """Keep what one comparison of two ops tells. where: the user's instruction that led to the op."""
-        self.first = min(self.first, sighting.position)
-        self.storages |= sighting.storages
+        self.first = min(self.first, raw.position)
+        self.storages |= raw.storages
         self.own |= where is None or frames.called(*where) not in _PASSES
-        pair = sighting.note
+        pair = raw.note
         if isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair):
-            self.numbers.add((sighting.position, sighting.step, *pair))
+            self.numbers.add((raw.position, raw.step, *pair))
 
 
 def link(found: dict[Key, Finding], traces: dict[Key, Trace], steps: dict[int, Step], captured: int, ops: Ops) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onegraph.check.simulate import narrow
+from onegraph.check.simulate import low_precision
 from onegraph.check.simulate.device import flat_bytes
 from onegraph.check.simulate.libdevice import Libdevice, is_libdevice
 
@@ -194,7 +194,7 @@ class _Session:
             (jit.JITFunction, "__get__", bound),
             (interpreter.InterpretedFunction, "__call__", call),
             (interpreter.interpreter_builder, "create_print", _quiet),
-            *narrow.changes(interpreter, self.language),
+            *low_precision.changes(interpreter, self.language),
             *((owner, name, new) for owner, name, _, new in self.patches),
         ]
         import numpy

@@ -38,11 +38,11 @@ class _Dispatch(compat.PlainDispatchMode):
         if self.world.closed:
             return func(*args, **(kwargs or {}))
         if isinstance(func, compat.HigherOrderOperator):
-            kept = len(self.world.sightings)
+            kept = len(self.world.raw_findings)
             with self:
                 out = eagerly(func)(*args, **(kwargs or {}))
             if func.name().startswith("flex_attention") and (self.world.compiled or frames.compiled()):
-                del self.world.sightings[kept:]  # once compiled it is one kernel
+                del self.world.raw_findings[kept:]  # once compiled it is one kernel
             return out
         if composed(func):
             with self:
@@ -85,7 +85,7 @@ class _Dispatch(compat.PlainDispatchMode):
         """(whether a custom op's Python could be run, its result): Python as any other, it is looked into. One for CUDA
         may want a driver or a compiler; then a kernel for the CPU computes what it gives, or nothing does."""
         world, name = self.world, func._schema.name
-        kept, out, done = len(world.sightings), None, True
+        kept, out, done = len(world.raw_findings), None, True
         try:
             with self:
                 out = body(*args, **kwargs)
@@ -96,7 +96,7 @@ class _Dispatch(compat.PlainDispatchMode):
                 raise
             done = False
         if capturable(name) is not None:  # its author's word counts for more
-            del world.sightings[kept:]
+            del world.raw_findings[kept:]
             if done:
                 world.opaque(name, f"custom op {name}", world.chain())
         return done, out

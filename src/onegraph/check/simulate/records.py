@@ -69,7 +69,7 @@ class OpRecord:
 
 
 @dataclass(slots=True)
-class Sighting:
+class RawFinding:
     """A hazard seen while running: at which step, through which calls."""
 
     step: int

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from onegraph.check import containers
 from onegraph.check.simulate.addresses import point_alike
+from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
-from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, tensors_in, written
 from onegraph.check.simulate.unknown import Doubts
 from onegraph.check.simulate.world import World

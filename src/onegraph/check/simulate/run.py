@@ -14,10 +14,10 @@ from onegraph.check.declared import nameless
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
-from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, storage_of
-from onegraph.check.simulate.findings import RANK, Findings, home_of
+from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.kernels import Code
 from onegraph.check.simulate.records import Step, reshaped, same
 from onegraph.check.simulate.replay import Verdict, replay
@@ -115,7 +115,7 @@ class _Simulation:
     def _probe(self, step: Callable[..., Any], inputs: Callable[[int], Any]) -> None:
         """More steps: past boundaries that so few do not reach."""
         started = time.thread_time()  # other work of the machine must not decide what is found
-        known, seen = self.count, len(self.world.sightings)
+        known, seen = self.count, len(self.world.raw_findings)
         size = max(len(record.ops) for record in self.steps.values())
         most = next((steps for ops, steps in PROBES if size <= ops), FEWEST_PROBES)
         for index in range(known, most):
@@ -128,14 +128,14 @@ class _Simulation:
                 ended = str(error)
             if ended:
                 self.probe_ended = f"{ended}; judged on the first {self.count} steps"
-                del self.world.sightings[seen:]
+                del self.world.raw_findings[seen:]
                 self.steps.pop(index, None)
                 self.verdicts.pop(index, None)
                 break
-            for sighting in self.world.sightings[seen:]:  # it may never be captured there: whoever captures chooses
-                sighting.severity = min(sighting.severity, Severity.WARNING, key=RANK.__getitem__)
-                sighting.message += f" (in step {index}, in none of the first {known})"
-            self.count, seen = index + 1, len(self.world.sightings)
+            for raw in self.world.raw_findings[seen:]:  # it may never be captured there: whoever captures chooses
+                raw.severity = min(raw.severity, Severity.WARNING, key=lambda s: s.rank)
+                raw.message += f" (in step {index}, in none of the first {known})"
+            self.count, seen = index + 1, len(self.world.raw_findings)
 
     def _should_probe(self, step: Callable[..., Any]) -> bool:
         """Where nobody said how many steps, the host tells them apart, and the first ones show no error."""
@@ -304,13 +304,13 @@ class _Simulation:
     def _report(self, step: Callable[..., Any], seconds: float) -> Report:
         world = self.world
         captured = self.steps[world.captured_step]
-        if not (world.sightings or self.returned or any(s.ops for s in self.steps.values())):
+        if not (world.raw_findings or self.returned or any(s.ops for s in self.steps.values())):
             raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
-        books = Books(self.names, self._alive() - self._dead(captured), self.made, self.returned)
-        at_ops, at_branches = differences(captured, later, self.verdicts, books, self.refreshed)
+        table = StorageTable(self.names, self._alive() - self._dead(captured), self.made, self.returned)
+        at_ops, at_branches = differences(captured, later, self.verdicts, table, self.refreshed)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
-        findings.of_running(world.sightings)
+        findings.of_running(world.raw_findings)
         findings.of_running(compiled.skips(world.calls, world.captured_step))
         findings.of_comparison(at_ops)
         findings.of_launches()

@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.addresses import point_alike
+from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
-from onegraph.check.simulate.perform import Unavailable, perform
 from onegraph.check.simulate.records import OpRecord, Step, close, map_tensors, split
 
 ESCAPE = DeviceTensor.data_ptr

@@ -14,12 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
-from onegraph.check.simulate import compiled, frames, hazards, invented, recording
+from onegraph.check.simulate import compiled, fake_results, frames, hazards, recording
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
 from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
-    Sighting,
+    RawFinding,
     Step,
     split,
     tensors_in,
@@ -61,7 +61,7 @@ class World:
         self.reference: Step | None = None
         self.records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
         self.pinned: dict[int, StorageWeakRef] = {}
-        self.sightings: list[Sighting] = []
+        self.raw_findings: list[RawFinding] = []
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
         self.kernels = Kernels()
@@ -170,7 +170,7 @@ class World:
         if self.phase != "step" or self.muted:
             return
         chain = self.chain() if chain is None else chain
-        self.sightings.append(Sighting(self.step, code, severity, chain, message, happens, values, note))
+        self.raw_findings.append(RawFinding(self.step, code, severity, chain, message, happens, values, note))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -347,7 +347,7 @@ class World:
             recording.freeze(self.current, virtual[0].inner)
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
         given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
-        out, opaque = invented.result(self, func, args, kwargs, chain)
+        out, opaque = fake_results.result(self, func, args, kwargs, chain)
         if opaque and not met:
             given = self.given(virtual, split(func, args, kwargs)[0])
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onegraph.check.allow import apply
-from onegraph.check.report import CheckError, Report, merge
+from onegraph.check.judge import judge
+from onegraph.check.report import CheckError, Report
 from onegraph.check.source import check_tree
 
 PROMPT, NEW = [1, 2, 3, 4, 5, 6, 7, 8], 4
@@ -49,12 +49,10 @@ def check_decode_step(model: str, *, steps: int = 4, **settings: Any) -> Report:
     llm.apply_model(lambda module: delattr(module, "forward"))  # the class's own again
 
     sources = [check_tree(place) for place in places[0]]
-    report = merge(model, [*reports, *sources])
-    for fact in ("unread", "read", "allowing"):
-        report.facts[fact] = sorted(each for source in sources for each in source.facts[fact])
-    report.facts["files"] = len(sources)
+    report = judge(model, [*reports, *sources])
+    report.facts["read"] = sorted(each for source in sources for each in source.facts["read"])
     report.facts["vllm"] = limits(llm.llm_engine.vllm_config)
-    return apply(report)
+    return report
 
 
 def limits(config: Any) -> list[str]:

@@ -24,11 +24,11 @@ from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Finding, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.compare import Books, differences
+from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.copies import RAISE, STUCK, in_a_copy
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.findings import Findings
-from onegraph.check.simulate.records import Sighting, Step, same
+from onegraph.check.simulate.records import RawFinding, Step, same
 from onegraph.check.simulate.replay import replay, told
 from onegraph.check.simulate.run import _codes, _inner
 from onegraph.check.simulate.state import Snapshot, changes, methods
@@ -63,7 +63,7 @@ class Raised:
     findings: list[Finding]
 
 
-class Beside:
+class EagerComparison:
     """Compares replays; `findings` by capture, each as (number of the replay, finding)."""
 
     def __init__(self, world: ProgramWorld) -> None:
@@ -132,7 +132,7 @@ class Beside:
         made = dict.fromkeys([r.number for r in list(world.records.values())], ("build", -1))
         record = Step(number)
         self._enter(capture, record)
-        seen = len(world.sightings)
+        seen = len(world.raw_findings)
         rng = torch.get_rng_state()
         generators = [(g, g.get_state()) for g in world.generators]
         with _modes(capture):
@@ -156,12 +156,12 @@ class Beside:
                 generator.set_state(state)
             plain: dict[str, Tensor] = {path: _inner(t) for path, t in outputs.items() if path in capture.outputs}
             verdict = replay(world, captured, record, capture.outputs, {}, {}, plain, dead, rng)
-        books = Books(names, alive, made, {})
+        table = StorageTable(names, alive, made, {})
         verdicts = {number: verdict}
-        at_ops, at_branches = differences(captured, [record], verdicts, books, {number: pinned})
+        at_ops, at_branches = differences(captured, [record], verdicts, table, {number: pinned})
         findings = Findings(capture_view(world, capture), world.roots, {capture.number: captured, number: record},
                             names, capture.place)  # fmt: skip
-        findings.of_running(world.sightings[seen:])
+        findings.of_running(world.raw_findings[seen:])
         findings.of_comparison(at_ops)
         findings.of_branches(at_branches)
         changed = changes(before, after)
@@ -185,7 +185,7 @@ class Beside:
         code = "CG201" if self._guards(capture, error) else "CG212" if self._refuses(capture, record, chain) else ""
         if code and place is not None:
             findings.of_running([
-                Sighting(
+                RawFinding(
                     capture.number, code, Severity.ERROR, chain, GUARD if code == "CG201" else OP, SILENT,
                     (f"replay {capture.replays + 1}: {told(error)}",),
                     construct="raise" if code == "CG201" else "",

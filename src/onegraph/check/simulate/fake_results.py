@@ -9,7 +9,7 @@ from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.perform import Unavailable, perform
+from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.records import UNWRITTEN, map_tensors, results_said
 
 if TYPE_CHECKING:

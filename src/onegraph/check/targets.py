@@ -1,4 +1,4 @@
-"""A target as people type it: `path/to/file.py:factory` or `package.module:factory`."""
+"""What is checked, and how: `path/to/file.py:factory` or `package.module:factory`, and the options of a check."""
 
 import importlib
 import importlib.util
@@ -17,6 +17,21 @@ FORM = "path/to/file.py:factory or package.module:factory"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Options:
+    """How targets are checked: which readers besides the source's, `steps` of a step (3 or more), GPUs of the simulated
+    machine, seconds that a target may take."""
+
+    simulate: bool = True
+    live: bool = False
+    steps: int = 4
+    gpus: int = 1
+    timeout_s: float = 600
+
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """A loaded target. `path` is the file that defines `factory`."""
 
@@ -24,6 +39,16 @@ class Target:
     path: str
     name: str
     factory: Callable[[], Any]
+
+
+def has_factory(spec: str) -> bool:
+    """Whether a factory is named, not a file or folder alone."""
+    return ":" in os.path.basename(spec)
+
+
+def is_tree(spec: str) -> bool:
+    """Whether a target is a file or folder whose sources are read, and nothing is run."""
+    return not has_factory(spec) and (os.path.exists(spec) or spec.endswith(".py") or os.sep in spec)
 
 
 def split(spec: str) -> tuple[str, str]:
