@@ -31,12 +31,12 @@ def check_source(path: str, factory_name: str) -> Report:
     machine = Interpreter(project)
     with deep_recursion():
         problem = read_factory(machine, project.keep(project.file(path)), factory_name)
-    facts: dict[str, object] = {"read": sorted(machine.read)}
+    facts: dict[str, object] = {"read": sorted(machine.found.read)}
     if problem:
         facts["source"] = problem
     return Report(
         target=f"{path}:{factory_name}",
-        findings=ordered(_causes(machine.findings.values())),
+        findings=ordered(_causes(machine.found.findings.values())),
         origins=(Origin.SOURCE,),
         facts=facts,
     )

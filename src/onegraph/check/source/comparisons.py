@@ -22,9 +22,9 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 def compare(machine: Machine, node: ast.Compare) -> Value:
     """A chain of comparisons."""
     named = isinstance(node.left, ast.Name | ast.Attribute) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-    machine.quiet += named  # asking whether a name is None reads nothing
+    machine.at.quiet += named  # asking whether a name is None reads nothing
     left = machine.evaluate(node.left)
-    machine.quiet -= named
+    machine.at.quiet -= named
     result: Value = UNKNOWN
     for i, (op, right_node) in enumerate(zip(node.ops, node.comparators, strict=True)):
         right = machine.evaluate(right_node)

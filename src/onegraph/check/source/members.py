@@ -30,7 +30,7 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
         case Obj():
             if name in owner.attributes:
                 value = owner.attributes[name]
-                if machine.in_step and not owner.in_step and isinstance(value, Tensor):
+                if machine.at.in_step and not owner.in_step and isinstance(value, Tensor):
                     machine.seen(("attribute", id(owner), name), value, node)
                 return value
             found = names.member_value(machine, owner, owner.cls, name)
@@ -46,11 +46,11 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
         case Module():
             value = names.module_name(machine, owner.file, name)
             if value is UNKNOWN and owner.file.is_package:
-                inner = machine.project.module(f"{owner.file.module}.{name}", owner.file)
+                inner = machine.known.project.module(f"{owner.file.module}.{name}", owner.file)
                 return Module(inner) if inner is not None else UNKNOWN
             return value
         case Tensor():
-            return tensors.attribute(machine, owner, name, node)
+            return tensors.attribute(owner, name, node)
         case Class():
             found = names.member_value(machine, owner, owner, name)
             return found if found is not None else UNKNOWN
@@ -75,14 +75,14 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
     return UNKNOWN
 
 
-def iterate(machine: Machine, value: Value) -> Value:
+def iterate(value: Value) -> Value:
     """One value that stands for each element of an iteration."""
     match value:
         case Seq():
             return value.any
         case Tensor():
             rank = value.rank - 1 if value.rank else None
-            return tensors.view(machine, value, rank=rank)
+            return tensors.view(value, rank=rank)
         case Dict():
             return Plain("str") if value.entries else UNKNOWN
         case Plain(kind="shape") | Plain(kind="range"):

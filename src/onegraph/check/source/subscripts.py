@@ -32,7 +32,7 @@ def subscript(machine: Machine, node: ast.Subscript) -> Value:
         return Method(owner, "launch-moving" if varies(machine.evaluate(node.slice)) else "launch")
     index = machine.evaluate(node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
     value = _element(machine, node, owner, index)
-    if machine.in_step and isinstance(owner, Seq | Dict) and not owner.in_step and tensors_in(value):
+    if machine.at.in_step and isinstance(owner, Seq | Dict) and not owner.in_step and tensors_in(value):
         machine.seen(("item", 0, short(node)), value, node)
     return value
 
