@@ -21,51 +21,13 @@ from onegraph.check.source.values import (
     Unknown,
     Value,
 )
+from onegraph.check.tables import TENSOR_METHODS
 
 TENSOR_NAMES = frozenset(
     ["Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"]
 )
 
 PLAIN_NAMES = frozenset(["int", "float", "bool", "str", "bytes"])
-
-TENSOR_METHODS = frozenset(
-    [
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "permute",
-        "transpose",
-        "contiguous",
-        "size",
-        "dim",
-        "unbind",
-        "type_as",
-        "masked_fill",
-        "softmax",
-        "matmul",
-        "chunk",
-        "flatten",
-        "expand",
-        "repeat_interleave",
-        "narrow",
-        "index_select",
-        "gather",
-        "scatter_add_",
-        "new_zeros",
-        "new_ones",
-        "detach",
-    ]
-)
-"""Methods that, in the `forward` of a module, no argument but a tensor has."""
-
-
-IN_STEPS = TENSOR_METHODS.union(
-    ["sum", "mean", "argmax", "item", "tolist", "cpu", "cuda", "numpy", "nonzero", "backward", "clone", "dtype"],
-    ["add_", "mul_", "copy_", "fill_", "zero_", "index_copy_", "sigmoid", "relu", "tanh", "exp", "norm", "is_cuda"],
-    ["topk", "multinomial", "cumsum", "half", "bfloat16", "long", "float", "max", "min", "any", "all", "abs", "shape"],
-    ["device"],
-)
-"""The same in a function that captures, or that is named as steps are."""
 
 
 def fill(

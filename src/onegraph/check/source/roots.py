@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from onegraph.check import tables
 from onegraph.check.report import CheckError
 from onegraph.check.source import calls, captures, names, parameters
 from onegraph.check.source.files import SourceFile
@@ -220,7 +221,7 @@ def _function(
             return None
         cls, receiver = value, calls.summary(machine, value)
     return Func(node, file, scope, receiver, cls), parameters.presumed(
-        machine.at, node, bound=owner is not None, used=parameters.IN_STEPS
+        machine.at, node, bound=owner is not None, used=tables.IN_STEPS
     )
 
 
@@ -246,7 +247,7 @@ def _uncalled(machine: Machine, file: SourceFile, found: captures.Captures) -> N
         if found.within(node):
             machine.at.conditions = machine.at.quiet = 0
             machine.at.in_step = machine.at.explicit = False
-            given = parameters.presumed(machine.at, node, bound=False, used=parameters.IN_STEPS)
+            given = parameters.presumed(machine.at, node, bound=False, used=tables.IN_STEPS)
             machine.call_function(func, given, {}, node)
 
 
