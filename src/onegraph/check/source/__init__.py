@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project
-from onegraph.check.source.interpreter import Interpreter
-from onegraph.check.source.roots import read_factory
+from onegraph.check.source.roots import Interpreter, read_factory
 from onegraph.check.source.tree import check_tree, deep_recursion
 
 __all__ = ["check_source", "check_tree"]

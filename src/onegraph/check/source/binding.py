@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from onegraph.check.source import names, tensors
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import iterate
+from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,

@@ -4,8 +4,7 @@ import ast
 
 from onegraph.check.source import binding
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import attribute, iterate
-from onegraph.check.source.names import ancestry
+from onegraph.check.source.names import ancestry, attribute, iterate
 from onegraph.check.source.state import Position
 from onegraph.check.source.tensor_methods import moving
 from onegraph.check.source.values import (

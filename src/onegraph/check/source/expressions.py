@@ -8,9 +8,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from onegraph.check.source import binding, calls, comparisons, names, subscripts, tensors
+from onegraph.check.source import binding, calls, names, operations, tensors
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import attribute, iterate
+from onegraph.check.source.names import attribute, iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Const,
@@ -172,7 +172,7 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
 
 
 def _compare(machine: Machine, node: ast.Compare) -> Value:
-    return comparisons.compare(machine, node)
+    return operations.compare(machine, node)
 
 
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
@@ -273,7 +273,7 @@ def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
 
 
 def _subscript(machine: Machine, node: ast.Subscript) -> Value:
-    return subscripts.subscript(machine, node)
+    return operations.subscript(machine, node)
 
 
 def _call(machine: Machine, node: ast.Call) -> Value:

@@ -8,7 +8,7 @@ from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
 from onegraph.check.source.expressions import capturing, condition, evaluate
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import iterate
+from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project, SourceFile, Unreadable, open_regular
-from onegraph.check.source.interpreter import Interpreter
-from onegraph.check.source.roots import read_file
+from onegraph.check.source.roots import Interpreter, read_file
 
 SKIPPED = frozenset(
     ["__pycache__", ".git", ".hg", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", "build", "dist"]
