@@ -14,6 +14,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Obj,
     Plain,
     Seq,
@@ -29,21 +30,24 @@ READERS = {"int": "int", "float": "float", "bool": "bool", "complex": "complex",
 COMPARERS = frozenset(["max", "min", "sorted", "any", "all"])
 
 
-def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a builtin."""
     first = args[0] if args else UNKNOWN
     device_args = [a for a in args if isinstance(a, Tensor) and a.on_device]
     if name == "print":
         return _print(machine, args, node)
     if device_args and (name in READERS or name in COMPARERS or name in ("range", "round", "hash", "divmod", "pow")):
-        if name == "hash" or name in ("round", "divmod", "pow"):
-            return machine.tensor(device_args[0].device) if name != "hash" else Plain("int")
+        if name == "hash":
+            return Plain("int")
+        if name in ("round", "divmod", "pow"):
+            return machine.tensor(device_args[0].device)
         message = f"`{short(node)}` reads a device tensor on the host"
         machine.report("CG101", node, message, sure=all(t.sure for t in device_args))
         if name in ("max", "min"):
             return machine.tensor(device_args[0].device, sure=device_args[0].sure, rank=0)
         changing = any(moving(machine.at, t) for t in device_args)
-        return Plain(READERS.get(name, ""), varying=changing, read=_where(machine.at, node))
+        where = f"{machine.at.file.path}:{getattr(node, 'lineno', 1)}"
+        return Plain(READERS.get(name, ""), varying=changing, read=where)
     if name in READERS:
         if isinstance(first, Const) and name in ("int", "float", "bool") and isinstance(first.value, int | float):
             return Const({"int": int, "float": float, "bool": bool}[name](first.value))
@@ -98,10 +102,6 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
         case "abs" | "round" | "sum" | "pow":
             return Plain(varying=any(varies(a) for a in args))
     return UNKNOWN
-
-
-def _where(at: Position, node: ast.AST) -> str:
-    return f"{at.file.path}:{getattr(node, 'lineno', 1)}"
 
 
 def _print(machine: Machine, args: list[Value], node: ast.AST) -> Value:

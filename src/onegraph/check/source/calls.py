@@ -24,6 +24,7 @@ from onegraph.check.source.values import (
     Ext,
     ExtObj,
     Func,
+    Keywords,
     Method,
     Obj,
     Partial,
@@ -35,8 +36,6 @@ from onegraph.check.source.values import (
     Value,
     join_all,
 )
-
-Keywords = dict[str, Value]
 
 MUTATORS = frozenset(["append", "extend", "insert", "pop", "clear", "remove", "update", "setdefault", "add", "popleft"])
 

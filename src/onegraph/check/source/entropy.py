@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onegraph.check import entropy
 from onegraph.check.source.state import Position
-from onegraph.check.source.values import UNKNOWN, Const, ExtObj, Plain, Seq, Tensor, Value, is_plain
+from onegraph.check.source.values import UNKNOWN, Const, ExtObj, Keywords, Plain, Seq, Tensor, Value, is_plain
 
 DRAWN = "drawn"
 """Kind of a value that was drawn: what is asked of it (`uuid4().int`, `now().second`) is as new as it is."""
@@ -21,7 +21,7 @@ _BY_SHAPE = frozenset(["rand", "randn", "random_sample", "random", "bytes"])
 _SEVERAL = frozenset(["sample", "choices", "permutation"])
 
 
-def call(at: Position, name: str, args: list[Value], keywords: dict[str, Value]) -> Value | None:
+def call(at: Position, name: str, args: list[Value], keywords: Keywords) -> Value | None:
     """What a call of a name outside of the user's code draws; None where it draws nothing."""
     if not entropy.draws(name):
         return None
@@ -33,7 +33,7 @@ def call(at: Position, name: str, args: list[Value], keywords: dict[str, Value])
     return _drawn(at, last, args, arrays)
 
 
-def method(at: Position, generator: ExtObj, name: str, args: list[Value], keywords: dict[str, Value]) -> Value:
+def method(at: Position, generator: ExtObj, name: str, args: list[Value], keywords: Keywords) -> Value:
     """A method of a generator. One that the step makes anew from a constant seed gives the same in every step."""
     if name in entropy.COMPUTED:
         return Const(None)

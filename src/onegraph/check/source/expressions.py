@@ -171,10 +171,6 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
     return join_all(tuple(values))
 
 
-def _compare(machine: Machine, node: ast.Compare) -> Value:
-    return operations.compare(machine, node)
-
-
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     test = condition(machine, node.test, "if")
     known = truth(test)
@@ -272,14 +268,6 @@ def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
     return Plain("str", varying=moving)
 
 
-def _subscript(machine: Machine, node: ast.Subscript) -> Value:
-    return operations.subscript(machine, node)
-
-
-def _call(machine: Machine, node: ast.Call) -> Value:
-    return calls.call(machine, node)
-
-
 def _lambda(machine: Machine, node: ast.Lambda) -> Value:
     return Func(node, machine.at.file, machine.at.scope)
 
@@ -303,7 +291,7 @@ HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
     ast.BinOp: _binary,
     ast.UnaryOp: _unary,
     ast.BoolOp: _bool,
-    ast.Compare: _compare,
+    ast.Compare: operations.compare,
     ast.IfExp: _conditional,
     ast.Tuple: _sequence,
     ast.List: _sequence,
@@ -314,8 +302,8 @@ HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
     ast.GeneratorExp: _comprehension,
     ast.DictComp: _comprehension,
     ast.JoinedStr: _joined,
-    ast.Subscript: _subscript,
-    ast.Call: _call,
+    ast.Subscript: operations.subscript,
+    ast.Call: calls.call,
     ast.Lambda: _lambda,
     ast.NamedExpr: _walrus,
     ast.Await: _through,

@@ -9,7 +9,7 @@ from onegraph.check.report import Finding, Origin, Severity
 from onegraph.check.rules import RULES, fix
 from onegraph.check.source.files import Project
 from onegraph.check.source.state import Found, Key, Knowledge, Position, StepState, place
-from onegraph.check.source.values import Func, Seq, Tensor, Value, tensors
+from onegraph.check.source.values import Func, Keywords, Seq, Tensor, Value, tensors
 
 
 class Machine(ABC):
@@ -32,7 +32,7 @@ class Machine(ABC):
         """Execute statements in order. False where the end is never reached."""
 
     @abstractmethod
-    def call_function(self, func: Func, args: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+    def call_function(self, func: Func, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
         """Follow a call into the user's code."""
 
     def capture(self, node: ast.AST, *, begins: bool) -> None:

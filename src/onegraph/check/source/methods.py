@@ -14,6 +14,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Obj,
     Plain,
     Seq,
@@ -22,8 +23,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 
 def method(machine: Machine, receiver: Value, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:

@@ -140,8 +140,6 @@ def _compared(machine: Machine, node: ast.Compare, left: Value, op: ast.cmpop, r
             known = _beyond(op, left.least, right.value)
             if known is not None:
                 return Const(known)
-    if isinstance(left, Unknown) and isinstance(right, Unknown):
-        return UNKNOWN
     if isinstance(left, Unknown) or isinstance(right, Unknown):
         return UNKNOWN
     return Plain("bool", varying=varies(left) or varies(right))

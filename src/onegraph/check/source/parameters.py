@@ -11,6 +11,7 @@ from onegraph.check.source.values import (
     Const,
     Dict,
     Func,
+    Keywords,
     Method,
     Obj,
     Partial,
@@ -30,9 +31,7 @@ TENSOR_NAMES = frozenset(
 PLAIN_NAMES = frozenset(["int", "float", "bool", "str", "bytes"])
 
 
-def fill(
-    machine: Machine, func: Func, args: list[Value], keywords: dict[str, Value], variables: dict[str, Value]
-) -> None:
+def fill(machine: Machine, func: Func, args: list[Value], keywords: Keywords, variables: dict[str, Value]) -> None:
     """Bind the parameters of a call."""
     node = func.node
     spec = node.args
@@ -166,7 +165,7 @@ def _used_as_tensors(node: ast.AST, used: frozenset[str]) -> set[str]:
     }
 
 
-def signature(args: list[Value], keywords: dict[str, Value]) -> tuple:
+def signature(args: list[Value], keywords: Keywords) -> tuple:
     """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
     return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
 

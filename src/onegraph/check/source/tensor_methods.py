@@ -13,6 +13,7 @@ from onegraph.check.source.values import (
     Device,
     Ext,
     ExtObj,
+    Keywords,
     Plain,
     Seq,
     Tensor,
@@ -21,8 +22,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 _SPLITS = {"split", "tensor_split", "split_with_sizes"}
 _WAITING = {"inverse", "cholesky", "to_sparse"}
@@ -150,8 +149,7 @@ def _host(
         where = f"{machine.at.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
         if name == "numpy" and not tensor.on_device:
             return ExtObj("numpy.ndarray", str(tensor.site))
-        kind = "" if name in ("item", "tolist") else "bool" if name in tables.HOST_READS else ""
-        return Plain(kind, varying=moving(machine.at, tensor), read=where)
+        return Plain("bool" if name in tables.HOST_READS else "", varying=moving(machine.at, tensor), read=where)
     if name == "cpu":
         return move(machine, tensor, "cpu", node, non_blocking=False) if not tensor.on_host else tensor
     return None

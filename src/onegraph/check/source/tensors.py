@@ -21,13 +21,13 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-from onegraph.check.tables import CONSTANT_FALSE, PLAIN_ATTRIBUTES
+from onegraph.check.tables import PLAIN_ATTRIBUTES
 
 
 def constant(name: str) -> Value:
     """A dotted name outside the user's code."""
-    if name in CONSTANT_FALSE or name == "typing.TYPE_CHECKING":
-        return Const(False) if name == "typing.TYPE_CHECKING" else Ext(name)
+    if name == "typing.TYPE_CHECKING":
+        return Const(False)
     if name in ("math.pi", "math.inf", "math.e", "torch.inf", "torch.pi"):
         return Plain("float")
     return Ext(name)
@@ -71,7 +71,7 @@ def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
         for operand in operands:
             cpu_operand(machine, node, operand, on_device[0])
             machine.used(operand, node)
-    device = on_device[0].device if on_device else operands[0].device if len(operands) == 2 or operands else ""
+    device = (on_device or operands)[0].device
     if len(operands) == 2 and not on_device and operands[0].device != operands[1].device:
         device = ""
     ranks = [t.rank for t in operands]

@@ -16,6 +16,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Plain,
     Seq,
     Tensor,
@@ -24,8 +25,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -169,8 +168,6 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
 
 def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     device = device_of(keywords.get("device")) if "device" in keywords else machine.at.default_device or "cpu"
-    if "device" in keywords and not device:
-        device = ""
     read = [t for a in args for t in tensors(a) if t.on_device]
     if read:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor for a size or value", sure=read[0].sure)
@@ -193,14 +190,10 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         sure=sure,
         pinned=is_pinned,
         rank=rank_of(last, args),
-        varying=_host_varies(device, args) or (device == "cpu" and last in tables.RANDOM and machine.at.in_step),
+        varying=device == "cpu" and (any(varies(a) for a in args) or (last in tables.RANDOM and machine.at.in_step)),
         ragged=not machine.at.in_step and any(varies(a) for a in shape),
         integer=last in ("arange", "randint", "randperm"),
     )
-
-
-def _host_varies(device: str, args: list[Value]) -> bool:
-    return device == "cpu" and any(varies(a) for a in args)
 
 
 def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
