@@ -106,3 +106,8 @@ def test_rules_and_source_reading_import_no_torch() -> None:
         " assert not {'torch', 'numpy', 'pytest'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_code_refers_to_rules_that_exist(repo: Path) -> None:
+    used = {c for p in (repo / "src").rglob("*.py") for c in re.findall(r"\bCG\d{3}\b", p.read_text(encoding="utf-8"))}
+    assert used <= set(RULES)

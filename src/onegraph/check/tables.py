@@ -39,6 +39,8 @@ METHODS = _torch("method") | VIEWS | HOST_READS | DATA_SHAPES
 SHAPE_ARGUMENTS, SIZE_ARGUMENTS, SIZED = _torch("shape_argument"), _torch("size_argument"), _torch("sized")
 REDUCTIONS, SAME_RANK, VECTORS = _torch("reduction"), _torch("same_rank"), _torch("vector")
 PRODUCTS, CONCATS = _torch("product"), _torch("concat")
+TENSOR_METHODS = _torch("tensor_only")
+IN_STEPS = TENSOR_METHODS | _torch("tensor_in_step")
 
 TRANSFORMS, CONSTANT_FALSE = (frozenset(_NAMES["functions"][key].split()) for key in ("transform", "constant_false"))
 

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project
-from onegraph.check.source.interpreter import Interpreter
-from onegraph.check.source.roots import read_factory
+from onegraph.check.source.roots import Interpreter, read_factory
 from onegraph.check.source.tree import check_tree, deep_recursion
 
 __all__ = ["check_source", "check_tree"]
@@ -31,12 +30,12 @@ def check_source(path: str, factory_name: str) -> Report:
     machine = Interpreter(project)
     with deep_recursion():
         problem = read_factory(machine, project.keep(project.file(path)), factory_name)
-    facts: dict[str, object] = {"read": sorted(machine.read)}
+    facts: dict[str, object] = {"read": sorted(machine.found.read)}
     if problem:
         facts["source"] = problem
     return Report(
         target=f"{path}:{factory_name}",
-        findings=ordered(_causes(machine.findings.values())),
+        findings=ordered(_causes(machine.found.findings.values())),
         origins=(Origin.SOURCE,),
         facts=facts,
     )

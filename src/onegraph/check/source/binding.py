@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from onegraph.check.source import names, tensors
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import iterate
+from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -28,7 +28,7 @@ def bind(machine: Machine, target: ast.expr, value: Value, *, moved: bool = Fals
     """Assign to a name, an attribute, a subscript, or unpack."""
     match target:
         case ast.Name():
-            owner = machine.scope.rebinds.get(target.id, machine.scope)
+            owner = machine.at.scope.rebinds.get(target.id, machine.at.scope)
             set_variable(machine, target, owner, target.id, value, moved=moved)
         case ast.Tuple() | ast.List():
             unpack(machine, target.elts, value)
@@ -48,16 +48,16 @@ def unpack(machine: Machine, targets: list[ast.expr], value: Value) -> None:
         if items is not None:
             bind(machine, target, items[i])
         elif isinstance(target, ast.Starred):
-            bind(machine, target.value, Seq("list", None, iterate(machine, value)))
+            bind(machine, target.value, Seq("list", None, iterate(value)))
         else:
-            bind(machine, target, iterate(machine, value))
+            bind(machine, target, iterate(value))
 
 
 def set_variable(
     machine: Machine, node: ast.AST, owner: Scope, name: str, value: Value, *, moved: bool = False
 ) -> None:
     old = owner.variables.get(name, UNKNOWN)
-    if machine.in_step and not owner.in_step and owner is not machine.scope:
+    if machine.at.in_step and not owner.in_step and owner is not machine.at.scope:
 
         def setter(new: Value) -> None:
             owner.variables[name] = new
@@ -69,35 +69,35 @@ def set_variable(
 def set_attribute(
     machine: Machine, node: ast.expr, obj: Value, name: str, value: Value, *, moved: bool = False
 ) -> None:
-    if isinstance(obj, Tensor) and name == "data" and machine.in_step and not obj.in_step:
+    if isinstance(obj, Tensor) and name == "data" and machine.at.in_step and not obj.in_step:
         # Harmless where the step reads what it has just bound, and nothing of the step before.
         text = f"`{short(node)} = ...` gives a tensor that the graph reads another storage"
         machine.report("CG205", node, text, sure=False)
         return
     part = obj.receiver if isinstance(obj, Method) else obj  # `layer.weight.data = ...`, `layer.weight = ...`
     if isinstance(part, ExtObj) and part.serial and (name == "data" or isinstance(value, Tensor)):
-        if machine.in_step:
+        if machine.at.in_step:
             machine.report(
                 "CG205", node, f"`{short(node)} = ...` gives a parameter another storage", sure=name != "data"
             )
-        elif machine.between:
-            machine.swapped.add(part.serial)
-    if isinstance(obj, Class) and machine.in_step and not machine.presume:
+        elif machine.at.between:
+            machine.step.swapped.add(part.serial)
+    if isinstance(obj, Class) and machine.at.in_step and not machine.at.presume:
         _set_on_class(machine, node, obj, name, value, moved)
     if not isinstance(obj, Obj):
         return
     old = obj.attributes.get(name, UNKNOWN)
     if isinstance(value, Tensor) and isinstance(old, Tensor) and old.parameter and not value.parameter:
         value = replace(value, parameter=True)
-    if machine.in_step and not obj.in_step and not machine.presume:
+    if machine.at.in_step and not obj.in_step and not machine.at.presume:
 
         def setter(new: Value) -> None:
             obj.attributes[name] = new
 
         machine.stored(("attribute", id(obj), name), node, old, value, setter, obj, moved)
-    if machine.between and isinstance(value, Tensor) and isinstance(old, Tensor):
+    if machine.at.between and isinstance(value, Tensor) and isinstance(old, Tensor):
         value = replace(value, moving=True)
-    if machine.conditions and machine.in_step and name in obj.attributes:
+    if machine.at.conditions and machine.at.in_step and name in obj.attributes:
         value = join(old, value)
     obj.attributes[name] = value
 
@@ -105,13 +105,13 @@ def set_attribute(
 def _set_on_class(machine: Machine, node: ast.expr, cls: Class, name: str, value: Value, moved: bool) -> None:
     """`Step.count = ...`: a class outlives the step."""
     key = (id(cls.node), name)
-    old = machine.class_values.get(key) or names.member_value(machine, cls, cls, name) or UNKNOWN
+    old = machine.known.class_values.get(key) or names.member_value(machine, cls, cls, name) or UNKNOWN
 
     def setter(new: Value) -> None:
-        machine.class_values[key] = new
+        machine.known.class_values[key] = new
 
     machine.stored(("attribute", *key), node, old, value, setter, cls.node, moved)
-    machine.class_values[key] = value
+    machine.known.class_values[key] = value
 
 
 def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bool = False) -> None:
@@ -121,13 +121,13 @@ def set_item(machine: Machine, target: ast.Subscript, value: Value, *, moved: bo
             tensors.store_item(machine, target, container, value)
         case Seq() | Dict():
             index = machine.evaluate(target.slice)
-            if machine.in_step and not container.in_step and not machine.presume:
+            if machine.at.in_step and not container.in_step and not machine.at.presume:
                 _stored_item(machine, target, container, index, value, moved)
             hold(machine, target.value, put(container, index, value))
         case ExtObj(kind="numpy.ndarray"):
             machine.evaluate(target.slice)
-            if machine.in_step and varies(value):
-                machine.host_written.add(int(container.note or 0))
+            if machine.at.in_step and varies(value):
+                machine.step.host_written.add(int(container.note or 0))
         case _:
             machine.evaluate(target.slice)
 
@@ -169,7 +169,9 @@ def binding(machine: Machine, node: ast.expr) -> tuple[Callable[[], Value], Call
     """How to read and to replace what an expression names, whatever scope is current by then."""
     match node:
         case ast.Name():
-            scope = names.find_scope(machine.scope, node.id) or names.module_scope(machine, machine.scope.file)
+            scope = names.find_scope(machine.at.scope, node.id) or names.module_scope(
+                machine.known, machine.at.scope.file
+            )
             return _slot(scope.variables, node.id)
         case ast.Attribute():
             obj = machine.evaluate(node.value)

@@ -4,8 +4,8 @@ import ast
 
 from onegraph.check.source import binding
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import attribute, iterate
-from onegraph.check.source.names import ancestry
+from onegraph.check.source.names import ancestry, attribute, iterate
+from onegraph.check.source.state import Position
 from onegraph.check.source.tensor_methods import moving
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -14,6 +14,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Obj,
     Plain,
     Seq,
@@ -29,25 +30,28 @@ READERS = {"int": "int", "float": "float", "bool": "bool", "complex": "complex",
 COMPARERS = frozenset(["max", "min", "sorted", "any", "all"])
 
 
-def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Value], node: ast.AST) -> Value:
+def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Call a builtin."""
     first = args[0] if args else UNKNOWN
     device_args = [a for a in args if isinstance(a, Tensor) and a.on_device]
     if name == "print":
         return _print(machine, args, node)
     if device_args and (name in READERS or name in COMPARERS or name in ("range", "round", "hash", "divmod", "pow")):
-        if name == "hash" or name in ("round", "divmod", "pow"):
-            return machine.tensor(device_args[0].device) if name != "hash" else Plain("int")
+        if name == "hash":
+            return Plain("int")
+        if name in ("round", "divmod", "pow"):
+            return machine.tensor(device_args[0].device)
         message = f"`{short(node)}` reads a device tensor on the host"
         machine.report("CG101", node, message, sure=all(t.sure for t in device_args))
         if name in ("max", "min"):
             return machine.tensor(device_args[0].device, sure=device_args[0].sure, rank=0)
-        changing = any(moving(machine, t) for t in device_args)
-        return Plain(READERS.get(name, ""), varying=changing, read=_where(machine, node))
+        changing = any(moving(machine.at, t) for t in device_args)
+        where = f"{machine.at.file.path}:{getattr(node, 'lineno', 1)}"
+        return Plain(READERS.get(name, ""), varying=changing, read=where)
     if name in READERS:
         if isinstance(first, Const) and name in ("int", "float", "bool") and isinstance(first.value, int | float):
             return Const({"int": int, "float": float, "bool": bool}[name](first.value))
-        changes = moving(machine, first) if isinstance(first, Tensor) else varies(first)
+        changes = moving(machine.at, first) if isinstance(first, Tensor) else varies(first)
         return Plain(READERS[name], varying=changes, read=first.read if isinstance(first, Plain) else "")
     match name:
         case "len":
@@ -63,22 +67,22 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
         case "max" | "min":
             return _extreme(machine, args, node)
         case "list" | "tuple" | "set" | "iter" | "reversed" | "sorted" | "frozenset":
-            return _sequence(machine, name, args)
+            return _sequence(machine.at, name, args)
         case "enumerate":
             if isinstance(first, Seq) and first.items is not None:
                 pairs = tuple(Seq("tuple", (Const(i), v), in_step=True) for i, v in enumerate(first.items))
                 return Seq("iterator", pairs, in_step=True)
-            return Seq("iterator", None, Seq("tuple", (Plain("int"), iterate(machine, first)), in_step=True), True)
+            return Seq("iterator", None, Seq("tuple", (Plain("int"), iterate(first)), in_step=True), True)
         case "zip":
             if args and all(isinstance(a, Seq) and a.items is not None for a in args):
                 columns = [a.items or () for a in args if isinstance(a, Seq)]
                 rows = tuple(Seq("tuple", row, in_step=True) for row in zip(*columns, strict=False))
                 return Seq("iterator", rows, in_step=True)
-            return Seq("iterator", None, Seq("tuple", tuple(iterate(machine, a) for a in args), in_step=True), True)
+            return Seq("iterator", None, Seq("tuple", tuple(iterate(a) for a in args), in_step=True), True)
         case "next":
-            return _next(machine, first)
+            return _next(machine.at, first)
         case "dict":
-            return Dict(tuple(keywords.items()), in_step=machine.in_step) if not args else UNKNOWN
+            return Dict(tuple(keywords.items()), in_step=machine.at.in_step) if not args else UNKNOWN
         case "isinstance":
             return _isinstance(machine, args)
         case "hasattr":
@@ -100,15 +104,11 @@ def call(machine: Machine, name: str, args: list[Value], keywords: dict[str, Val
     return UNKNOWN
 
 
-def _where(machine: Machine, node: ast.AST) -> str:
-    return f"{machine.file.path}:{getattr(node, 'lineno', 1)}"
-
-
 def _print(machine: Machine, args: list[Value], node: ast.AST) -> Value:
     on_device = [t for a in args for t in tensors(a) if t.on_device]
     if on_device:
         machine.report("CG101", node, "`print` reads a device tensor", sure=all(t.sure for t in on_device))
-    elif not machine.presume:
+    elif not machine.at.presume:
         machine.report("CG210", node, "`print` in the step: a replay prints nothing")
     return Const(None)
 
@@ -121,22 +121,22 @@ def _extreme(machine: Machine, args: list[Value], node: ast.AST) -> Value:
     return Plain(varying=any(varies(a) for a in args))
 
 
-def _sequence(machine: Machine, name: str, args: list[Value]) -> Value:
+def _sequence(at: Position, name: str, args: list[Value]) -> Value:
     kind = {"iter": "iterator", "reversed": "iterator", "sorted": "list", "frozenset": "set"}.get(name, name)
     if not args:
-        return Seq(kind, (), in_step=machine.in_step)
+        return Seq(kind, (), in_step=at.in_step)
     first = args[0]
     if isinstance(first, Seq) and first.items is not None:
         items = first.items[::-1] if name == "reversed" else first.items
-        return Seq(kind, items, in_step=machine.in_step)
+        return Seq(kind, items, in_step=at.in_step)
     if isinstance(first, Unknown):
         return UNKNOWN
-    return Seq(kind, None, iterate(machine, first), machine.in_step)
+    return Seq(kind, None, iterate(first), at.in_step)
 
 
-def _next(machine: Machine, iterator: Value) -> Value:
+def _next(at: Position, iterator: Value) -> Value:
     """What the step takes from an iterator that outlives it is another value in each step."""
-    lasting = machine.in_step and not machine.presume
+    lasting = at.in_step and not at.presume
     if isinstance(iterator, ExtObj) and iterator.kind == "itertools.count":
         return Plain("int", varying=lasting and not iterator.in_step)
     if not isinstance(iterator, Seq):

@@ -14,7 +14,8 @@ from onegraph.check.source import (
     tensor_methods,
     torch_calls,
 )
-from onegraph.check.source.machine import DEPTH, TREE_DEPTH, Call, Machine, short
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.state import DEPTH, TREE_DEPTH, Call, Position
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -23,6 +24,7 @@ from onegraph.check.source.values import (
     Ext,
     ExtObj,
     Func,
+    Keywords,
     Method,
     Obj,
     Partial,
@@ -35,8 +37,6 @@ from onegraph.check.source.values import (
     join_all,
 )
 
-Keywords = dict[str, Value]
-
 MUTATORS = frozenset(["append", "extend", "insert", "pop", "clear", "remove", "update", "setdefault", "add", "popleft"])
 
 
@@ -44,18 +44,18 @@ def call(machine: Machine, node: ast.Call) -> Value:
     """A call expression."""
     func = machine.evaluate(node.func)
     if isinstance(func, Ext) and func.name == "builtins.super":
-        return _super(machine, node)
+        return _super(machine.at, node)
     args, keywords = arguments(machine, node)
-    outer = machine.stack[-1].node
-    machine.stack[-1].node = node
+    outer = machine.at.stack[-1].node
+    machine.at.stack[-1].node = node
     try:
         if isinstance(func, Method) and func.name in MUTATORS and isinstance(func.receiver, Seq | Dict):
             return mutate(machine, node, func, args)
-        if machine.explicit and func is UNKNOWN and not args and isinstance(node.func, ast.Attribute):
+        if machine.at.explicit and func is UNKNOWN and not args and isinstance(node.func, ast.Attribute):
             unknown_read(machine, node, node.func.attr)
         return apply(machine, func, args, keywords, node)
     finally:
-        machine.stack[-1].node = outer
+        machine.at.stack[-1].node = outer
 
 
 def unknown_read(machine: Machine, node: ast.Call, name: str) -> None:
@@ -92,7 +92,7 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return call_function(machine, func, args, keywords, node)
         case Partial():
             return apply(machine, func.func, [*func.args, *args], {**dict(func.keywords), **keywords}, node)
-        case Class() if machine.presume and names.is_module(machine, func):
+        case Class() if machine.at.presume and names.is_module(machine, func):
             return summary(machine, func)
         case Class():
             return instantiate(machine, func, args, keywords, node)
@@ -135,7 +135,7 @@ def _graphed(machine: Machine, args: list[Value], keywords: Keywords, node: ast.
     samples = args[1] if len(args) > 1 else keywords.get("sample_args", UNKNOWN)
     many = isinstance(what, Seq) and what.items is not None
     functions = what.items if isinstance(what, Seq) and what.items is not None else (what,)
-    if machine.in_step:
+    if machine.at.in_step:
         return what
     for index, function in enumerate(functions):
         given = samples
@@ -153,57 +153,57 @@ def _graphed(machine: Machine, args: list[Value], keywords: Keywords, node: ast.
 def call_function(machine: Machine, func: Func, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Follow a call into the user's code."""
     name = id_name(func)
-    if machine.presume and not machine.in_step and func.file is not machine.file:
+    if machine.at.presume and not machine.at.in_step and func.file is not machine.at.file:
         return UNKNOWN  # a constructor's helpers elsewhere: what they tell is not worth reading them for every class
     if (
-        len(machine.stack) > (TREE_DEPTH if machine.presume else DEPTH)
-        or sum(1 for c in machine.stack if c.name == name and c.file is func.file) > 1
+        len(machine.at.stack) > (TREE_DEPTH if machine.at.presume else DEPTH)
+        or sum(1 for c in machine.at.stack if c.name == name and c.file is func.file) > 1
     ):
         return UNKNOWN  # recursion: one round tells what there is to see
     marks = names.decorators(func.node) if not isinstance(func.node, ast.Lambda) else set()
     key = None
-    if machine.presume:
+    if machine.at.presume:
         key = (
-            machine.in_step,
+            machine.at.in_step,
             id(func.node),
             id(func.receiver) if isinstance(func.receiver, Obj) else 0,
             parameters.signature(args, keywords),
         )
-        if key in machine.memo:
-            value, work = machine.memo[key]
-            machine.tensor_work += work
+        if key in machine.known.memo:
+            value, work = machine.known.memo[key]
+            machine.step.tensor_work += work
             return value
     variables: dict[str, Value] = {}
-    scope = Scope(func.file, variables, func.scope, machine.in_step)
+    scope = Scope(func.file, variables, func.scope, machine.at.in_step)
     frame = Call(name, func.file, func.node, scope=scope)
-    machine.entered.add(id(func.node))
+    machine.at.entered.add(id(func.node))
     cached = bool(marks & {"cache", "lru_cache"})
-    work = machine.tensor_work
-    machine.stack.append(frame)
-    machine.quiet += cached  # its body runs once, at warm-up
+    work = machine.step.tensor_work
+    machine.at.stack.append(frame)
+    machine.at.quiet += cached  # its body runs once, at warm-up
     try:
         parameters.fill(machine, func, args, keywords, variables)
-        if machine.in_step:
-            machine.read.add((func.file.path, func.node.lineno, func.node.end_lineno or func.node.lineno))
+        if machine.at.in_step:
+            machine.found.read.add((func.file.path, func.node.lineno, func.node.end_lineno or func.node.lineno))
         if isinstance(func.node, ast.Lambda):
             result = machine.evaluate(func.node.body)
         else:
             result = _body(machine, func.node, frame)
     finally:
-        machine.stack.pop()
-        machine.conditions -= frame.extra_conditions
-        machine.quiet -= cached
+        machine.at.stack.pop()
+        machine.at.conditions -= frame.extra_conditions
+        machine.at.quiet -= cached
     if key is not None:
-        machine.memo[key] = (result, machine.tensor_work - work)
+        machine.known.memo[key] = (result, machine.step.tensor_work - work)
     return result
 
 
 def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Call) -> Value:
     through = machine.block(node.body)
-    if id(node) not in machine.generators:
-        machine.generators[id(node)] = "yield" in frame.file.text and _yields(node)
-    if machine.generators[id(node)]:
-        return Seq("iterator", None, UNKNOWN, machine.in_step)
+    if id(node) not in machine.known.generators:
+        machine.known.generators[id(node)] = "yield" in frame.file.text and _yields(node)
+    if machine.known.generators[id(node)]:
+        return Seq("iterator", None, UNKNOWN, machine.at.in_step)
     if through:
         frame.returns.append(Const(None))
     return join_all(tuple(frame.returns))
@@ -232,9 +232,9 @@ def instantiate(
     machine: Machine, cls: Class, args: list[Value], keywords: Keywords, node: ast.AST, *, presumed: bool = False
 ) -> Value:
     """Make an instance: run `__init__`, or fill the fields of a dataclass or named tuple."""
-    obj = Obj(cls, in_step=machine.in_step, presumed=presumed)
-    if machine.between:
-        machine.given.append(obj)
+    obj = Obj(cls, in_step=machine.at.in_step, presumed=presumed)
+    if machine.at.between:
+        machine.step.given.append(obj)
     found = names.member_value(machine, obj, cls, "__init__")
     if isinstance(found, Func):
         call_function(machine, found, args, keywords, node)
@@ -247,7 +247,7 @@ def instantiate(
         elif name in keywords:
             obj.attributes[name] = keywords[name]
         elif presumed:
-            obj.attributes[name] = parameters.annotated(machine, statement.annotation)
+            obj.attributes[name] = parameters.annotated(machine.at, statement.annotation)
         elif isinstance(statement.value, ast.Constant):
             obj.attributes[name] = Const(statement.value.value)
     post = names.member_value(machine, obj, cls, "__post_init__")
@@ -258,24 +258,17 @@ def instantiate(
 
 def summary(machine: Machine, cls: Class) -> Value:
     """One instance that stands for all of a module class: its `__init__`, read once with unknown arguments."""
-    known = machine.summaries.get(id(cls.node))
+    known = machine.known.summaries.get(id(cls.node))
     if known is None:
-        machine.summaries[id(cls.node)] = UNKNOWN  # a class that holds itself
-        in_step, machine.in_step = machine.in_step, False
-        machine.quiet += 1
-        machine.stack.append(Call(cls.node.name, cls.file, cls.node, scope=cls.scope))
-        try:
+        machine.known.summaries[id(cls.node)] = UNKNOWN  # a class that holds itself
+        with machine.at.aside(Call(cls.node.name, cls.file, cls.node, scope=cls.scope)):
             known = instantiate(machine, cls, [], {}, cls.node, presumed=True)
-        finally:
-            machine.stack.pop()
-            machine.quiet -= 1
-            machine.in_step = in_step
-        machine.summaries[id(cls.node)] = known
+        machine.known.summaries[id(cls.node)] = known
     return known
 
 
-def _super(machine: Machine, node: ast.Call) -> Value:
-    for frame in reversed(machine.stack):
+def _super(at: Position, node: ast.Call) -> Value:
+    for frame in reversed(at.stack):
         scope: Scope | None = frame.scope
         while scope is not None:
             receiver = scope.variables.get("self", scope.variables.get("cls"))
@@ -289,13 +282,13 @@ def _super(machine: Machine, node: ast.Call) -> Value:
 def _module_method(machine: Machine, obj: Value, name: str, args: list[Value], keywords: Keywords) -> Value:
     """Methods of torch.nn.Module on an instance of the user's class."""
     assert isinstance(obj, Obj)
-    node = machine.stack[-1].node
+    node = machine.at.stack[-1].node
     match name:
         case "register_buffer" | "register_parameter" if args and isinstance(args[0], Const):
             value = args[1] if len(args) > 1 else keywords.get("tensor", keywords.get("param", Const(None)))
             if isinstance(value, Tensor):
                 value = replace(value, parameter=True)
-                if machine.presume and not value.on_device:
+                if machine.at.presume and not value.on_device:
                     value = replace(value, device="cuda", sure=False)
             obj.attributes[str(args[0].value)] = value
             return Const(None)
@@ -319,7 +312,7 @@ def _module_method(machine: Machine, obj: Value, name: str, args: list[Value], k
         case "modules" | "children":
             return Seq("iterator", None, UNKNOWN)
         case "parameters" | "buffers":
-            return Seq("iterator", None, Tensor("cuda" if machine.presume else "", sure=False))
+            return Seq("iterator", None, Tensor("cuda" if machine.at.presume else "", sure=False))
     return UNKNOWN
 
 
@@ -352,15 +345,15 @@ def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) ->
     changed: Value = container
     match container, func.name:
         case (Seq(), "append" | "add") if args:
-            if container.items is not None and len(container.items) < 16 and not machine.conditions:
+            if container.items is not None and len(container.items) < 16 and not machine.at.conditions:
                 changed = replace(container, items=(*container.items, args[0]))
             else:
                 # Of a list that outlives the step, what this step appends is what the next one finds.
-                known = args[0] if container.items == () or machine.in_step else container.any
+                known = args[0] if container.items == () or machine.at.in_step else container.any
                 changed = replace(container, items=None, element=join_all((known, args[0])))
         case (Seq(), "pop" | "popleft"):
             result = container.any
-            if machine.in_step and not container.in_step and isinstance(result, Tensor):
+            if machine.at.in_step and not container.in_step and isinstance(result, Tensor):
                 result = replace(result, moving=True)
             changed = replace(container, items=None, element=container.any)
         case (Seq(), "extend" | "insert") if args:
@@ -378,7 +371,7 @@ def mutate(machine: Machine, node: ast.Call, func: Method, args: list[Value]) ->
         case (_, "clear"):
             changed = replace(container, items=()) if isinstance(container, Seq) else replace(container, entries=())
     if target is not None and changed is not container:
-        if machine.in_step and not container.in_step and func.name not in ("setdefault", "update"):
+        if machine.at.in_step and not container.in_step and func.name not in ("setdefault", "update"):
             text = f"`{func.name}` on a list that outlives the step; a replay does not run it"
             machine.report("CG210", node, text)
         binding.hold(machine, target, changed)

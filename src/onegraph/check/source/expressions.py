@@ -8,9 +8,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from onegraph.check.source import binding, calls, comparisons, names, subscripts, tensors
+from onegraph.check.source import binding, calls, names, operations, tensors
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import attribute, iterate
+from onegraph.check.source.names import attribute, iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Const,
@@ -40,7 +40,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 def evaluate(machine: Machine, node: ast.expr) -> Value:
     """The abstract value of an expression; reports what its evaluation would do inside a step."""
-    machine.spend()
+    machine.at.spend()
     handler = HANDLERS.get(type(node))
     return handler(machine, node) if handler else UNKNOWN
 
@@ -119,12 +119,12 @@ def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op:
             return Const(value) if isinstance(value, int | float | str) and small else Plain()
         case (Seq(), Seq()) if isinstance(op, ast.Add):
             if left.items is not None and right.items is not None and len(left.items) + len(right.items) <= 32:
-                return Seq(left.kind, left.items + right.items, in_step=machine.in_step)
-            return Seq(left.kind, None, join(left.any, right.any), machine.in_step)
+                return Seq(left.kind, left.items + right.items, in_step=machine.at.in_step)
+            return Seq(left.kind, None, join(left.any, right.any), machine.at.in_step)
         case (Seq(), Const() | Plain()) if isinstance(op, ast.Mult):
             if isinstance(right, Const) and isinstance(right.value, int) and left.items and right.value <= 8:
-                return Seq(left.kind, left.items * max(right.value, 0), in_step=machine.in_step)
-            return Seq(left.kind, None, left.any, machine.in_step)
+                return Seq(left.kind, left.items * max(right.value, 0), in_step=machine.at.in_step)
+            return Seq(left.kind, None, left.any, machine.at.in_step)
     if isinstance(op, ast.BitOr) and (capturing(left) or capturing(right)):
         return Plain("capturing")
     if is_plain(left) and is_plain(right):
@@ -171,10 +171,6 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
     return join_all(tuple(values))
 
 
-def _compare(machine: Machine, node: ast.Compare) -> Value:
-    return comparisons.compare(machine, node)
-
-
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     test = condition(machine, node.test, "if")
     known = truth(test)
@@ -184,12 +180,12 @@ def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     if asked is not None:
         machine.report("CG211", node.test, "the step takes another path while it is captured")
         return evaluate(machine, node.body if asked else node.orelse)
-    work = machine.tensor_work
-    machine.conditions += 1
+    work = machine.step.tensor_work
+    machine.at.conditions += 1
     body, other = evaluate(machine, node.body), evaluate(machine, node.orelse)
-    machine.conditions -= 1
+    machine.at.conditions -= 1
     moving = varies(test)
-    if moving and machine.in_step and machine.tensor_work > work:
+    if moving and machine.at.in_step and machine.step.tensor_work > work:
         machine.report(
             "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
         )
@@ -208,16 +204,16 @@ def _sequence(machine: Machine, node: ast.Tuple | ast.List | ast.Set) -> Value:
             if isinstance(value, Seq) and value.items is not None:
                 items.extend(value.items)
                 continue
-            every = join_all((*items, iterate(machine, value)))
-            return Seq(kind, None, every, machine.in_step)
+            every = join_all((*items, iterate(value)))
+            return Seq(kind, None, every, machine.at.in_step)
         items.append(evaluate(machine, element))
     if len(items) > 64:
-        return Seq(kind, None, join_all(tuple(items)), machine.in_step)
-    return Seq(kind, tuple(items), in_step=machine.in_step)
+        return Seq(kind, None, join_all(tuple(items)), machine.at.in_step)
+    return Seq(kind, tuple(items), in_step=machine.at.in_step)
 
 
 def _dict(machine: Machine, node: ast.Dict) -> Value:
-    result = Dict((), in_step=machine.in_step)
+    result = Dict((), in_step=machine.at.in_step)
     known = True
     values: list[Value] = []
     for key, value_node in zip(node.keys, node.values, strict=True):
@@ -228,13 +224,13 @@ def _dict(machine: Machine, node: ast.Dict) -> Value:
             result = result.put(name.value, value)
         else:
             known = False
-    return result if known else Dict(None, join_all(tuple(values)), machine.in_step)
+    return result if known else Dict(None, join_all(tuple(values)), machine.at.in_step)
 
 
 def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
-    call = machine.stack[-1]
+    call = machine.at.stack[-1]
     outer = call.scope
-    call.scope = Scope(machine.file, {}, outer, machine.in_step)
+    call.scope = Scope(machine.at.file, {}, outer, machine.at.in_step)
     conditional = False
     count: int | None = None
     try:
@@ -242,22 +238,22 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
             iterable = evaluate(machine, generator.iter)
             if len(node.generators) == 1 and isinstance(iterable, Seq) and iterable.items is not None:
                 count = len(iterable.items)
-            binding.bind(machine, generator.target, iterate(machine, iterable))
+            binding.bind(machine, generator.target, iterate(iterable))
             for test in generator.ifs:
                 condition(machine, test, "if")
                 conditional, count = True, None
-        machine.conditions += conditional
+        machine.at.conditions += conditional
         if isinstance(node, ast.DictComp):
             evaluate(machine, node.key)
-            return Dict(None, evaluate(machine, node.value), machine.in_step)
+            return Dict(None, evaluate(machine, node.value), machine.at.in_step)
         element = evaluate(machine, node.elt)
     finally:
-        machine.conditions -= conditional
+        machine.at.conditions -= conditional
         call.scope = outer
     kind = {ast.ListComp: "list", ast.SetComp: "set"}.get(type(node), "iterator")
     if count is not None and count <= 8:
-        return Seq(kind, (element,) * count, in_step=machine.in_step)
-    return Seq(kind, None, element, machine.in_step)
+        return Seq(kind, (element,) * count, in_step=machine.at.in_step)
+    return Seq(kind, None, element, machine.at.in_step)
 
 
 def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
@@ -272,21 +268,13 @@ def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
     return Plain("str", varying=moving)
 
 
-def _subscript(machine: Machine, node: ast.Subscript) -> Value:
-    return subscripts.subscript(machine, node)
-
-
-def _call(machine: Machine, node: ast.Call) -> Value:
-    return calls.call(machine, node)
-
-
 def _lambda(machine: Machine, node: ast.Lambda) -> Value:
-    return Func(node, machine.file, machine.scope)
+    return Func(node, machine.at.file, machine.at.scope)
 
 
 def _walrus(machine: Machine, node: ast.NamedExpr) -> Value:
     value = evaluate(machine, node.value)
-    machine.scope.variables[node.target.id] = value
+    machine.at.scope.variables[node.target.id] = value
     return value
 
 
@@ -303,7 +291,7 @@ HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
     ast.BinOp: _binary,
     ast.UnaryOp: _unary,
     ast.BoolOp: _bool,
-    ast.Compare: _compare,
+    ast.Compare: operations.compare,
     ast.IfExp: _conditional,
     ast.Tuple: _sequence,
     ast.List: _sequence,
@@ -314,8 +302,8 @@ HANDLERS: dict[type[ast.expr], Callable[[Machine, Any], Value]] = {
     ast.GeneratorExp: _comprehension,
     ast.DictComp: _comprehension,
     ast.JoinedStr: _joined,
-    ast.Subscript: _subscript,
-    ast.Call: _call,
+    ast.Subscript: operations.subscript,
+    ast.Call: calls.call,
     ast.Lambda: _lambda,
     ast.NamedExpr: _walrus,
     ast.Await: _through,

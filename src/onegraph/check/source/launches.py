@@ -40,8 +40,8 @@ def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST)
         whose = func.kind.removeprefix(_KERNEL)
     elif isinstance(func, Ext):
         whose = LAUNCHES.get(func.name, whose)
-    if machine.in_step:
-        machine.tensor_work += 1
+    if machine.at.in_step:
+        machine.step.tensor_work += 1
     if whose != "compiled" or any(t.on_device for v in given for t in tensors(v)):
         text = f"`{short(node)}` launches a {whose} kernel, which is not looked into"
         machine.report("CG401", node, text)

@@ -14,6 +14,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Obj,
     Plain,
     Seq,
@@ -22,8 +23,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 
 def method(machine: Machine, receiver: Value, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -47,21 +46,21 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             return Const(None)
         case ExtObj(kind="contextlib.ExitStack") if name == "enter_context" and args:
             if isinstance(args[0], ExtObj) and args[0].kind == "torch.cuda.graph":
-                if not machine.in_step:
-                    machine.stacked = receiver.note
+                if not machine.at.in_step:
+                    machine.at.stacked = receiver.note
                 machine.capture(node, begins=True)
             return args[0]
         case ExtObj(kind="contextlib.ExitStack") if name == "pop_all":
             return receiver  # whoever closes that one ends what was entered here
         case ExtObj(kind="contextlib.ExitStack") if name in ("close", "__exit__"):
-            if machine.stacked == receiver.note:
-                machine.stacked = ""
+            if machine.at.stacked == receiver.note:
+                machine.at.stacked = ""
                 machine.capture(node, begins=False)
             return Const(None)
         case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
             return receiver
         case ExtObj(kind=entropy.GENERATOR):
-            return entropy.method(machine, receiver, name, args, keywords)
+            return entropy.method(machine.at, receiver, name, args, keywords)
         case ExtObj(kind="torch.Generator"):
             if name in tables.RNG_STATE:  # it may be a generator that no captured op draws from
                 text = f"`{short(node)}` touches the generator's state in the step"
@@ -77,8 +76,8 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
         case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
             moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
             on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
-            if machine.in_step:
-                machine.tensor_work += 1
+            if machine.at.in_step:
+                machine.step.tensor_work += 1
             if moving and on_device:
                 scalar(machine, node, UNKNOWN, on_device[0], "a kernel's argument or grid")
             return Const(None)

@@ -3,16 +3,26 @@
 import ast
 import builtins
 
+from onegraph.check.source import entropy, tensors
 from onegraph.check.source.files import SourceFile
-from onegraph.check.source.machine import Call, Machine
+from onegraph.check.source.machine import Machine
+from onegraph.check.source.state import Call, Knowledge
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
+    Const,
+    Device,
+    Dict,
     Ext,
+    ExtObj,
     Func,
+    Method,
     Module,
     Obj,
+    Plain,
     Scope,
+    Seq,
+    Super,
     Tensor,
     Value,
 )
@@ -20,23 +30,23 @@ from onegraph.check.source.values import (
 BUILTINS = frozenset(dir(builtins))
 
 
-def module_scope(machine: Machine, file: SourceFile) -> Scope:
-    scope = machine.modules.get(file.path)
+def module_scope(known: Knowledge, file: SourceFile) -> Scope:
+    scope = known.modules.get(file.path)
     if scope is None:
-        scope = machine.modules[file.path] = Scope(file)
+        scope = known.modules[file.path] = Scope(file)
     return scope
 
 
 def lookup(machine: Machine, name: str) -> Value:
     """A name in the current scope, its enclosing ones, the module, the builtins."""
-    owner = find_scope(machine.scope, name)
+    owner = find_scope(machine.at.scope, name)
     if owner is not None:
         value = owner.variables[name]
-        if machine.in_step and isinstance(value, Tensor) and not owner.in_step and owner is not machine.scope:
+        if machine.at.in_step and isinstance(value, Tensor) and not owner.in_step and owner is not machine.at.scope:
             machine.seen(("var", id(owner), name), value)
         return value
-    value = module_name(machine, machine.scope.file, name)
-    if value is UNKNOWN and name in BUILTINS and name not in machine.scope.file.names:
+    value = module_name(machine, machine.at.scope.file, name)
+    if value is UNKNOWN and name in BUILTINS and name not in machine.at.scope.file.names:
         return Ext("builtins." + name)
     return value
 
@@ -51,30 +61,24 @@ def find_scope(scope: Scope | None, name: str) -> Scope | None:
 
 def module_name(machine: Machine, file: SourceFile, name: str) -> Value:
     """A top-level name of a module, evaluated when first asked for."""
-    scope = module_scope(machine, file)
+    scope = module_scope(machine.known, file)
     if name in scope.variables:
         value = scope.variables[name]
-        if machine.in_step and isinstance(value, Tensor):
+        if machine.at.in_step and isinstance(value, Tensor):
             machine.seen(("var", id(scope), name), value)
         return value
     statements = file.names.get(name)
     key = (file.path, name)
-    if not statements or key in machine.resolving:
+    if not statements or key in machine.known.resolving:
         return _star(machine, file, name) if not statements else UNKNOWN
-    machine.resolving.add(key)
-    in_step, machine.in_step = machine.in_step, False
-    machine.quiet += 1
-    machine.stack.append(Call("<module>", file, statements[0], scope=scope))
+    machine.known.resolving.add(key)
     try:
-        chosen = next((s for s in statements if not _is_none(s)), statements[0])
-        value = _bound(machine, chosen, name)
+        with machine.at.aside(Call("<module>", file, statements[0], scope=scope)):
+            value = _bound(machine, next((s for s in statements if not _is_none(s)), statements[0]), name)
     except RecursionError:
         value = UNKNOWN
     finally:
-        machine.stack.pop()
-        machine.quiet -= 1
-        machine.in_step = in_step
-        machine.resolving.discard(key)
+        machine.known.resolving.discard(key)
     scope.variables[name] = value
     return value
 
@@ -82,7 +86,7 @@ def module_name(machine: Machine, file: SourceFile, name: str) -> Value:
 def _star(machine: Machine, file: SourceFile, name: str) -> Value:
     for statement in file.names.get("*", ()):
         if isinstance(statement, ast.ImportFrom):
-            source = machine.project.module(absolute(file, statement), file)
+            source = machine.known.project.module(absolute(file, statement), file)
             if source is not None and source is not file and name in source.names:
                 return module_name(machine, source, name)
     return UNKNOWN
@@ -97,7 +101,7 @@ def _bound(machine: Machine, statement: ast.stmt, name: str) -> Value:
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return imported(machine, statement, name)
     machine.block([statement])
-    return machine.scope.variables.get(name, UNKNOWN)
+    return machine.at.scope.variables.get(name, UNKNOWN)
 
 
 def absolute(file: SourceFile, statement: ast.ImportFrom) -> str:
@@ -111,22 +115,22 @@ def absolute(file: SourceFile, statement: ast.ImportFrom) -> str:
 
 def imported(machine: Machine, statement: ast.Import | ast.ImportFrom, name: str) -> Value:
     """What an import statement binds `name` to."""
-    file = machine.file
+    file = machine.at.file
     for alias in statement.names:
         bound = alias.asname or (alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name)
         if bound != name:
             continue
         if isinstance(statement, ast.Import):
             wanted = alias.name if alias.asname else alias.name.split(".")[0]
-            module = machine.project.module(wanted, file)
+            module = machine.known.project.module(wanted, file)
             return Module(module) if module else Ext(wanted)
         base = absolute(file, statement)
-        module = machine.project.module(base, file)
+        module = machine.known.project.module(base, file)
         if module is not None and module is not file and (alias.name in module.names or "*" in module.names):
             value = module_name(machine, module, alias.name)
             if value is not UNKNOWN:
                 return value
-        inner = machine.project.module(f"{base}.{alias.name}", file)
+        inner = machine.known.project.module(f"{base}.{alias.name}", file)
         if inner is not None:
             return Module(inner)
         return UNKNOWN if module is not None or statement.level else Ext(f"{base}.{alias.name}")
@@ -139,29 +143,22 @@ def imported(machine: Machine, statement: ast.Import | ast.ImportFrom, name: str
 def bases(machine: Machine, cls: Class) -> list[Value]:
     """The base classes, evaluated in the scope where the class stands."""
     key = id(cls.node)
-    if key in machine.bases:
-        return machine.bases[key]
+    if key in machine.known.bases:
+        return machine.known.bases[key]
     result: list[Value] = []
-    machine.bases[key] = result
-    in_step, machine.in_step = machine.in_step, False
-    machine.quiet += 1
-    machine.stack.append(Call(cls.node.name, cls.file, cls.node, scope=cls.scope))
-    try:
+    machine.known.bases[key] = result
+    with machine.at.aside(Call(cls.node.name, cls.file, cls.node, scope=cls.scope)):
         for node in cls.node.bases:
             while isinstance(node, ast.Subscript):  # Generic[T]
                 node = node.value
             result.append(machine.evaluate(node))
-    finally:
-        machine.stack.pop()
-        machine.quiet -= 1
-        machine.in_step = in_step
     return result
 
 
 def ancestry(machine: Machine, cls: Class) -> list[Value]:
     """The class and its bases, depth first, each once: close enough to Python's order for reading."""
-    if id(cls.node) in machine.ancestors:
-        return machine.ancestors[id(cls.node)]
+    if id(cls.node) in machine.known.ancestors:
+        return machine.known.ancestors[id(cls.node)]
     order: list[Value] = []
     seen: set[int] = set()
 
@@ -177,7 +174,7 @@ def ancestry(machine: Machine, cls: Class) -> list[Value]:
             order.append(value)
 
     walk(cls)
-    machine.ancestors[id(cls.node)] = order
+    machine.known.ancestors[id(cls.node)] = order
     return order
 
 
@@ -214,18 +211,18 @@ def find_member(machine: Machine, cls: Class, name: str, after: Class | None = N
         if not started:
             started = after is not None and value.node is after.node
             continue
-        found = members(machine, value).get(name)
+        found = members(machine.known, value).get(name)
         if found is not None:
             return found, value
     return None
 
 
-def members(machine: Machine, cls: Class) -> dict[str, ast.stmt]:
+def members(known: Knowledge, cls: Class) -> dict[str, ast.stmt]:
     """Names that a class body binds."""
-    if id(cls.node) in machine.tables:
-        return machine.tables[id(cls.node)]
+    if id(cls.node) in known.tables:
+        return known.tables[id(cls.node)]
     table: dict[str, ast.stmt] = {}
-    machine.tables[id(cls.node)] = table
+    known.tables[id(cls.node)] = table
     for statement in cls.node.body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -257,9 +254,9 @@ def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> s
 
 def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Class | None = None) -> Value | None:
     """A class member as seen from an instance (or from the class itself, where `obj` is that class)."""
-    for known in ancestry(machine, cls) if machine.class_values else ():
-        if isinstance(known, Class) and (id(known.node), name) in machine.class_values:
-            return machine.class_values[id(known.node), name]
+    for known in ancestry(machine, cls) if machine.known.class_values else ():
+        if isinstance(known, Class) and (id(known.node), name) in machine.known.class_values:
+            return machine.known.class_values[id(known.node), name]
     found = find_member(machine, cls, name, after)
     if found is None:
         return None
@@ -273,18 +270,82 @@ def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Cla
             bound = obj.cls
         func = Func(statement, owner.file, owner.scope, bound, owner)
         if marks & {"property", "cached_property"} and isinstance(obj, Obj):
-            return machine.call_function(func, [], {}, machine.stack[-1].node)
+            return machine.call_function(func, [], {}, machine.at.stack[-1].node)
         return func
     if isinstance(statement, ast.ClassDef):
         return Class(statement, owner.file, owner.scope)
     value_node = getattr(statement, "value", None)
     if value_node is None:
         return UNKNOWN
-    machine.stack.append(Call(owner.node.name, owner.file, statement, scope=owner.scope))
-    machine.quiet += 1
-    try:
+    with machine.at.aside(Call(owner.node.name, owner.file, statement, scope=owner.scope), in_step=machine.at.in_step):
         value = machine.evaluate(value_node)
-    finally:
-        machine.stack.pop()
-        machine.quiet -= 1
     return value if not isinstance(value, Func) else UNKNOWN
+
+
+# ---- what is inside a value
+
+
+def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value:
+    """`owner.name`."""
+    match owner:
+        case Obj():
+            if name in owner.attributes:
+                value = owner.attributes[name]
+                if machine.at.in_step and not owner.in_step and isinstance(value, Tensor):
+                    machine.seen(("attribute", id(owner), name), value, node)
+                return value
+            found = member_value(machine, owner, owner.cls, name)
+            if found is not None:
+                return found
+            if name == "__class__":
+                return owner.cls
+            if is_module(machine, owner.cls):
+                return Plain("bool") if name == "training" else Method(owner, name)
+            return UNKNOWN
+        case Ext():
+            return tensors.constant(f"{owner.name}.{name}")
+        case Module():
+            value = module_name(machine, owner.file, name)
+            if value is UNKNOWN and owner.file.is_package:
+                inner = machine.known.project.module(f"{owner.file.module}.{name}", owner.file)
+                return Module(inner) if inner is not None else UNKNOWN
+            return value
+        case Tensor():
+            return tensors.attribute(owner, name, node)
+        case Class():
+            found = member_value(machine, owner, owner, name)
+            return found if found is not None else UNKNOWN
+        case Super():
+            cls = owner.receiver.cls if isinstance(owner.receiver, Obj) else owner.owner
+            found = member_value(machine, owner.receiver, cls, name, after=owner.owner)
+            return found if found is not None else Method(owner, name)
+        case Device():
+            if name == "type" and owner.name:
+                return Const(owner.name.split(":")[0])
+            return Plain()
+        case Seq() if name in ("values", "indices", "keys"):
+            return owner.any if owner.kind == "result" else Method(owner, name)
+        case Seq() if owner.kind == "result":  # a named tuple of tensors
+            return owner.any if name not in ("count", "index") else Method(owner, name)
+        case Seq() | Dict() | ExtObj() | Const():
+            return Method(owner, name)
+        case Plain():
+            return owner if owner.kind == entropy.DRAWN else Method(owner, name)
+        case Func() if name == "__wrapped__":
+            return owner
+    return UNKNOWN
+
+
+def iterate(value: Value) -> Value:
+    """One value that stands for each element of an iteration."""
+    match value:
+        case Seq():
+            return value.any
+        case Tensor():
+            rank = value.rank - 1 if value.rank else None
+            return tensors.view(value, rank=rank)
+        case Dict():
+            return Plain("str") if value.entries else UNKNOWN
+        case Plain(kind="shape") | Plain(kind="range"):
+            return Plain("int", varying=value.varying)
+    return UNKNOWN

@@ -4,12 +4,14 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source.machine import Machine
+from onegraph.check.source.state import Position
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
     Const,
     Dict,
     Func,
+    Keywords,
     Method,
     Obj,
     Partial,
@@ -20,6 +22,7 @@ from onegraph.check.source.values import (
     Unknown,
     Value,
 )
+from onegraph.check.tables import TENSOR_METHODS
 
 TENSOR_NAMES = frozenset(
     ["Tensor", "FloatTensor", "LongTensor", "IntTensor", "BoolTensor", "HalfTensor", "BFloat16Tensor"]
@@ -27,49 +30,8 @@ TENSOR_NAMES = frozenset(
 
 PLAIN_NAMES = frozenset(["int", "float", "bool", "str", "bytes"])
 
-TENSOR_METHODS = frozenset(
-    [
-        "unsqueeze",
-        "squeeze",
-        "view",
-        "permute",
-        "transpose",
-        "contiguous",
-        "size",
-        "dim",
-        "unbind",
-        "type_as",
-        "masked_fill",
-        "softmax",
-        "matmul",
-        "chunk",
-        "flatten",
-        "expand",
-        "repeat_interleave",
-        "narrow",
-        "index_select",
-        "gather",
-        "scatter_add_",
-        "new_zeros",
-        "new_ones",
-        "detach",
-    ]
-)
-"""Methods that, in the `forward` of a module, no argument but a tensor has."""
 
-
-IN_STEPS = TENSOR_METHODS.union(
-    ["sum", "mean", "argmax", "item", "tolist", "cpu", "cuda", "numpy", "nonzero", "backward", "clone", "dtype"],
-    ["add_", "mul_", "copy_", "fill_", "zero_", "index_copy_", "sigmoid", "relu", "tanh", "exp", "norm", "is_cuda"],
-    ["topk", "multinomial", "cumsum", "half", "bfloat16", "long", "float", "max", "min", "any", "all", "abs", "shape"],
-    ["device"],
-)
-"""The same in a function that captures, or that is named as steps are."""
-
-
-def fill(
-    machine: Machine, func: Func, args: list[Value], keywords: dict[str, Value], variables: dict[str, Value]
-) -> None:
+def fill(machine: Machine, func: Func, args: list[Value], keywords: Keywords, variables: dict[str, Value]) -> None:
     """Bind the parameters of a call."""
     node = func.node
     spec = node.args
@@ -83,17 +45,17 @@ def fill(
             defaults[parameter.arg] = kw_default
     for i, parameter in enumerate(positional):
         if i < len(given):
-            variables[parameter.arg] = refine(machine, parameter, given[i])
+            variables[parameter.arg] = refine(machine.at, parameter, given[i])
     taken = {p.arg for p in positional[: len(given)]}
     for parameter in [*positional, *spec.kwonlyargs]:
         if parameter.arg in taken:
             continue
         if parameter.arg in keywords:
-            variables[parameter.arg] = refine(machine, parameter, keywords[parameter.arg])
+            variables[parameter.arg] = refine(machine.at, parameter, keywords[parameter.arg])
         elif parameter.arg in defaults:
             variables[parameter.arg] = _default(machine, func, defaults[parameter.arg])
         else:
-            variables[parameter.arg] = refine(machine, parameter, UNKNOWN)
+            variables[parameter.arg] = refine(machine.at, parameter, UNKNOWN)
     if spec.vararg is not None:
         rest = tuple(v for v in given[len(positional) :] if v is not None)
         variables[spec.vararg.arg] = Seq("tuple", rest if len(given) >= len(positional) else None, in_step=True)
@@ -108,68 +70,68 @@ def fill(
 def _default(machine: Machine, func: Func, node: ast.expr) -> Value:
     if isinstance(node, ast.Constant):
         return Const(node.value)
-    call = machine.stack[-1]
+    call = machine.at.stack[-1]
     scope, call.scope = call.scope, func.scope
-    machine.quiet += 1
+    machine.at.quiet += 1
     try:
         return machine.evaluate(node)
     finally:
-        machine.quiet -= 1
+        machine.at.quiet -= 1
         call.scope = scope
 
 
-def refine(machine: Machine, parameter: ast.arg, value: Value | None) -> Value:
+def refine(at: Position, parameter: ast.arg, value: Value | None) -> Value:
     """The argument, or what the annotation tells where the argument is not known."""
     if value is None:
         return UNKNOWN
     if isinstance(value, Unknown) and parameter.annotation is not None:
-        return annotated(machine, parameter.annotation)
+        return annotated(at, parameter.annotation)
     return value
 
 
-def annotated(machine: Machine, node: ast.expr | None) -> Value:
+def annotated(at: Position, node: ast.expr | None) -> Value:
     """What an annotation says. A tensor is presumed on the device only where the machine presumes at all."""
     if node is None:
         return UNKNOWN
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
-            return annotated(machine, ast.parse(node.value, mode="eval").body)
+            return annotated(at, ast.parse(node.value, mode="eval").body)
         except (SyntaxError, ValueError, RecursionError):
             return UNKNOWN
     last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     if last in TENSOR_NAMES:
-        return Tensor("cuda" if machine.presume else "", sure=False)
+        return Tensor("cuda" if at.presume else "", sure=False)
     if last in PLAIN_NAMES:
         return Plain(last)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _union(machine, [node.left, node.right])
+        return _union(at, [node.left, node.right])
     if isinstance(node, ast.Subscript):
         name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
         inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if name == "Optional":
-            return _union(machine, [*inner, ast.Constant(None)])
+            return _union(at, [*inner, ast.Constant(None)])
         if name == "Union":
-            return _union(machine, list(inner))
+            return _union(at, list(inner))
         if name in ("list", "List", "Sequence"):
-            return Seq("list", None, annotated(machine, inner[0]))
+            return Seq("list", None, annotated(at, inner[0]))
         if name in ("tuple", "Tuple") and not any(isinstance(i, ast.Constant) for i in inner):
-            return Seq("tuple", tuple(annotated(machine, i) for i in inner))
+            return Seq("tuple", tuple(annotated(at, i) for i in inner))
     return UNKNOWN
 
 
-def _union(machine: Machine, parts: list[ast.expr]) -> Value:
+def _union(at: Position, parts: list[ast.expr]) -> Value:
     none = any(isinstance(p, ast.Constant) and p.value is None for p in parts)
     rest = [p for p in parts if not (isinstance(p, ast.Constant) and p.value is None)]
     if len(rest) != 1:
         return UNKNOWN
-    value = annotated(machine, rest[0])
+    value = annotated(at, rest[0])
     if isinstance(value, Tensor):
         return replace(value, optional=none)
     return UNKNOWN if none else value
 
 
 def presumed(
-    machine: Machine,
+    at: Position,
     node: ast.FunctionDef | ast.AsyncFunctionDef,
     *,
     bound: bool = True,
@@ -186,7 +148,7 @@ def presumed(
     tensors = _used_as_tensors(node, used) if bare else set()
     values: list[Value] = []
     for i, parameter in enumerate(positional):
-        value = annotated(machine, parameter.annotation)
+        value = annotated(at, parameter.annotation)
         if isinstance(value, Unknown) and parameter.annotation is None and parameter.arg in tensors:
             value = Tensor("cuda", sure=False, optional=i >= optional)
         elif isinstance(value, Tensor) and i >= optional:
@@ -203,7 +165,7 @@ def _used_as_tensors(node: ast.AST, used: frozenset[str]) -> set[str]:
     }
 
 
-def signature(args: list[Value], keywords: dict[str, Value]) -> tuple:
+def signature(args: list[Value], keywords: Keywords) -> tuple:
     """What two calls must share for one reading to stand for both: the kinds of the arguments, not their storages."""
     return (*map(_kind, args), *((k, _kind(v)) for k, v in sorted(keywords.items())))
 

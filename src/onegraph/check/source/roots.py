@@ -5,26 +5,38 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from onegraph.check import tables
 from onegraph.check.report import CheckError
-from onegraph.check.source import calls, captures, names, parameters
+from onegraph.check.source import calls, captures, expressions, names, parameters, statements
 from onegraph.check.source.files import SourceFile
-from onegraph.check.source.interpreter import Interpreter
-from onegraph.check.source.machine import BUDGET, Call, Exhausted, Machine
+from onegraph.check.source.machine import Machine
+from onegraph.check.source.state import BUDGET, Call, Exhausted, Position
 from onegraph.check.source.values import Class, Const, Dict, Func, Obj, Plain, Scope, Seq, Tensor, Unknown, Value
 
 FORWARD_BUDGET = 30_000
 """Expressions read per `forward` of a tree. Of transformers 5.17's 7,986 the median needs 204, the largest 12,574."""
 
 
-def _enter(machine: Machine, file: SourceFile, node: ast.AST) -> None:
-    scope = Scope(file, {}, None)
-    machine.stack = [Call("<check>", file, node, scope=scope)]
-    machine.conditions = machine.quiet = 0
-    machine.in_step = machine.explicit = machine.reporting = False
-    machine.defined, machine.entered = [], set()
-    machine.run = machine.spent = 0
-    machine.default_device = ""
-    machine.resolving.clear()
+class Interpreter(Machine):
+    """A machine that reads.
+
+    The modules below import one way only; whatever must go back up (a call that runs a body, an index that is an
+    expression) goes through the machine. The entries are those modules' functions themselves: no frame lies in between.
+    """
+
+    evaluate = expressions.evaluate
+    block = statements.block
+    call_function = calls.call_function
+
+
+def _enter(
+    machine: Machine, file: SourceFile, node: ast.AST, *, presume: bool = True, budget: int = FORWARD_BUDGET
+) -> None:
+    """Read from here on as if nothing lay around; what is known of the code stays."""
+    stack = [Call("<check>", file, node, scope=Scope(file, {}, None))]
+    machine.at = Position(stack, presume=presume, budget=budget)
+    machine.step.run = 0
+    machine.known.resolving.clear()
 
 
 def read_factory(machine: Machine, file: SourceFile, name: str) -> str:
@@ -32,14 +44,12 @@ def read_factory(machine: Machine, file: SourceFile, name: str) -> str:
 
     Returns what could not be followed, "" where everything was. Raises CheckError where there is no such factory.
     """
-    statements = file.names.get(name)
-    if not statements:
+    definitions = file.names.get(name)
+    if not definitions:
         raise CheckError(f"{file.path}: no factory {name!r} at the top level of the file")
-    _enter(machine, file, statements[-1])
-    machine.presume = False
-    machine.budget = BUDGET
+    _enter(machine, file, definitions[-1], presume=False, budget=BUDGET)
     try:
-        made = calls.apply(machine, names.module_name(machine, file, name), [], {}, statements[-1])
+        made = calls.apply(machine, names.module_name(machine, file, name), [], {}, definitions[-1])
         return _steps(machine, made)
     except Exhausted:
         return "the step is larger than the reader's budget: the rest was left unread"
@@ -57,9 +67,9 @@ def _steps(machine: Machine, made: Value) -> str:
     step, inputs = made.items
     if isinstance(step, Unknown):
         return "the step could not be followed from the factory"
-    machine.between = True
-    given = calls.apply(machine, inputs, [Plain("int", varying=True)], {}, machine.stack[-1].node)
-    machine.between = False
+    machine.at.between = True
+    given = calls.apply(machine, inputs, [Plain("int", varying=True)], {}, machine.at.stack[-1].node)
+    machine.at.between = False
     keywords: dict[str, Value] = {}
     if isinstance(given, Dict):
         args, keywords = [], {str(name): _static(machine, value) for name, value in given.entries or ()}
@@ -70,24 +80,22 @@ def _steps(machine: Machine, made: Value) -> str:
     else:
         args = [_static(machine, given)] if isinstance(given, Tensor) else []
     _root(machine, step)
-    machine.in_step = True
+    machine.at.in_step = True
     for run in range(3):
-        machine.reporting = run == 2
-        machine.default_device = ""
-        outer = machine.stack
-        machine.stack = []
-        frame = outer[0]
-        machine.stack = [Call("<check>", frame.file, frame.node, scope=frame.scope)]
+        machine.at.reporting = run == 2
+        machine.at.default_device = ""
+        frame = machine.at.stack[0]
+        machine.at.stack = [Call("<check>", frame.file, frame.node, scope=frame.scope)]
         calls.apply(machine, step, args, keywords, frame.node)
-        machine.next_run()
-        machine.conditions = 0
+        machine.step.next_run()
+        machine.at.conditions = 0
     return ""
 
 
 def _root(machine: Machine, step: Value) -> None:
     """Let the call chain begin with the step itself."""
     if isinstance(step, Func):
-        machine.stack[0].node = step.node
+        machine.at.stack[0].node = step.node
 
 
 def _static(machine: Machine, value: Value) -> Value:
@@ -100,7 +108,7 @@ def _static(machine: Machine, value: Value) -> Value:
         return replace(value, entries=tuple((key, _static(machine, v)) for key, v in value.entries))
     if isinstance(value, Obj):
         # A record that inputs made holds inputs; what is in any other object is handed over as it is.
-        fresh = any(value is known for known in machine.given)
+        fresh = any(value is known for known in machine.step.given)
         record = fresh and names.is_record(machine, value.cls)
         for name, inner in value.attributes.items():
             if record:
@@ -167,34 +175,30 @@ def looks_like_factory(node: captures.Function) -> bool:
 
 
 def _factory(machine: Machine, file: SourceFile, node: captures.Function) -> None:
-    reader = Interpreter(
-        machine.project, findings=machine.findings, read=machine.read, steps=machine.steps, budget=FORWARD_BUDGET
-    )
-    _enter(reader, file, node)
+    reader = Interpreter(machine.known.project, machine.found)
+    _enter(reader, file, node, presume=False)
     made = calls.apply(reader, names.module_name(reader, file, node.name), [], {}, node)
     if not isinstance(made, Seq) or made.items is None or len(made.items) != 2:
         return
     step, inputs = made.items
     if isinstance(step, Func | Obj) and isinstance(inputs, Func) and len(inputs.node.args.args) == 1:
-        reader.steps.add((file.path, node.lineno))
+        reader.found.steps.add((file.path, node.lineno))
         _steps(reader, made)
 
 
 def _forward(machine: Machine, file: SourceFile, node: ast.ClassDef, method: captures.Function) -> None:
-    machine.presume = True
     _enter(machine, file, node)
-    machine.budget = FORWARD_BUDGET
     cls = names.module_name(machine, file, node.name)
     if not isinstance(cls, Class) or cls.node is not node or not names.is_module(machine, cls):
         return
     obj = calls.summary(machine, cls)
     if not isinstance(obj, Obj):
         return
-    machine.stack[0].node = method
-    machine.in_step = machine.reporting = True
-    machine.steps.add((file.path, method.lineno))
+    machine.at.stack[0].node = method
+    machine.at.in_step = machine.at.reporting = True
+    machine.found.steps.add((file.path, method.lineno))
     func = Func(method, file, cls.scope, obj, cls)
-    machine.call_function(func, parameters.presumed(machine, method), {}, method)
+    machine.call_function(func, parameters.presumed(machine.at, method), {}, method)
 
 
 def _module(machine: Machine, file: SourceFile, found: captures.Captures) -> None:
@@ -204,12 +208,10 @@ def _module(machine: Machine, file: SourceFile, found: captures.Captures) -> Non
     )
     if not (calling or captures.own(file.tree.body, found.names)):
         return
-    machine.presume = True
     _enter(machine, file, file.tree)
-    machine.budget = FORWARD_BUDGET
-    machine.reporting = True
+    machine.at.reporting = True
     scope = Scope(file, {"__name__": Const("__main__")}, None)
-    machine.stack.append(Call("<module>", file, file.tree, scope=scope))
+    machine.at.stack.append(Call("<module>", file, file.tree, scope=scope))
     machine.block(file.tree.body)
     _uncalled(machine, file, found)
 
@@ -219,11 +221,9 @@ def _function(
 ) -> tuple[Func, list[Value]] | None:
     """A function that nobody calls in sight, with what its parameters are presumed to be. None for a method of a class
     that cannot be read."""
-    machine.presume = True
     _enter(machine, file, node)
-    machine.budget = FORWARD_BUDGET
-    machine.reporting = True
-    scope = names.module_scope(machine, file)
+    machine.at.reporting = True
+    scope = names.module_scope(machine.known, file)
     receiver: Value | None = None
     cls: Class | None = None
     if owner is not None:
@@ -232,7 +232,7 @@ def _function(
             return None
         cls, receiver = value, calls.summary(machine, value)
     return Func(node, file, scope, receiver, cls), parameters.presumed(
-        machine, node, bound=owner is not None, used=parameters.IN_STEPS
+        machine.at, node, bound=owner is not None, used=tables.IN_STEPS
     )
 
 
@@ -249,17 +249,16 @@ def _capture(
 
 def _uncalled(machine: Machine, file: SourceFile, found: captures.Captures) -> None:
     """Functions in those that were read that capture, and that nobody called."""
-    while machine.defined:
-        func = machine.defined.pop()
+    while machine.at.defined:
+        func = machine.at.defined.pop()
         node = func.node
-        if id(node) in machine.entered or isinstance(node, ast.Lambda) or func.scope is None or func.file is not file:
+        read = id(node) in machine.at.entered or node in file.tree.body  # which is a root of its own
+        if read or isinstance(node, ast.Lambda) or func.scope is None or func.file is not file:
             continue
-        if node in file.tree.body:
-            continue  # a root of its own
         if found.within(node):
-            machine.conditions = machine.quiet = 0
-            machine.in_step = machine.explicit = False
-            given = parameters.presumed(machine, node, bound=False, used=parameters.IN_STEPS)
+            machine.at.conditions = machine.at.quiet = 0
+            machine.at.in_step = machine.at.explicit = False
+            given = parameters.presumed(machine.at, node, bound=False, used=tables.IN_STEPS)
             machine.call_function(func, given, {}, node)
 
 
@@ -268,10 +267,10 @@ def _named(machine: Machine, file: SourceFile, node: captures.Function, owner: a
     made = _function(machine, file, node, owner)
     if made is None or (made[0].owner is not None and names.is_module(machine, made[0].owner)):
         return
-    work = machine.tensor_work
-    machine.stack[0].node = node
-    machine.in_step = True
-    machine.conditions = 1
+    work = machine.step.tensor_work
+    machine.at.stack[0].node = node
+    machine.at.in_step = True
+    machine.at.conditions = 1
     machine.call_function(*made, {}, node)
-    if machine.tensor_work > work or any(isinstance(value, Tensor) for value in made[1]):
-        machine.steps.add((file.path, node.lineno))
+    if machine.step.tensor_work > work or any(isinstance(value, Tensor) for value in made[1]):
+        machine.found.steps.add((file.path, node.lineno))

@@ -8,7 +8,7 @@ from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
 from onegraph.check.source.expressions import capturing, condition, evaluate
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.members import iterate
+from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
     UNKNOWN,
     Class,
@@ -38,22 +38,22 @@ def block(machine: Machine, body: Sequence[ast.stmt]) -> bool:
 
 def execute(machine: Machine, node: ast.stmt) -> bool:
     """One statement. False where what follows it in its block is not reached."""
-    machine.spend()
-    machine.stack[-1].node = node
+    machine.at.spend()
+    machine.at.stack[-1].node = node
     match node:
         case ast.Expr():
             evaluate(machine, node.value)
         case ast.Assign():
             value = evaluate(machine, node.value)
             for target in node.targets:
-                bind(machine, target, value, moved=machine.in_step and steps_on(target, node.value, value))
+                bind(machine, target, value, moved=machine.at.in_step and steps_on(target, node.value, value))
         case ast.AnnAssign():
             if node.value is not None:
                 bind(machine, node.target, evaluate(machine, node.value))
         case ast.AugAssign():
             augment(machine, node)
         case ast.Return():
-            machine.stack[-1].returns.append(evaluate(machine, node.value) if node.value else Const(None))
+            machine.at.stack[-1].returns.append(evaluate(machine, node.value) if node.value else Const(None))
             return False
         case ast.If():
             return branch(machine, node)
@@ -66,9 +66,9 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
         case ast.Try() | ast.TryStar():
             return try_block(machine, node)
         case ast.FunctionDef() | ast.AsyncFunctionDef():
-            machine.scope.variables[node.name] = define(machine, node)
+            machine.at.scope.variables[node.name] = define(machine, node)
         case ast.ClassDef():
-            machine.scope.variables[node.name] = Class(node, machine.file, machine.scope)
+            machine.at.scope.variables[node.name] = Class(node, machine.at.file, machine.at.scope)
         case ast.Assert():
             condition(machine, node.test, "assert")
         case ast.Raise():
@@ -78,13 +78,13 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
         case ast.Import() | ast.ImportFrom():
             for alias in node.names:
                 bound = alias.asname or (alias.name.split(".")[0] if isinstance(node, ast.Import) else alias.name)
-                machine.scope.variables[bound] = names.imported(machine, node, bound)
+                machine.at.scope.variables[bound] = names.imported(machine, node, bound)
         case ast.Global() | ast.Nonlocal():
             rebind(machine, node)
         case ast.Delete():
             for target in node.targets:
                 if isinstance(target, ast.Name):
-                    machine.scope.variables.pop(target.id, None)
+                    machine.at.scope.variables.pop(target.id, None)
         case ast.Match():
             evaluate(machine, node.subject)
             return branches(machine, [case.body for case in node.cases] + [[]])
@@ -110,20 +110,20 @@ def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Va
         compiler = evaluate(machine, mark.func if isinstance(mark, ast.Call) else mark)
         if isinstance(compiler, Ext) and (kernel := launches.decorated(compiler.name)) is not None:
             return kernel
-    made = Func(node, machine.file, machine.scope)
-    machine.defined.append(made)
+    made = Func(node, machine.at.file, machine.at.scope)
+    machine.at.defined.append(made)
     return made
 
 
 def rebind(machine: Machine, node: ast.Global | ast.Nonlocal) -> None:
     for name in node.names:
         if isinstance(node, ast.Global):
-            names.module_name(machine, machine.scope.file, name)
-            owner: Scope | None = names.module_scope(machine, machine.scope.file)
+            names.module_name(machine, machine.at.scope.file, name)
+            owner: Scope | None = names.module_scope(machine.known, machine.at.scope.file)
         else:
-            owner = names.find_scope(machine.scope.parent, name)
+            owner = names.find_scope(machine.at.scope.parent, name)
         if owner is not None:
-            machine.scope.rebinds[name] = owner
+            machine.at.scope.rebinds[name] = owner
 
 
 def augment(machine: Machine, node: ast.AugAssign) -> None:
@@ -155,18 +155,18 @@ def branch(machine: Machine, node: ast.If) -> bool:
         if _matters(node.body) or _matters(node.orelse):
             machine.report("CG211", node.test, "the step takes another path while it is captured")
         return block(machine, node.body if asked else node.orelse)
-    work = machine.tensor_work
-    variables = machine.scope.variables
-    machine.conditions += 1
+    work = machine.step.tensor_work
+    variables = machine.at.scope.variables
+    machine.at.conditions += 1
     before = dict(variables)
     through = block(machine, node.body)
     after = dict(variables)
     variables.clear()
     variables.update(before)
     other = block(machine, node.orelse)
-    machine.conditions -= 1
+    machine.at.conditions -= 1
     moving = varies(test)
-    if moving and machine.in_step and (machine.tensor_work > work or not through or not other):
+    if moving and machine.at.in_step and (machine.step.tensor_work > work or not through or not other):
         machine.report(
             "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
         )
@@ -176,8 +176,8 @@ def branch(machine: Machine, node: ast.If) -> bool:
         variables.clear()
         variables.update(after)
     if through != other and not _raises(node.body if not through else node.orelse):
-        machine.conditions += 1  # what follows runs only where that branch did not return
-        machine.stack[-1].extra_conditions += 1
+        machine.at.conditions += 1  # what follows runs only where that branch did not return
+        machine.at.stack[-1].extra_conditions += 1
     return through or other
 
 
@@ -206,16 +206,16 @@ def merge(variables: dict[str, Value], other: dict[str, Value], *, moving: bool 
 
 def branches(machine: Machine, bodies: list[list[ast.stmt]]) -> bool:
     """Alternatives of which one runs, not known which."""
-    variables = machine.scope.variables
+    variables = machine.at.scope.variables
     before = dict(variables)
     states = []
-    machine.conditions += 1
+    machine.at.conditions += 1
     for body in bodies:
         variables.clear()
         variables.update(before)
         if block(machine, body):
             states.append(dict(variables))
-    machine.conditions -= 1
+    machine.at.conditions -= 1
     if not states:
         return False
     variables.clear()
@@ -227,9 +227,9 @@ def branches(machine: Machine, bodies: list[list[ast.stmt]]) -> bool:
 
 def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
     iterable = evaluate(machine, node.iter)
-    element = iterate(machine, iterable)
-    work = machine.tensor_work
-    variables = machine.scope.variables
+    element = iterate(iterable)
+    work = machine.step.tensor_work
+    variables = machine.at.scope.variables
     before = dict(variables)
     if isinstance(iterable, Seq) and iterable.items is not None and 0 < len(iterable.items) <= 4:
         for item in iterable.items:
@@ -240,7 +240,7 @@ def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
             bind(machine, node.target, element)
             block(machine, node.body)
             merge(variables, before)
-    if machine.in_step and machine.tensor_work > work and varies(iterable):
+    if machine.at.in_step and machine.step.tensor_work > work and varies(iterable):
         machine.report(
             "CG201", node.iter, f"`{short(node.iter)}` changes from step to step: so does the number of rounds"
         )
@@ -248,9 +248,9 @@ def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
 
 
 def while_loop(machine: Machine, node: ast.While) -> None:
-    variables = machine.scope.variables
+    variables = machine.at.scope.variables
     before = dict(variables)
-    work = machine.tensor_work
+    work = machine.step.tensor_work
     test = condition(machine, node.test, "while")
     if truth(test) is False:
         return
@@ -258,7 +258,7 @@ def while_loop(machine: Machine, node: ast.While) -> None:
         block(machine, node.body)
         merge(variables, before)
         test = condition(machine, node.test, "while")
-    if machine.in_step and varies(test) and machine.tensor_work > work:
+    if machine.at.in_step and varies(test) and machine.step.tensor_work > work:
         machine.report(
             "CG201", node.test, f"`{short(node.test)}` changes from step to step: so does the number of rounds"
         )
@@ -267,10 +267,10 @@ def while_loop(machine: Machine, node: ast.While) -> None:
 
 def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     device, in_step, explicit, conditions = (
-        machine.default_device,
-        machine.in_step,
-        machine.explicit,
-        machine.conditions,
+        machine.at.default_device,
+        machine.at.in_step,
+        machine.at.explicit,
+        machine.at.conditions,
     )
     entered = False
     wrong: tuple[str, str] | None = None
@@ -278,32 +278,32 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
         value = evaluate(machine, item.context_expr)
         if item.optional_vars is not None:
             bind(machine, item.optional_vars, value if isinstance(value, ExtObj | Obj) else UNKNOWN)
-        wrong = tensors.stream_hazard(machine, item.context_expr, value) or wrong
+        wrong = tensors.stream_hazard(machine.at, item.context_expr, value) or wrong
         entered = tensors.enter(machine, item.context_expr, value) or entered
-    if entered and not machine.in_step:
+    if entered and not machine.at.in_step:
         machine.capture(node, begins=True)
-        machine.conditions = 0  # whether it is captured or not, what is captured is known
+        machine.at.conditions = 0  # whether it is captured or not, what is captured is known
     through = True
     for statement in node.body:
-        work = machine.tensor_work
+        work = machine.step.tensor_work
         through = execute(machine, statement)
-        if wrong is not None and machine.tensor_work > work:
+        if wrong is not None and machine.step.tensor_work > work:
             machine.report(wrong[0], getattr(statement, "value", None) or statement, wrong[1])
             wrong = None
         if not through:
             break
     if entered and not in_step:
-        machine.conditions += conditions
-    machine.default_device, machine.in_step, machine.explicit = device, in_step, explicit
+        machine.at.conditions += conditions
+    machine.at.default_device, machine.at.in_step, machine.at.explicit = device, in_step, explicit
     return through
 
 
 def try_block(machine: Machine, node: ast.Try | ast.TryStar) -> bool:
-    variables = machine.scope.variables
+    variables = machine.at.scope.variables
     before = dict(variables)
     through = block(machine, node.body) and block(machine, node.orelse)
     states = [dict(variables)] if through else []
-    machine.conditions += 1
+    machine.at.conditions += 1
     for handler in node.handlers:
         merge(before, dict(variables))
         variables.clear()
@@ -312,7 +312,7 @@ def try_block(machine: Machine, node: ast.Try | ast.TryStar) -> bool:
             variables[handler.name] = UNKNOWN
         if block(machine, handler.body):
             states.append(dict(variables))
-    machine.conditions -= 1
+    machine.at.conditions -= 1
     if states:
         variables.clear()
         variables.update(states[0])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from onegraph.check import tables
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.state import Position
 from onegraph.check.source.tensors import as_mask, cpu_operand, scalar, view, written
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -12,6 +13,7 @@ from onegraph.check.source.values import (
     Device,
     Ext,
     ExtObj,
+    Keywords,
     Plain,
     Seq,
     Tensor,
@@ -20,8 +22,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 _SPLITS = {"split", "tensor_split", "split_with_sizes"}
 _WAITING = {"inverse", "cholesky", "to_sparse"}
@@ -74,16 +74,16 @@ def rank_of(last: str, args: list[Value]) -> int | None:
     return None
 
 
-def split_result(machine: Machine, tensor: Tensor, args: list[Value]) -> Value:
-    part = view(machine, tensor)
+def split_result(at: Position, tensor: Tensor, args: list[Value]) -> Value:
+    part = view(tensor)
     if args and isinstance(args[0], Seq) and args[0].items is not None:
-        return Seq("tuple", (part,) * len(args[0].items), in_step=machine.in_step)
-    return Seq("tuple", None, part, machine.in_step)
+        return Seq("tuple", (part,) * len(args[0].items), in_step=at.in_step)
+    return Seq("tuple", None, part, at.in_step)
 
 
-def moving(machine: Machine, tensor: Tensor) -> bool:
+def moving(at: Position, tensor: Tensor) -> bool:
     """True where the contents change from step to step: an input, or made in the step from something."""
-    return tensor.varying or (tensor.in_step and tensor.on_device and not machine.presume)
+    return tensor.varying or (tensor.in_step and tensor.on_device and not at.presume)
 
 
 def _flag(value: Value | None) -> bool:
@@ -95,14 +95,14 @@ def move(machine: Machine, tensor: Tensor, device: str, node: ast.AST, *, non_bl
     if tensor.on_host and device.startswith("cuda"):
         if not tensor.pinned:
             text = f"`{short(node)}` copies from pageable host memory"
-            machine.report("CG102", node, text, sure=tensor.sure and not machine.presume)
+            machine.report("CG102", node, text, sure=tensor.sure and not machine.at.presume)
         elif not non_blocking:
             text = f"`{short(node)}` waits for the copy: pinned memory needs non_blocking=True"
             machine.report("CG102", node, text, sure=tensor.sure)
         if tensor.pinned:
             _pinned(machine, tensor, node)
-            if non_blocking and tensor.site and machine.in_step:
-                machine.pinned_copies[tensor.site] = machine.remember(node)
+            if non_blocking and tensor.site and machine.at.in_step:
+                machine.step.pinned_copies[tensor.site] = machine.remember(node)
         return machine.tensor(device, sure=tensor.sure, boolean=tensor.boolean, rank=tensor.rank)
     if tensor.on_device and device == "cpu":
         machine.report("CG101", node, f"`{short(node)}` copies a device tensor to the host", sure=tensor.sure)
@@ -114,7 +114,7 @@ def _pinned(machine: Machine, source: Tensor, node: ast.AST) -> None:
         text = f"the pinned source of `{short(node)}` is gone, or used again, when the graph is replayed"
         machine.report("CG207", node, text, sure=False)  # torch 2.11 was seen to keep it for the graph (H200)
     # An input's contents are the caller's to copy before each replay.
-    if (source.varying and source.in_step) or source.site in machine.host_written:
+    if (source.varying and source.in_step) or source.site in machine.step.host_written:
         machine.report("CG204", node, f"`{short(node)}` copies host memory that the step fills anew each time")
 
 
@@ -146,11 +146,10 @@ def _host(
     if name in tables.READERS or name in tables.HOST_READS:
         if tensor.on_device:
             machine.report("CG101", node, f"`{short(node)}` reads a device tensor on the host", sure=tensor.sure)
-        where = f"{machine.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
+        where = f"{machine.at.file.path}:{getattr(node, 'lineno', 1)}" if tensor.on_device else ""
         if name == "numpy" and not tensor.on_device:
             return ExtObj("numpy.ndarray", str(tensor.site))
-        kind = "" if name in ("item", "tolist") else "bool" if name in tables.HOST_READS else ""
-        return Plain(kind, varying=moving(machine, tensor), read=where)
+        return Plain("bool" if name in tables.HOST_READS else "", varying=moving(machine.at, tensor), read=where)
     if name == "cpu":
         return move(machine, tensor, "cpu", node, non_blocking=False) if not tensor.on_host else tensor
     return None
@@ -169,7 +168,7 @@ def _moves(
         named = "device" in keywords or (args and not isinstance(args[0], Ext))
         if not device:
             if named and args and not isinstance(args[0], Plain | Device | Const | Tensor):
-                return Tensor("", sure=False, in_step=machine.in_step, rank=tensor.rank)
+                return Tensor("", sure=False, in_step=machine.at.in_step, rank=tensor.rank)
             return replace(tensor, optional=False, device=tensor.device if not named else "")
         if device == tensor.device or (tensor.on_device and device == "cuda"):
             return replace(tensor, optional=False)
@@ -179,8 +178,8 @@ def _moves(
         source = args[0]
         non_blocking = non_blocking or (len(args) > 1 and _flag(args[1]))
         if isinstance(source, Tensor):
-            if machine.in_step:
-                machine.tensor_work += 1
+            if machine.at.in_step:
+                machine.step.tensor_work += 1
             if tensor.on_device and source.on_host:
                 move(machine, source, tensor.device, node, non_blocking=non_blocking)
             elif tensor.on_host and source.on_device and not (tensor.pinned and non_blocking):
@@ -189,8 +188,8 @@ def _moves(
         return tensor
     if name == "pin_memory":
         machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
-        return replace(tensor, pinned=True, in_step=machine.in_step)
-    if name in ("set_", "resize_", "swap_tensors") and machine.in_step and not tensor.in_step and tensor.site:
+        return replace(tensor, pinned=True, in_step=machine.at.in_step)
+    if name in ("set_", "resize_", "swap_tensors") and machine.at.in_step and not tensor.in_step and tensor.site:
         machine.report("CG205", node, f"`{short(node)}` gives a tensor that the graph reads another storage")
         return tensor
     if name in ("new_tensor",):
@@ -237,7 +236,7 @@ def _shapes(
         rank = 1 if name in ("bincount", "masked_select") else 2
         made = machine.tensor(tensor.device, sure=sure, rank=rank)
         made = replace(made, integer=name not in ("unique", "unique_consecutive", "masked_select"))
-        return Seq("tuple", None, made, machine.in_step) if several or "as_tuple" in keywords else made
+        return Seq("tuple", None, made, machine.at.in_step) if several or "as_tuple" in keywords else made
     if name == "where" and not args:
         machine.report("CG104", node, f"the shape of `{text}` depends on data", sure=sure)
     if name == "repeat_interleave" and "output_size" not in keywords:
@@ -256,15 +255,15 @@ def _shapes(
 def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     inplace = name.endswith("_") and not name.startswith("_")
     if inplace and name != "requires_grad_":
-        if machine.in_step:
-            machine.tensor_work += 1
+        if machine.at.in_step:
+            machine.step.tensor_work += 1
         accumulates = name not in ("fill_", "copy_", "zero_")
         written(machine, tensor, args[-1] if args else UNKNOWN, accumulates=accumulates)
         return replace(tensor, optional=False)
     if name in _SPLITS | {"chunk", "unbind"}:
-        return split_result(machine, tensor, args)
+        return split_result(machine.at, tensor, args)
     if name in tables.PAIRS or (name in ("max", "min", "median") and _has_dim(args, keywords)):
-        return Seq("result", None, machine.tensor(tensor.device, sure=tensor.sure), machine.in_step)
+        return Seq("result", None, machine.tensor(tensor.device, sure=tensor.sure), machine.at.in_step)
     if name in tables.VIEWS:
         rank: int | None = None
         if name in tables.SAME_RANK:
@@ -273,7 +272,7 @@ def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keyw
             rank = rank_of("view", args)
         elif name == "unsqueeze" and tensor.rank is not None:
             rank = tensor.rank + 1
-        return view(machine, tensor, rank)
+        return view(tensor, rank)
     if name.startswith("new_"):
         return machine.tensor(device_of(keywords.get("device")) or tensor.device, sure=tensor.sure)
     rank = (

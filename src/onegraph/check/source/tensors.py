@@ -4,6 +4,7 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.state import Position
 from onegraph.check.source.values import (
     UNKNOWN,
     Const,
@@ -20,19 +21,19 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-from onegraph.check.tables import CONSTANT_FALSE, PLAIN_ATTRIBUTES
+from onegraph.check.tables import PLAIN_ATTRIBUTES
 
 
 def constant(name: str) -> Value:
     """A dotted name outside the user's code."""
-    if name in CONSTANT_FALSE or name == "typing.TYPE_CHECKING":
-        return Const(False) if name == "typing.TYPE_CHECKING" else Ext(name)
+    if name == "typing.TYPE_CHECKING":
+        return Const(False)
     if name in ("math.pi", "math.inf", "math.e", "torch.inf", "torch.pi"):
         return Plain("float")
     return Ext(name)
 
 
-def view(machine: Machine, tensor: Tensor, rank: int | None = None) -> Tensor:
+def view(tensor: Tensor, rank: int | None = None) -> Tensor:
     """Another look at the same storage."""
     return replace(tensor, rank=rank, optional=False, grown=False, parameter=False)
 
@@ -41,7 +42,7 @@ def as_mask(tensor: Tensor) -> Tensor:
     return replace(tensor, boolean=True)
 
 
-def attribute(machine: Machine, tensor: Tensor, name: str, node: ast.AST) -> Value:
+def attribute(tensor: Tensor, name: str, node: ast.AST) -> Value:
     """`tensor.name`."""
     if name in ("shape",):
         return Plain("shape")
@@ -52,7 +53,7 @@ def attribute(machine: Machine, tensor: Tensor, name: str, node: ast.AST) -> Val
     if name in PLAIN_ATTRIBUTES:
         return Plain("int" if name == "ndim" else "")
     if name in ("T", "mT", "H", "mH", "data", "real", "imag"):
-        return view(machine, tensor, tensor.rank)
+        return view(tensor, tensor.rank)
     if name == "grad":
         return UNKNOWN
     return Method(tensor, name)
@@ -70,7 +71,7 @@ def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
         for operand in operands:
             cpu_operand(machine, node, operand, on_device[0])
             machine.used(operand, node)
-    device = on_device[0].device if on_device else operands[0].device if len(operands) == 2 or operands else ""
+    device = (on_device or operands)[0].device
     if len(operands) == 2 and not on_device and operands[0].device != operands[1].device:
         device = ""
     ranks = [t.rank for t in operands]
@@ -101,21 +102,21 @@ def scalar(machine: Machine, node: ast.AST, value: Value, tensor: Tensor, what: 
 
 def cpu_operand(machine: Machine, node: ast.AST, operand: Tensor, device: Tensor) -> None:
     """A 0-d CPU tensor whose contents change meets a device tensor."""
-    if operand.on_host and operand.rank == 0 and (operand.varying or operand.site in machine.host_written):
+    if operand.on_host and operand.rank == 0 and (operand.varying or operand.site in machine.step.host_written):
         machine.report("CG203", node, f"`{short(node)}` passes a CPU scalar by value, and the step changes it")
 
 
 def written(machine: Machine, tensor: Tensor, source: Value, *, accumulates: bool) -> None:
     """An in-place write. On the host it makes contents that a replay does not make."""
-    if not tensor.on_host or not machine.in_step or not tensor.site:
+    if not tensor.on_host or not machine.at.in_step or not tensor.site:
         return
-    if tensor.pinned and tensor.site in machine.pinned_copies:
-        machine.pinned_copies.pop(tensor.site)(
+    if tensor.pinned and tensor.site in machine.step.pinned_copies:
+        machine.step.pinned_copies.pop(tensor.site)(
             "CG207", "the pinned source of this copy is written again in the same step"
         )
     moving = varies(source) or any(t.varying for t in tensors(source))
     if moving or (accumulates and not tensor.in_step):
-        machine.host_written.add(tensor.site)
+        machine.step.host_written.add(tensor.site)
 
 
 # ---- indexing
@@ -127,14 +128,14 @@ def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
     if basic:
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         cut = any(isinstance(p, ast.Slice) and (p.lower is not None or p.upper is not None) for p in parts)
-        return replace(view(machine, tensor, rank), part=cut or tensor.part)
+        return replace(view(tensor, rank), part=cut or tensor.part)
     return machine.tensor(tensor.device, sure=tensor.sure, boolean=tensor.boolean)
 
 
 def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Value) -> None:
     """`tensor[...] = value`."""
-    if machine.in_step:
-        machine.tensor_work += 1
+    if machine.at.in_step:
+        machine.step.tensor_work += 1
     rank, basic = _index(machine, node, tensor, store=value)
     if tensor.on_device:
         if isinstance(value, Tensor) and value.on_host and value.rank != 0 and not value.pinned:
@@ -150,10 +151,10 @@ def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Val
 
 def _gathers(machine: Machine, node: ast.Subscript, tensor: Tensor) -> bool:
     """True where the index holds an integer tensor: the number is then copied to the device for index_put_."""
-    machine.quiet += 1
+    machine.at.quiet += 1
     parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
     values = [machine.evaluate(part) for part in parts if not isinstance(part, ast.Slice)]
-    machine.quiet -= 1
+    machine.at.quiet -= 1
     return any(isinstance(v, Tensor) and v.on_device and not v.boolean and v.rank != 0 and v.integer for v in values)
 
 
@@ -241,26 +242,22 @@ def _tensor_index(machine: Machine, part: ast.expr, tensor: Tensor, index: Tenso
 def enter(machine: Machine, node: ast.expr, value: Value) -> bool:
     """`with value:`; True for an explicit capture."""
     if isinstance(value, Device) and value.name:
-        machine.default_device = value.name
+        machine.at.default_device = value.name
     if isinstance(value, ExtObj) and value.kind == "torch.cuda.graph":
         _capture(machine, node, value)
         return True
     return False
 
 
-def stream_hazard(machine: Machine, node: ast.expr, value: Value) -> tuple[str, str] | None:
+def stream_hazard(at: Position, node: ast.expr, value: Value) -> tuple[str, str] | None:
     """What is wrong with work inside `with torch.cuda.stream(...)`, as (code, message)."""
-    if (
-        not machine.in_step
-        or not isinstance(value, ExtObj)
-        or value.kind not in ("torch.cuda.stream", "torch.cuda.Stream")
-    ):
+    if not at.in_step or not isinstance(value, ExtObj) or value.kind not in ("torch.cuda.stream", "torch.cuda.Stream"):
         return None
     if value.note == "default":
         return "CG304", "the step works on the default stream, which cannot be captured"
     if value.note == "current" or not isinstance(node, ast.Call) or not node.args:
         return None
-    function = _function_source(machine)
+    function = _function_source(at)
     if function is None:
         return None
     stream = ast.unparse(node.args[0])
@@ -277,48 +274,48 @@ def stream_hazard(machine: Machine, node: ast.expr, value: Value) -> tuple[str, 
             forked, joined = forked or waits, joined or not waits
     if not forked:
         return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
-    if not joined and not _joined_elsewhere(machine, node.args[0]):
+    if not joined and not _joined_elsewhere(at, node.args[0]):
         return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
     return None
 
 
-def _joined_elsewhere(machine: Machine, stream: ast.expr) -> bool:
+def _joined_elsewhere(at: Position, stream: ast.expr) -> bool:
     """Whether another method of the file waits for a stream that an object keeps."""
     if not isinstance(stream, ast.Attribute):
         return False
-    calls = (node for node in ast.walk(machine.file.tree) if isinstance(node, ast.Call) and node.args)
+    calls = (node for node in ast.walk(at.file.tree) if isinstance(node, ast.Call) and node.args)
     waits = (c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "wait_stream")
     return any(isinstance(c.args[0], ast.Attribute) and c.args[0].attr == stream.attr for c in waits)
 
 
 def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
     """An explicit `torch.cuda.graph(...)`."""
-    if machine.in_step:
+    if machine.at.in_step:
         return
-    machine.in_step = True
+    machine.at.in_step = True
     try:
         if value.note == "default":
             machine.report("CG304", node, "capture on the default stream")
-        elif value.note != "stream" and _on_other_device(machine):
+        elif value.note != "stream" and _on_other_device(machine.at):
             text = "capture on another GPU without `stream=`: torch's capture stream may belong to the first one"
             machine.report("CG303", node, text)
     finally:
-        machine.in_step = False
+        machine.at.in_step = False
 
 
-def _function_source(machine: Machine) -> ast.AST | None:
+def _function_source(at: Position) -> ast.AST | None:
     """The function being read."""
-    line = getattr(machine.stack[-1].node, "lineno", 0)
+    line = getattr(at.stack[-1].node, "lineno", 0)
     best: ast.AST | None = None
-    for node in ast.walk(machine.file.tree):
+    for node in ast.walk(at.file.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
             best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
     return best
 
 
-def _on_other_device(machine: Machine) -> bool:
+def _on_other_device(at: Position) -> bool:
     """True where the function names a GPU other than the first, or goes through several."""
-    function = _function_source(machine)
+    function = _function_source(at)
     if function is None:
         return False
     for node in ast.walk(function):

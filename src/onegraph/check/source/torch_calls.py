@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from onegraph.check import tables
 from onegraph.check.source import entropy, launches, tensor_methods
-from onegraph.check.source.machine import Machine, place, short
+from onegraph.check.source.machine import Machine, short
+from onegraph.check.source.state import place
 from onegraph.check.source.tensor_methods import device_of, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
 from onegraph.check.source.values import (
@@ -15,6 +16,7 @@ from onegraph.check.source.values import (
     Dict,
     Ext,
     ExtObj,
+    Keywords,
     Plain,
     Seq,
     Tensor,
@@ -23,8 +25,6 @@ from onegraph.check.source.values import (
     tensors,
     varies,
 )
-
-Keywords = dict[str, Value]
 
 
 def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -55,7 +55,7 @@ def call(machine: Machine, func: Ext | ExtObj, args: list[Value], keywords: Keyw
 
 def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     first = args[0] if args else UNKNOWN
-    drawn = entropy.call(machine, name, args, keywords)
+    drawn = entropy.call(machine.at, name, args, keywords)
     if drawn is not None:
         return drawn
     if name in ("triton.autotune", "triton.heuristics"):
@@ -73,14 +73,14 @@ def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         machine.report("CG309", node, "the step starts a thread", sure=True)
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
-        return Dict(None, in_step=machine.in_step)
+        return Dict(None, in_step=machine.at.in_step)
     if name == "contexttables.ExitStack":
         line, column = place(node)
-        return ExtObj(name, f"{machine.file.path}:{line}:{column}", machine.in_step)
+        return ExtObj(name, f"{machine.at.file.path}:{line}:{column}", machine.at.in_step)
     if name == "itertools.count":
-        return ExtObj(name, in_step=machine.in_step)
+        return ExtObj(name, in_step=machine.at.in_step)
     if name == "collections.deque":
-        return Seq("list", None, UNKNOWN, machine.in_step)
+        return Seq("list", None, UNKNOWN, machine.at.in_step)
     if name in ("copy.copy", "copy.deepcopy", "typing.cast") and args:
         return args[-1]
     return UNKNOWN
@@ -91,9 +91,9 @@ def _call_object(machine: Machine, func: ExtObj, args: list[Value], keywords: Ke
         return ExtObj(launches.TRITON)
     if func.kind.startswith("torch.nn."):
         given = [t for a in (*args, *keywords.values()) for t in tensors(a)]
-        if not given and not machine.presume:
+        if not given and not machine.at.presume:
             return UNKNOWN
-        if func.serial in machine.swapped:
+        if func.serial in machine.step.swapped:
             text = f"`{short(node)}` reads a parameter that the caller binds anew between steps"
             machine.report("CG205", node, text)
         device = next((t for t in given if t.on_device), given[0] if given else Tensor("cuda", sure=False))
@@ -105,19 +105,19 @@ def _module(machine: Machine, name: str, args: list[Value], keywords: Keywords) 
     first = args[0] if args else UNKNOWN
     if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter", "torch.nn.Buffer", "torch.nn.parameter.Buffer"):
         if isinstance(first, Tensor):
-            moved = machine.presume and not first.on_device
+            moved = machine.at.presume and not first.on_device
             return replace(
                 first, parameter=True, device="cuda" if moved else first.device, sure=first.sure and not moved
             )
-        return Tensor("cuda" if machine.presume else "", sure=False, parameter=True)
+        return Tensor("cuda" if machine.at.presume else "", sure=False, parameter=True)
     if name in ("torch.nn.ModuleList", "torch.nn.ParameterList"):
         if isinstance(first, Seq):
             return replace(first, kind="modules")
-        return Seq("modules", (), in_step=machine.in_step) if not args else Seq("modules", None, UNKNOWN)
+        return Seq("modules", (), in_step=machine.at.in_step) if not args else Seq("modules", None, UNKNOWN)
     if name == "torch.nn.Module":
         return ExtObj(name)
     device = keywords.get("device")
-    return ExtObj(name, device_of(device), serial=machine.site())
+    return ExtObj(name, device_of(device), serial=machine.step.site(machine.at.in_step))
 
 
 def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -131,7 +131,7 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         return ExtObj("torch.autocast")
     if name == "torch.Generator":
         device = first if args else keywords.get("device")
-        return ExtObj(name, "cpu" if device is None else device_of(device), machine.in_step)
+        return ExtObj(name, "cpu" if device is None else device_of(device), machine.at.in_step)
     if last in tables.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
         sets = last in tables.RNG_SETS
         machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
@@ -152,7 +152,7 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
     if name in ("torch.is_tensor",) and args:
         return Const(isinstance(first, Tensor)) if isinstance(first, Tensor) or is_plain(first) else Plain("bool")
     if name == "torch.set_default_device" and args:
-        machine.default_device = device_of(first)
+        machine.at.default_device = device_of(first)
         return Const(None)
     if last in tables.GRAD_MODES:
         return ExtObj(name)
@@ -167,13 +167,11 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
 
 
 def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
-    device = device_of(keywords.get("device")) if "device" in keywords else machine.default_device or "cpu"
-    if "device" in keywords and not device:
-        device = ""
+    device = device_of(keywords.get("device")) if "device" in keywords else machine.at.default_device or "cpu"
     read = [t for a in args for t in tensors(a) if t.on_device]
     if read:
         machine.report("CG101", node, f"`{short(node)}` reads a device tensor for a size or value", sure=read[0].sure)
-    if device.startswith("cuda") and machine.in_step:
+    if device.startswith("cuda") and machine.at.in_step:
         if last in ("full", "scalar_tensor") and len(args) > 1 and varies(args[1]):
             scalar(machine, node, args[1], Tensor(device))
         elif last == "arange" and any(varies(a) for a in args):
@@ -185,27 +183,23 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     if is_pinned:
         machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
     _generator(machine, last, keywords, node)
-    sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.presume)
+    sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.at.presume)
     shape = args[:1] if last == "full" else args if last in ("zeros", "ones", "empty", "rand", "randn") else []
     return machine.tensor(
         device,
         sure=sure,
         pinned=is_pinned,
         rank=rank_of(last, args),
-        varying=_host_varies(device, args) or (device == "cpu" and last in tables.RANDOM and machine.in_step),
-        ragged=not machine.in_step and any(varies(a) for a in shape),
+        varying=device == "cpu" and (any(varies(a) for a in args) or (last in tables.RANDOM and machine.at.in_step)),
+        ragged=not machine.at.in_step and any(varies(a) for a in shape),
         integer=last in ("arange", "randint", "randperm"),
     )
-
-
-def _host_varies(device: str, args: list[Value]) -> bool:
-    return device == "cpu" and any(varies(a) for a in args)
 
 
 def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     data = args[0] if args else keywords.get("data", UNKNOWN)
     asked = keywords.get("device")
-    device = device_of(asked) if asked is not None and asked != Const(None) else machine.default_device or "cpu"
+    device = device_of(asked) if asked is not None and asked != Const(None) else machine.at.default_device or "cpu"
     inner = tensors(data)
     if isinstance(data, Tensor):
         if asked is None or asked == Const(None) or device == data.device:
@@ -215,7 +209,7 @@ def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keyword
         sure = all(t.sure for t in inner)
         machine.report("CG101", node, f"`{short(node)}` reads device tensors to build another", sure=sure)
     empty = isinstance(data, Seq) and data.items == ()
-    presumed = machine.presume and not isinstance(asked, Const)
+    presumed = machine.at.presume and not isinstance(asked, Const)
     if device.startswith("cuda") and not empty:
         text = f"`{short(node)}` builds a device tensor from host data in the step"
         machine.report("CG102", node, text, sure=not presumed)
@@ -271,17 +265,17 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
         machine.used(value, node)
     _generator(machine, last, keywords, node)
     if last == "where" and len(args) == 1:
-        return Seq("tuple", None, machine.tensor(result_device, sure=sure, rank=1, integer=True), machine.in_step)
+        return Seq("tuple", None, machine.tensor(result_device, sure=sure, rank=1, integer=True), machine.at.in_step)
     if last in tables.SPLITS:
-        return split_result(machine, given[0], args[1:])
+        return split_result(machine.at, given[0], args[1:])
     if last in tables.PAIRS:
-        return Seq("result", None, machine.tensor(result_device, sure=sure), machine.in_step)
+        return Seq("result", None, machine.tensor(result_device, sure=sure), machine.at.in_step)
     if last in tables.CONCATS or last == "stack":
         rank = given[0].rank if last != "stack" or given[0].rank is None else given[0].rank + 1
         made = machine.tensor(result_device, sure=sure, rank=rank)
-        if machine.in_step and len(given) > 1 and any(machine.carried_over(t) and not t.part for t in given):
+        if machine.at.in_step and len(given) > 1 and any(machine.step.carried_over(t) and not t.part for t in given):
             made = replace(made, grown=True)
-            machine.cats[made.site] = machine.remember(node)
+            machine.step.cats[made.site] = machine.remember(node)
         return made
     if last.endswith("_like"):
         device = device_of(keywords["device"]) if "device" in keywords else given[0].device

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from onegraph.check.report import CheckError, Finding, Origin, Report, ordered
 from onegraph.check.source.files import Project, SourceFile, Unreadable, open_regular
-from onegraph.check.source.interpreter import Interpreter
-from onegraph.check.source.roots import read_file
+from onegraph.check.source.roots import Interpreter, read_file
 
 SKIPPED = frozenset(
     ["__pycache__", ".git", ".hg", ".venv", "venv", "node_modules", ".tox", ".mypy_cache", "build", "dist"]
@@ -145,7 +144,7 @@ def read_files(files: list[str]) -> Batch:
     """Read some files one after another. Whatever a file holds, the others are read."""
     if not _PROJECT:
         _PROJECT.append(Project())
-    machine = Interpreter(_PROJECT[0], presume=True)
+    machine = Interpreter(_PROJECT[0])
     unread: list[str] = []
     unreadable: list[str] = []
     alive: list[SourceFile] = []  # what the machine remembers of a tree goes by its nodes' identity
@@ -154,14 +153,14 @@ def read_files(files: list[str]) -> Batch:
             try:
                 if len(files) > 1 and not _concerns(path):
                     continue
-                alive.append(machine.project.file(path))
+                alive.append(machine.known.project.file(path))
                 unread += read_file(machine, alive[-1])
             except Unreadable as error:
                 unreadable.append(str(error))
             except RecursionError:
                 unread.append(f"{path}: nested too deeply, left unread")
     allowing = [file.path for file in alive if ALLOWANCE in file.text]
-    return list(machine.findings.values()), unread, unreadable, machine.read, allowing, machine.steps
+    return list(machine.found.findings.values()), unread, unreadable, machine.found.read, allowing, machine.found.steps
 
 
 def _concerns(path: str) -> bool:

@@ -17,6 +17,10 @@ class Value:
     __slots__ = ()
 
 
+Keywords = dict[str, Value]
+"""Arguments of a call by their names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown(Value):
     pass

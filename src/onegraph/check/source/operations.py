@@ -1,13 +1,88 @@
-"""Comparisons: masks where tensors meet, identity, membership."""
+"""Subscripts and comparisons as values: elements, masks where tensors meet, identity, membership."""
 
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from onegraph.check.source import tensors
+from onegraph.check.source import names, tensors, values
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.values import UNKNOWN, Const, Device, Dict, Plain, Seq, Tensor, Unknown, Value, varies
+from onegraph.check.source.values import (
+    UNKNOWN,
+    Const,
+    Device,
+    Dict,
+    Ext,
+    ExtObj,
+    Func,
+    Method,
+    Obj,
+    Plain,
+    Seq,
+    Tensor,
+    Unknown,
+    Value,
+    varies,
+)
+
+
+def subscript(machine: Machine, node: ast.Subscript) -> Value:
+    """`owner[index]`."""
+    owner = machine.evaluate(node.value)
+    if isinstance(owner, Tensor):
+        return tensors.load_item(machine, node, owner)
+    if isinstance(owner, Ext | ExtObj) and "triton" in getattr(owner, "name", getattr(owner, "kind", "")):
+        return Method(owner, "launch-moving" if varies(machine.evaluate(node.slice)) else "launch")
+    index = machine.evaluate(node.slice) if not isinstance(node.slice, ast.Slice) else _slice(machine, node.slice)
+    value = _element(machine, node, owner, index)
+    if machine.at.in_step and isinstance(owner, Seq | Dict) and not owner.in_step and values.tensors(value):
+        machine.seen(("item", 0, short(node)), value, node)
+    return value
+
+
+def _element(machine: Machine, node: ast.Subscript, owner: Value, index: Value) -> Value:
+    match owner, index:
+        case (Seq(), Const()) if owner.items is not None and isinstance(index.value, int):
+            if -len(owner.items) <= index.value < len(owner.items):
+                return owner.items[index.value]
+            return UNKNOWN
+        case (Seq(), _) if isinstance(node.slice, ast.Slice):
+            return Seq(owner.kind, None, owner.any, owner.in_step)
+        case (Seq(), _):
+            if isinstance(index, Tensor) and index.on_device:
+                machine.report("CG101", node.slice, "a device tensor as index of a list is read", sure=index.sure)
+            if varies(index) and isinstance(owner.any, Tensor) and not owner.in_step:
+                return replace(owner.any, moving=True)
+            return owner.any
+        case (Dict(), Const()):
+            found = owner.get(index.value)
+            return found if found is not None else (owner.element if owner.entries is None else UNKNOWN)
+        case (Dict(), _):
+            return owner.any
+        case (ExtObj(kind="numpy.ndarray"), _):
+            return Plain("", varying=True) if varies(index) else owner
+        case (Plain(kind="shape"), _) if not isinstance(node.slice, ast.Slice):
+            return Plain("int", varying=owner.varying)
+        case (Plain(), _):
+            return Plain("shape" if owner.kind == "shape" else "", varying=owner.varying or varies(index))
+        case (Obj(), _):
+            found = names.member_value(machine, owner, owner.cls, "__getitem__")
+            if isinstance(found, Func):
+                return machine.call_function(found, [index], {}, node)
+    return UNKNOWN
+
+
+def _slice(machine: Machine, node: ast.Slice) -> Value:
+    for part in (node.lower, node.upper, node.step):
+        if part is not None:
+            value = machine.evaluate(part)
+            if isinstance(value, Tensor) and value.on_device:
+                machine.report("CG101", part, "a device tensor as slice bound is read on the host", sure=value.sure)
+    return UNKNOWN
+
+
+# ---- comparisons
 
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -22,9 +97,9 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 def compare(machine: Machine, node: ast.Compare) -> Value:
     """A chain of comparisons."""
     named = isinstance(node.left, ast.Name | ast.Attribute) and isinstance(node.ops[0], ast.Is | ast.IsNot)
-    machine.quiet += named  # asking whether a name is None reads nothing
+    machine.at.quiet += named  # asking whether a name is None reads nothing
     left = machine.evaluate(node.left)
-    machine.quiet -= named
+    machine.at.quiet -= named
     result: Value = UNKNOWN
     for i, (op, right_node) in enumerate(zip(node.ops, node.comparators, strict=True)):
         right = machine.evaluate(right_node)
@@ -65,8 +140,6 @@ def _compared(machine: Machine, node: ast.Compare, left: Value, op: ast.cmpop, r
             known = _beyond(op, left.least, right.value)
             if known is not None:
                 return Const(known)
-    if isinstance(left, Unknown) and isinstance(right, Unknown):
-        return UNKNOWN
     if isinstance(left, Unknown) or isinstance(right, Unknown):
         return UNKNOWN
     return Plain("bool", varying=varies(left) or varies(right))
