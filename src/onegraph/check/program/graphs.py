@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
@@ -23,7 +22,7 @@ from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.cuda import _swapped
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import plain_of
 from onegraph.check.simulate.records import UNWRITTEN, Step
 from onegraph.check.simulate.state import Snapshot
 
@@ -143,7 +142,7 @@ class Recorder:
         if found is None:
             return
         results = found.results(frame)
-        capture.outputs = {path: _inner(t) for path, t in containers.tensors(results).items()}
+        capture.outputs = {path: plain_of(t) for path, t in containers.tensors(results).items()}
         try:
             function = found.function(found.held())
         except (Gone, SyntaxError):
@@ -194,10 +193,6 @@ def _backward(region: regions.Region) -> bool:
     """The statements of `make_graphed_callables` that capture a backward pass, which cannot be run a second time."""
     ours = region.code.co_filename == torch.cuda.graphs.__file__
     return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in own_nodes(region.body))
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
 
 
 def _user_frame(frame: FrameType) -> FrameType:

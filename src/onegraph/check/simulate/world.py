@@ -15,7 +15,16 @@ from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import compiled, fake_results, frames, hazards, recording
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
+from onegraph.check.simulate.device import (
+    DeviceTensor,
+    StorageRecord,
+    block,
+    flat_bytes,
+    plain_of,
+    refuse,
+    storage_of,
+    weak,
+)
 from onegraph.check.simulate.kernels import Kernels
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
@@ -218,7 +227,7 @@ class World:
             chain: the calls to it; those to here where none are given.
             exposed: they may be written at any time from now on: known contents do not stay known.
         """
-        inner = [t.inner if isinstance(t, DeviceTensor) else t for t in tensors]
+        inner = [plain_of(t) for t in tensors]
         self.unknowns.mark(inner, exposed=exposed)
         self._note_unknown(inner)
         self.unknowns.sources.setdefault(source, chain or self.chain())
