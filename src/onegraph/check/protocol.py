@@ -9,17 +9,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
-from onegraph.check.report import CheckError, Severity
+from onegraph.check import compat, containers
+from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import given_by
 from onegraph.check.simulate.compare import StorageTable, differences
-from onegraph.check.simulate.findings import Findings
+from onegraph.check.simulate.findings import Findings, Watched
 from onegraph.check.simulate.records import RawFinding, Step, reshaped
 from onegraph.check.simulate.replay import Verdict
 from onegraph.check.simulate.state import Snapshot, changes, methods
@@ -28,6 +28,14 @@ FEWEST_STEPS = 3
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keywords of a step."""
+
+
+class Watching(Watched, Protocol):
+    """What watches the running step: a simulated world, or the recorder on a GPU."""
+
+    raw_findings: list[RawFinding]
+    reshaped: dict[int, tuple[str, frames.Chain]]  # tensors whose shape the running step changed in place
+    first_node: int  # sequence number of autograd from which on nodes belong to the running step
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Observed:
 
 
 class StepCheck(ABC):
-    """What is known of the steps of one factory. `inputs(i)` gives the arguments of step i.
+    """What is known of the steps of one factory, from what `watched` them.
 
     Attributes:
         steps: what each step did; verdicts: what a replay in place of it gave.
@@ -50,8 +58,8 @@ class StepCheck(ABC):
         returned: storages that steps returned, each with the first of them; types: of the user's objects.
     """
 
-    def __init__(self, roots: frames.Roots) -> None:
-        self.roots = roots
+    def __init__(self, roots: frames.Roots, watched: Watching) -> None:
+        self.roots, self.watched = roots, watched
         self.steps: dict[int, Step] = {}
         self.verdicts: dict[int, Verdict] = {}
         self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
@@ -78,14 +86,6 @@ class StepCheck(ABC):
     def end(self, record: Step) -> None:
         """It ran."""
 
-    @abstractmethod
-    def reshaped(self) -> dict[int, tuple[str, frames.Chain]]:
-        """Tensors whose shape the step changed in place."""
-
-    @abstractmethod
-    def see(self, index: int, code: str, message: str, chain: frames.Chain, values: tuple[str, ...]) -> None:
-        """Note an error of step `index`."""
-
     def outputs_of(self, result: Any, index: int) -> dict[str, Tensor]:
         """The tensors of what a step returned, by path. Raises CheckError for those that cannot be compared."""
         return containers.tensors(result)
@@ -104,9 +104,12 @@ class StepCheck(ABC):
                 record.inputs[number] = path
         shapes = [list(leaf.shape) for leaf in leaves.values()]
         self.begin(record, given, leaves, before)
+        watched = self.watched
+        watched.reshaped.clear()
+        watched.first_node = compat.next_node_number()
         result = self.call(step, given, record)
-        for code, text, chain, values in reshaped(list(leaves.values()), shapes, self.reshaped()):
-            self.see(index, code, text, chain, values)
+        for code, text, chain, values in reshaped(list(leaves.values()), shapes, watched.reshaped):
+            watched.raw_findings.append(RawFinding(index, code, Severity.ERROR, chain, text, SILENT, values))
         self.end(record)
         outputs = self.outputs_of(result, index)
         self.numbers[index] = containers.numbers(result)

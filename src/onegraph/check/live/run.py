@@ -45,10 +45,10 @@ def live_step(factory: Callable[[], Any], *, steps: int = 4, target: str = "") -
 
 class _Live(StepCheck):
     def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
-        super().__init__(frames.Roots())
+        roots, self.storages = frames.Roots(), Numbers()
+        self.recorder = Recorder(call_step.__code__, roots, self.storages)
+        super().__init__(roots, self.recorder)
         self.factory, self.count, self.target = factory, steps, target
-        self.storages = Numbers()
-        self.recorder = Recorder(call_step.__code__, self.roots, self.storages)
         self.truth: dict[int, dict[str, Tensor]] = {}
         self.state: dict[int, dict[str, Tensor]] = {}
         self.left: dict[int, dict[str, Tensor]] = {}  # what the steps leave in the buffers that they are given
@@ -113,8 +113,6 @@ class _Live(StepCheck):
         self.versions = {f"input {path}": _version(t) for path, t in leaves.items()}
         self.versions |= {name: _version(t) for name, t in before.tensors.items()}
         torch.cuda.synchronize()
-        self.recorder.reshaped.clear()
-        self.recorder.first_node = compat.next_node_number()
         self.recorder.step = record
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
@@ -133,12 +131,6 @@ class _Live(StepCheck):
         if not all(stored(o) for o in outputs.values()):
             raise CheckError(f"step {index}: returned a sparse or nested tensor, allowed dense ones: return .values()")
         return outputs
-
-    def reshaped(self) -> dict[int, tuple[str, frames.Chain]]:
-        return self.recorder.reshaped
-
-    def see(self, index: int, code: str, message: str, chain: frames.Chain, values: tuple[str, ...] = ()) -> None:
-        self.recorder.raw_findings.append(RawFinding(index, code, Severity.ERROR, chain, message, SILENT, values))
 
     def _compiled_truth(self) -> None:
         """What the steps give in their compiled form, whose roundings are not those of eager's ops."""
@@ -210,7 +202,7 @@ class _Live(StepCheck):
             self.captured = self.steps[1] if self.compiled else record
             if empty and self.steps[1].ops:
                 chain = self.steps[1].ops[0].chain
-                self.see(1, "CG303", "the captured graph is empty: the work went to another stream or device", chain)
+                self._add("CG303", "the captured graph is empty: the work went to another stream or device", chain)
                 return
             outputs = containers.tensors(result)
             self._replays(step, inputs, buffers, handed, graph, outputs, lasting, stream)
@@ -247,7 +239,7 @@ class _Live(StepCheck):
                 self.verdicts[index] = verdict
                 if "liveness" in str(error) or "deallocated" in str(error) or "freed" in str(error):
                     chain = self.steps[1].ops[0].chain if self.steps[1].ops else ()
-                    self.see(1, "CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
+                    self._add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
                 return
             del garbage
             wrong = []
@@ -318,9 +310,12 @@ class _Live(StepCheck):
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
                     call_step(step, *arguments)
             if any("is empty" in str(w.message) for w in said):
-                self.see(1, "CG303", "captured without stream= the graph is empty: it works on another GPU", chain)
+                self._add("CG303", "captured without stream= the graph is empty: it works on another GPU", chain)
         except RuntimeError as error:
-            self.see(1, "CG303", f"captured without stream= it fails: {line(error)}", chain)
+            self._add("CG303", f"captured without stream= it fails: {line(error)}", chain)
+
+    def _add(self, code: str, message: str, chain: frames.Chain) -> None:
+        self.recorder.raw_findings.append(RawFinding(1, code, Severity.ERROR, chain, message, SILENT))
 
     # the report
 

@@ -195,7 +195,7 @@ class _Eager(StepCheck):
     """The captured statements as a backend: one step of them, eagerly, which `number` of a step stands for."""
 
     def __init__(self, world: ProgramWorld, capture: Capture) -> None:
-        super().__init__(world.roots)
+        super().__init__(world.roots, world)
         self.world, self.capture = world, capture
         self.number = AGAIN + capture.replays + 1
         self.made: dict[int, tuple[str, int]] = {}
@@ -233,12 +233,6 @@ class _Eager(StepCheck):
         world.streams.end(world)
         record.unknown_after = world.unknowns.end()
         world.phase = "build"
-
-    def reshaped(self) -> dict[int, tuple[str, frames.Chain]]:
-        return {}
-
-    def see(self, index: int, code: str, message: str, chain: frames.Chain, values: tuple[str, ...]) -> None:
-        self.world.see(code, message, SILENT, chain=chain, values=values)
 
     def outputs_of(self, result: Any, index: int) -> dict[str, Tensor]:
         return containers.tensors(_assigned(result))

@@ -71,9 +71,10 @@ def simulate_step(
 
 class _Simulation(StepCheck):
     def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int, probe: bool | None) -> None:
-        super().__init__(frames.Roots())
+        roots = frames.Roots()
+        self.world = World(call_step.__code__, roots, gpus)
+        super().__init__(roots, self.world)
         self.factory, self.count, self.target, self.probing = factory, steps, target, probe
-        self.world = World(call_step.__code__, self.roots, gpus)
         self.names: dict[int, str] = {}
         self.made: dict[int, tuple[str, int]] = {}
         self.refreshed: dict[int, set[int]] = {}
@@ -200,11 +201,9 @@ class _Simulation(StepCheck):
             self._refresh(leaves, self.pinned, record.index)
         record.unknown, record.exposed = world.unknowns.begin()
         record.addresses.begin(world.numbers)
-        world.reshaped.clear()
         world.random_states.clear()
         self.rng = torch.get_rng_state()
         world.streams.begin(world.streams_main.id)
-        world.first_node = compat.next_node_number()
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
         world = self.world
@@ -219,12 +218,6 @@ class _Simulation(StepCheck):
 
     def end(self, record: Step) -> None:
         self.world.phase = "idle"
-
-    def reshaped(self) -> dict[int, tuple[str, frames.Chain]]:
-        return self.world.reshaped
-
-    def see(self, index: int, code: str, message: str, chain: frames.Chain, values: tuple[str, ...]) -> None:
-        self.world.see(code, message, SILENT, chain=chain, values=values)
 
     def _place(self, chain: frames.Chain) -> str:
         where = self.roots.where(chain)
