@@ -136,7 +136,7 @@ class EagerComparison:
                 return GONE  # it is read before it is bound, after all
             return self._raised(capture, raised.record, error)
         names = {**capture.names, **seen.before.storages, **seen.after.storages}
-        alive = {r.number for r in list(world.records.values())} - dead
+        alive = world.storages.alive() - dead
         with compat.no_torch_function(), world.off(), torch.inference_mode():
             for generator, state in eager.generators:
                 generator.set_state(state)
@@ -208,7 +208,7 @@ class _Eager(StepCheck):
 
     def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
         world, capture = self.world, self.capture
-        self.made = dict.fromkeys([r.number for r in list(world.records.values())], ("build", -1))
+        self.made = dict.fromkeys(world.storages.alive(), ("build", -1))
         world.alone()
         world.streams.current[world.device_index] = capture.stream
         world.take()
@@ -217,7 +217,7 @@ class _Eager(StepCheck):
         world.asked_capturing = []
         world.running = capture
         self.seen, self.rng = len(world.raw_findings), torch.get_rng_state()
-        self.generators = [(g, g.get_state()) for g in world.generators]
+        self.generators = [(g, g.get_state()) for g in world.randomness.generators]
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
         with _modes(self.capture):
@@ -228,10 +228,9 @@ class _Eager(StepCheck):
 
     def end(self, record: Step) -> None:
         world = self.world
-        for thread in world.apart:  # what they do counts, and must not come in between the comparison
+        for thread in world.threads.apart:  # what they do counts, and must not come in between the comparison
             thread.join(PATIENCE)
-        world.streams.end(world)
-        record.unknown_after = world.unknowns.end()
+        world.end(record)
         world.phase = "build"
 
     def outputs_of(self, result: Any, index: int) -> dict[str, Tensor]:

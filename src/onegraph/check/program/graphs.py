@@ -42,7 +42,7 @@ class Recorder:
         world = self.world
         world.take()
         try:
-            with world.lock:
+            with world.threads.lock:
                 capture = self._found(pool, generators, mode, frame)
                 world.captures.append(capture)
                 world.asked_capturing = capture.asked_capturing
@@ -82,13 +82,12 @@ class Recorder:
         capture = world.running
         if capture is None or world.phase != "step":
             raise RuntimeError("capture_end() without a capture that began in this thread")
-        world.streams.end(world)
         step = capture.step
+        world.end(step)
         step.memory_end = len(step.memory)
-        step.unknown_after = world.unknowns.end()
         capture.nodes = world.first_node, compat.next_node_number()
         self._cold(capture)
-        with world.lock:  # until all is noted, no other thread begins
+        with world.threads.lock:  # until all is noted, no other thread begins
             world.running = None
             world.leave()
             self._note(capture, frame)
@@ -97,7 +96,7 @@ class Recorder:
         """What the capture made, and the statements that it was."""
         world = self.world
         made = {number for number, nbytes, _ in capture.step.memory if nbytes >= 0}
-        capture.kept = made & {record.number for record in list(world.records.values())}
+        capture.kept = made & world.storages.alive()
         world.made_by.update(dict.fromkeys(capture.kept, capture))
         world.made_inside |= made
         self._charge(capture)
@@ -151,7 +150,7 @@ class Recorder:
 
     def replay(self, capture: Capture, frame: FrameType) -> None:
         """Compare with the region run again, then do what the graph does. Other threads wait."""
-        with self.world.lock:
+        with self.world.threads.lock:
             self._replay(capture, frame)
 
     def _replay(self, capture: Capture, frame: FrameType) -> None:

@@ -150,7 +150,7 @@ class _Simulation(StepCheck):
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
         built = build(self.factory)
-        self.world.raise_refused()
+        self.world.threads.raise_refused()
         return built
 
     def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
@@ -196,24 +196,19 @@ class _Simulation(StepCheck):
         self.told[record.index] = repr((before.values, containers.numbers(given)))
         if record.index >= world.captured_step:
             self._note_storages()
-        world.current = record
         if record.index > world.captured_step:
             self._refresh(leaves, self.pinned, record.index)
-        record.unknown, record.exposed = world.unknowns.begin()
-        record.addresses.begin(world.numbers)
-        world.random_states.clear()
         self.rng = torch.get_rng_state()
-        world.streams.begin(world.streams_main.id)
+        world.begin(record, world.streams_main.id)
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
         world = self.world
-        drawn = random_state(), world.asked_random
+        drawn = random_state(), world.randomness.asked
         world.phase = "step"
         result = guarded(f"step {record.index}", call_step, step, *given)
-        world.raise_refused()
-        self.drew[record.index] = drawn != (random_state(), world.asked_random)
-        record.unknown_after = world.unknowns.end()
-        world.streams.end(world)
+        world.threads.raise_refused()
+        self.drew[record.index] = drawn != (random_state(), world.randomness.asked)
+        world.end(record)
         return result
 
     def end(self, record: Step) -> None:
@@ -274,11 +269,11 @@ class _Simulation(StepCheck):
     # storages
 
     def _note_storages(self) -> None:
-        for record in list(self.world.records.values()):
+        for record in list(self.world.storages.records.values()):
             self.made.setdefault(record.number, (record.phase, record.born))
 
     def _alive(self) -> set[int]:
-        return {record.number for record in list(self.world.records.values())}
+        return {record.number for record in list(self.world.storages.records.values())}
 
     def _dead(self, captured: Step) -> set[int]:
         """Storages that the captured step read and that no tensor of the user refers to any more."""
