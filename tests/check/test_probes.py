@@ -11,7 +11,7 @@ import torch
 from onegraph.check import check_step
 from onegraph.check.output.text import render
 from onegraph.check.report import Report
-from onegraph.check.simulate import simulate_step
+from onegraph.check.simulate.run import simulate_step
 from onegraph.check.targets import load
 
 HEAD = """

@@ -154,7 +154,7 @@ def test_what_is_kept_of_a_long_program_does_not_grow(tmp_path: Path, monkeypatc
     assert len(known.raw_findings) + len(known.late) <= 11 + 4
     assert len(known.taken) == 1
     assert len(known.compiled_outputs) == 0
-    assert len(known.generators) <= 1
-    assert len(known.sizes) + len(known.pinned) < 250
+    assert len(known.randomness.generators) <= 1
+    assert len(known.sizes) + len(known.storages.pinned) < 250
     gone = known.captures[1:]
     assert not any(op.tensors or op.outs or op.args for c in gone for op in c.step.ops)

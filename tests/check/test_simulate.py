@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
-from onegraph.check.simulate import frames, records, simulate_step
+from onegraph.check.simulate import frames, records
+from onegraph.check.simulate.run import simulate_step
 
 
 def inside(body):

@@ -16,7 +16,8 @@ import triton_kernels as kernels
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
 from onegraph.check.declared import capturable, key_of
-from onegraph.check.simulate import budget, interpret, simulate_step, specialized
+from onegraph.check.simulate import budget, interpret, specialized
+from onegraph.check.simulate.run import simulate_step
 from onegraph.check.source import check_source
 from onegraph.cli import main
 

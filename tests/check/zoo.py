@@ -132,7 +132,7 @@ def look(name: str, live: bool) -> dict[str, Any]:
     from onegraph.check import CheckError
     from onegraph.check.causes import mark_consequences
     from onegraph.check.live import live_step
-    from onegraph.check.simulate import simulate_step
+    from onegraph.check.simulate.run import simulate_step
 
     warnings.filterwarnings("ignore")
     run = live_step if live else simulate_step  # each line of transformers, not the call that leads to it

@@ -48,7 +48,7 @@ def check_step(
     if source:
         reports.append(_read(factory, target, alone=not (simulate or live)))
     if simulate:
-        from onegraph.check.simulate import simulate_step
+        from onegraph.check.simulate.run import simulate_step
 
         suspect = any(finding.code in VARYING for report in reports for finding in report.findings)
         probe = True if suspect else None

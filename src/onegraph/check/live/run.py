@@ -18,15 +18,15 @@ from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover
 from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted, recorded
+from onegraph.check.protocol import Given, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
 from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.findings import Findings, home_of
-from onegraph.check.simulate.records import RawFinding, Step, close, reshaped
+from onegraph.check.simulate.records import RawFinding, Step, close
 from onegraph.check.simulate.replay import Verdict
-from onegraph.check.simulate.run import changed_numbers
-from onegraph.check.simulate.state import Snapshot, changes, methods
+from onegraph.check.simulate.state import Snapshot
 
 _REPLAYS = 200
 _SEED = 0
@@ -40,28 +40,22 @@ def live_step(factory: Callable[[], Any], *, steps: int = 4, target: str = "") -
     """
     if not torch.cuda.is_available():
         raise CheckError("live: no CUDA GPU is visible, allowed one or more; drop --live to simulate on the CPU")
-    if steps < 3:
-        raise CheckError(f"steps: got {steps}, allowed 3 or more; one warms up, one is captured")
-    return _Live(factory, steps, target).run()
+    return _Live(factory, checked_count(steps), target).run()
 
 
-class _Live:
+class _Live(StepCheck):
     def __init__(self, factory: Callable[[], Any], steps: int, target: str) -> None:
+        roots, self.storages = frames.Roots(), Numbers()
+        self.recorder = Recorder(call_step.__code__, roots, self.storages)
+        super().__init__(roots, self.recorder)
         self.factory, self.count, self.target = factory, steps, target
-        self.roots = frames.Roots()
-        self.numbers = Numbers()
-        self.recorder = Recorder(call_step.__code__, self.roots, self.numbers)
-        self.steps: dict[int, Step] = {}
         self.truth: dict[int, dict[str, Tensor]] = {}
-        self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
         self.state: dict[int, dict[str, Tensor]] = {}
         self.left: dict[int, dict[str, Tensor]] = {}  # what the steps leave in the buffers that they are given
-        self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
-        self.types: dict[type, None] = {}
-        self.returned: dict[int, int] = {}
-        self.verdicts: dict[int, Verdict] = {}
         self.captured: Step | None = None
         self.facts: dict[str, Any] = {}
+        self.before: Snapshot | None = None  # of the running step: holds what it replaces
+        self.versions: dict[str, tuple[int, float]] = {}  # of state and inputs, before the running step
         self.compiled = False  # whether the step calls functions that torch compiles
 
     def run(self) -> Report:
@@ -90,57 +84,53 @@ class _Live:
 
     def _eager(self) -> None:
         step, inputs = self._build()
-        recorder, handed = self.recorder, containers.Handed()
         for index in range(self.count):
-            arguments = given_by(inputs, index)
-            given = containers.tensors(arguments, handed)
-            leaves, marks = list(given.values()), {path: _version(t) for path, t in given.items()}
-            before = Snapshot(step, self.roots)
-            versions = {name: _version(t) for name, t in before.tensors.items()}
-            record = Step(index)
-            for path, leaf in given.items():
-                if leaf.is_cuda:
-                    record.inputs[self.numbers.of(leaf, "inputs", index)] = path
-            handed.note(arguments)
-            torch.cuda.synchronize()
-            shapes = [list(t.shape) for t in leaves]
-            recorder.reshaped.clear()
-            recorder.first_node = compat.next_node_number()
-            recorder.step = record
-            with recorder.watching() if index else ExitStack(), recorded(recorder) as compiled:
-                result = guarded(f"step {index}", call_step, step, *arguments)
-            self.compiled |= bool(compiled)
-            for code, text, chain, values in reshaped(leaves, shapes, recorder.reshaped):
-                self.recorder.raw_findings.append(RawFinding(index, code, Severity.ERROR, chain, text, SILENT, values))
-            recorder.step = None
-            torch.cuda.synchronize()
-            outputs = containers.tensors(result)
-            self.numbers_of[index] = containers.numbers(result)
-            if not all(stored(o) for o in outputs.values()):
-                raise CheckError(
-                    f"step {index}: returned a sparse or nested tensor, allowed dense ones: return .values()"
-                )
-            after = Snapshot(step, self.roots)
-            self.changed[index] = changes(before, after)
-            self.types.update(after.types)
-            for out in outputs.values():
-                if out.is_cuda:
-                    self.returned.setdefault(self.numbers.of(out, "step", index), index)
-            self.truth[index] = {path: o.detach().clone() for path, o in outputs.items()}
+            seen = self.observe(step, inputs, index)
+            after = seen.after  # holds what the next step replaces, so that its memory is not taken for another's
+            self.truth[index] = {path: o.detach().clone() for path, o in seen.outputs.items()}
             self.state[index] = {
                 name: t.detach().clone()
                 for name, t in after.tensors.items()
-                if t.is_cuda and versions.get(name) != _version(t)
+                if t.is_cuda and self.versions.get(name) != _version(t)
             }
-            written = {path: t for path, t in given.items() if marks[path] != _version(t) and stored(t)}
+            written = {p: t for p, t in seen.inputs.items() if self.versions[f"input {p}"] != _version(t) and stored(t)}
             self.left[index] = {path: t.detach().clone() for path, t in written.items()}
-            self.steps[index] = record
-            del result, outputs, arguments, leaves, given, written
+            del seen, written
         if not (self.returned or any(s.ops for s in self.steps.values())):
             raise CheckError(NOTHING)
-        self.names = {self.numbers.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
-        self.alive = self.numbers.alive()
+        self.names = {self.storages.of(t, "outside", -1): name for name, t in _tensors(step, self.roots).items()}
+        self.alive = self.storages.alive()
+        self.before = None
         self.home = home_of(step, self.factory)
+
+    # the GPU as a backend
+
+    def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
+        return self.storages.of(tensor, phase, index) if tensor.is_cuda else None
+
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+        self.before = before
+        self.versions = {f"input {path}": _version(t) for path, t in leaves.items()}
+        self.versions |= {name: _version(t) for name, t in before.tensors.items()}
+        torch.cuda.synchronize()
+        self.recorder.step = record
+
+    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+        index = record.index
+        with self.recorder.watching() if index else ExitStack(), recorded(self.recorder) as compiled:
+            result = guarded(f"step {index}", call_step, step, *given)
+        self.compiled |= bool(compiled)
+        return result
+
+    def end(self, record: Step) -> None:
+        self.recorder.step = None
+        torch.cuda.synchronize()
+
+    def outputs_of(self, result: Any, index: int) -> dict[str, Tensor]:
+        outputs = containers.tensors(result)
+        if not all(stored(o) for o in outputs.values()):
+            raise CheckError(f"step {index}: returned a sparse or nested tensor, allowed dense ones: return .values()")
+        return outputs
 
     def _compiled_truth(self) -> None:
         """What the steps give in their compiled form, whose roundings are not those of eager's ops."""
@@ -212,7 +202,7 @@ class _Live:
             self.captured = self.steps[1] if self.compiled else record
             if empty and self.steps[1].ops:
                 chain = self.steps[1].ops[0].chain
-                self.add("CG303", "the captured graph is empty: the work went to another stream or device", chain)
+                self._add("CG303", "the captured graph is empty: the work went to another stream or device", chain)
                 return
             outputs = containers.tensors(result)
             self._replays(step, inputs, buffers, handed, graph, outputs, lasting, stream)
@@ -249,7 +239,7 @@ class _Live:
                 self.verdicts[index] = verdict
                 if "liveness" in str(error) or "deallocated" in str(error) or "freed" in str(error):
                     chain = self.steps[1].ops[0].chain if self.steps[1].ops else ()
-                    self.add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
+                    self._add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
                 return
             del garbage
             wrong = []
@@ -320,11 +310,11 @@ class _Live:
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
                     call_step(step, *arguments)
             if any("is empty" in str(w.message) for w in said):
-                self.add("CG303", "captured without stream= the graph is empty: it works on another GPU", chain)
+                self._add("CG303", "captured without stream= the graph is empty: it works on another GPU", chain)
         except RuntimeError as error:
-            self.add("CG303", f"captured without stream= it fails: {line(error)}", chain)
+            self._add("CG303", f"captured without stream= it fails: {line(error)}", chain)
 
-    def add(self, code: str, message: str, chain: frames.Chain) -> None:
+    def _add(self, code: str, message: str, chain: frames.Chain) -> None:
         self.recorder.raw_findings.append(RawFinding(1, code, Severity.ERROR, chain, message, SILENT))
 
     # the report
@@ -334,36 +324,23 @@ class _Live:
         later = [self.steps[i] for i in range(2, self.count)]
         for step in later:
             step.parted = [(o.func, o.chain) for o in step.ops] != [(o.func, o.chain) for o in first.ops]
-        table = StorageTable(self.names, self.alive, self.numbers.made, self.returned)
-        at_ops, at_branches = differences(first, later, self.verdicts, table, {})
-        # A freed tensor is told where a replay over junk differs; torch makes some where no recorder sees it.
-        at_ops = [s for s in at_ops if s.code != "CG206" or s.severity is Severity.ERROR]
+        table = StorageTable(self.names, self.alive, self.storages.made, self.returned)
+        besides = []
         if self.captured is not None and self.recorder.asked_capturing:
             self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
                 (o.func, o.chain) for o in first.ops
             ]
-            at_branches += differences(first, [self.captured], self.verdicts, table, {})[1]
+            besides = differences(first, [self.captured], self.verdicts, table, {})[1]
         findings = Findings(self.recorder, self.roots, self.steps, self.names, self.home, origin=Origin.LIVE)
-        findings.of_running(self._relevant())
-        findings.of_comparison(at_ops)
-        findings.of_branches(at_branches)
-        codes = list(dict.fromkeys(c for s in self.steps.values() for op in s.ops for c, _ in op.chain))
-        codes += methods(self.types)
-        findings.of_state({i: c for i, c in self.changed.items() if i >= 1}, codes)
-        findings.of_results(changed_numbers(self.numbers_of, 1))
-        findings.of_referee(self.verdicts)
+        # A freed tensor is told where a replay over junk differs; torch makes some where no recorder sees it.
+        self.conclude(findings, self._relevant(), first, later, table, {}, freed_anyway=False, besides=besides)
         if self.captured is None:
             findings.of_failure(self.facts.get("capture error", "the graph is empty"))
         report = findings.report(self.target, self.count)
-        self.facts.update(
-            {
-                "torch": torch.__version__,
-                "gpu": torch.cuda.get_device_name(),
-                "captured": self.captured is not None,
-                "replay equals eager": bool(self.verdicts) and not any(v.stale for v in self.verdicts.values()),
-                "largest replay error": max((v.worst for v in self.verdicts.values()), default=0.0),
-            }
-        )
+        self.facts |= self.facts_of_replays() | {
+            "gpu": torch.cuda.get_device_name(),
+            "captured": self.captured is not None,
+        }
         report.facts.update(self.facts)
         return report
 

@@ -22,16 +22,16 @@ from onegraph.check.program.region import Region, identity
 from onegraph.check.program.replays import refreshed
 from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
+from onegraph.check.protocol import Given, StepCheck
 from onegraph.check.report import SILENT, Finding, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.compare import StorageTable, differences
+from onegraph.check.simulate.compare import StorageTable
 from onegraph.check.simulate.copies import RAISE, STUCK, in_a_copy
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import DeviceTensor, plain_of
 from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import RawFinding, Step, same
-from onegraph.check.simulate.replay import replay, told
-from onegraph.check.simulate.run import _codes, _inner
-from onegraph.check.simulate.state import Snapshot, changes, methods
+from onegraph.check.simulate.replay import Verdict, replay, told
+from onegraph.check.simulate.state import Snapshot
 
 ALWAYS = 2
 """Replays of each graph that are compared whatever it takes."""
@@ -120,7 +120,6 @@ class EagerComparison:
         world, region = self.world, capture.region
         assert region is not None
         torch.set_num_threads(1)  # the threads of the pool are not in the copy
-        captured, number = capture.step, AGAIN + capture.replays + 1
         code = body.__code__
         frames.TWINS.update(twins(region.code, code))
         own = next((i for i, (known, _) in enumerate(capture.chain) if known is region.code), None)
@@ -128,47 +127,22 @@ class EagerComparison:
         world.stop = call_body.__code__
         _without_gradients(capture)
         _ungraphed(body)
-        before = Snapshot(body, world.roots)
-        made = dict.fromkeys([r.number for r in list(world.records.values())], ("build", -1))
-        record = Step(number)
-        self._enter(capture, record)
-        seen = len(world.raw_findings)
-        rng = torch.get_rng_state()
-        generators = [(g, g.get_state()) for g in world.generators]
-        with _modes(capture):
-            try:
-                results = call_body(body)
-            except Exception as error:
-                if isinstance(error, UnboundLocalError) and not region.begin.keys() <= set(code.co_freevars):
-                    return GONE  # it is read before it is bound, after all
-                return self._raised(capture, record, error)
-        for thread in world.apart:  # what they do counts, and must not come in between the comparison
-            thread.join(PATIENCE)
-        world.streams.end(world)
-        record.unknown_after = world.unknowns.end()
-        world.phase = "build"
-        after = Snapshot(body, world.roots)
-        outputs = containers.tensors(_assigned(results))
-        names = {**capture.names, **before.storages, **after.storages}
-        alive = {r.number for r in list(world.records.values())} - dead
+        eager = _Eager(world, capture)
+        try:
+            seen = eager.observe(body, lambda index: (), eager.number)
+        except _StatementsRaised as raised:
+            error = raised.error
+            if isinstance(error, UnboundLocalError) and not region.begin.keys() <= set(code.co_freevars):
+                return GONE  # it is read before it is bound, after all
+            return self._raised(capture, raised.record, error)
+        names = {**capture.names, **seen.before.storages, **seen.after.storages}
+        alive = world.storages.alive() - dead
         with compat.no_torch_function(), world.off(), torch.inference_mode():
-            for generator, state in generators:
+            for generator, state in eager.generators:
                 generator.set_state(state)
-            plain: dict[str, Tensor] = {path: _inner(t) for path, t in outputs.items() if path in capture.outputs}
-            verdict = replay(world, captured, record, capture.outputs, {}, {}, plain, dead, rng)
-        table = StorageTable(names, alive, made, {})
-        verdicts = {number: verdict}
-        at_ops, at_branches = differences(captured, [record], verdicts, table, {number: pinned})
-        findings = Findings(capture_view(world, capture), world.roots, {capture.number: captured, number: record},
-                            names, capture.place)  # fmt: skip
-        findings.of_running(world.raw_findings[seen:])
-        findings.of_comparison(at_ops)
-        findings.of_branches(at_branches)
-        changed = changes(before, after)
-        codes = _codes({capture.number: captured}) + methods(after.types)
-        findings.of_state({number: {n: c for n, c in changed.items() if n not in region.stored}}, codes)
-        findings.of_referee(verdicts)
-        return list(findings.found.values())
+            plain = {path: plain_of(t) for path, t in seen.outputs.items() if path in capture.outputs}
+            verdict = replay(world, capture.step, seen.record, capture.outputs, {}, {}, plain, dead, eager.rng)
+        return eager.findings(seen.record, verdict, StorageTable(names, alive, eager.made, {}), pinned)
 
     def _raised(self, capture: Capture, record: Step, error: Exception) -> Raised:
         """Statements that captured well raise now. That is an error of the program where they were run beside an
@@ -209,8 +183,32 @@ class EagerComparison:
         op = capture.step.ops[at]
         return (op.func, op.shapes) == self.world.raised and op.chain == chain
 
-    def _enter(self, capture: Capture, record: Step) -> None:
-        world = self.world
+
+class _StatementsRaised(Exception):
+    """The statements raised `error`, after the ops in `record`."""
+
+    def __init__(self, error: Exception, record: Step) -> None:
+        self.error, self.record = error, record
+
+
+class _Eager(StepCheck):
+    """The captured statements as a backend: one step of them, eagerly, which `number` of a step stands for."""
+
+    def __init__(self, world: ProgramWorld, capture: Capture) -> None:
+        super().__init__(world.roots, world)
+        self.world, self.capture = world, capture
+        self.number = AGAIN + capture.replays + 1
+        self.made: dict[int, tuple[str, int]] = {}
+        self.seen = 0  # raw findings before it ran
+        self.rng: Any = None
+        self.generators: list[tuple[Any, Any]] = []
+
+    def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
+        return None  # it is given nothing, and what it returned is known by name
+
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+        world, capture = self.world, self.capture
+        self.made = dict.fromkeys(world.storages.alive(), ("build", -1))
         world.alone()
         world.streams.current[world.device_index] = capture.stream
         world.take()
@@ -218,6 +216,37 @@ class EagerComparison:
         world.captured_step, world.reference = capture.number, capture.step
         world.asked_capturing = []
         world.running = capture
+        self.seen, self.rng = len(world.raw_findings), torch.get_rng_state()
+        self.generators = [(g, g.get_state()) for g in world.randomness.generators]
+
+    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+        with _modes(self.capture):
+            try:
+                return call_body(step)
+            except Exception as error:
+                raise _StatementsRaised(error, record) from error
+
+    def end(self, record: Step) -> None:
+        world = self.world
+        for thread in world.threads.apart:  # what they do counts, and must not come in between the comparison
+            thread.join(PATIENCE)
+        world.end(record)
+        world.phase = "build"
+
+    def outputs_of(self, result: Any, index: int) -> dict[str, Tensor]:
+        return containers.tensors(_assigned(result))
+
+    def findings(self, record: Step, verdict: Verdict, table: StorageTable, pinned: set[int]) -> list[Finding]:
+        """What this step and the replay in its place show. `pinned`: positions of copies that read fresh memory."""
+        capture, number = self.capture, self.number
+        steps = {capture.number: capture.step, number: record}
+        findings = Findings(capture_view(self.world, capture), self.roots, steps, table.names, capture.place)
+        stored = capture.region.stored if capture.region is not None else ()
+        self.changed = {number: {n: c for n, c in self.changed[number].items() if n not in stored}}
+        self.steps, self.verdicts = {}, {number: verdict}  # code of the record is a twin of what was captured
+        raw = self.world.raw_findings[self.seen :]
+        self.conclude(findings, raw, capture.step, [record], table, {number: pinned})
+        return list(findings.found.values())
 
 
 def _value(region: Region, name: str, *, alone: bool) -> Any:

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
@@ -24,7 +23,7 @@ from onegraph.check.report import Severity
 from onegraph.check.rules.errors import ON_DEFAULT
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.cuda import _swapped
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import plain_of
 from onegraph.check.simulate.records import UNWRITTEN, Step
 from onegraph.check.simulate.state import Snapshot
 
@@ -43,7 +42,7 @@ class Recorder:
         world = self.world
         world.take()
         try:
-            with world.lock:
+            with world.threads.lock:
                 capture = self._found(pool, generators, mode, frame)
                 world.captures.append(capture)
                 world.asked_capturing = capture.asked_capturing
@@ -83,13 +82,12 @@ class Recorder:
         capture = world.running
         if capture is None or world.phase != "step":
             raise RuntimeError("capture_end() without a capture that began in this thread")
-        world.streams.end(world)
         step = capture.step
+        world.end(step)
         step.memory_end = len(step.memory)
-        step.unknown_after = world.unknowns.end()
         capture.nodes = world.first_node, compat.next_node_number()
         self._cold(capture)
-        with world.lock:  # until all is noted, no other thread begins
+        with world.threads.lock:  # until all is noted, no other thread begins
             world.running = None
             world.leave()
             self._note(capture, frame)
@@ -98,7 +96,7 @@ class Recorder:
         """What the capture made, and the statements that it was."""
         world = self.world
         made = {number for number, nbytes, _ in capture.step.memory if nbytes >= 0}
-        capture.kept = made & {record.number for record in list(world.records.values())}
+        capture.kept = made & world.storages.alive()
         world.made_by.update(dict.fromkeys(capture.kept, capture))
         world.made_inside |= made
         self._charge(capture)
@@ -143,7 +141,7 @@ class Recorder:
         if found is None:
             return
         results = found.results(frame)
-        capture.outputs = {path: _inner(t) for path, t in containers.tensors(results).items()}
+        capture.outputs = {path: plain_of(t) for path, t in containers.tensors(results).items()}
         try:
             function = found.function(found.held())
         except (Gone, SyntaxError):
@@ -152,7 +150,7 @@ class Recorder:
 
     def replay(self, capture: Capture, frame: FrameType) -> None:
         """Compare with the region run again, then do what the graph does. Other threads wait."""
-        with self.world.lock:
+        with self.world.threads.lock:
             self._replay(capture, frame)
 
     def _replay(self, capture: Capture, frame: FrameType) -> None:
@@ -194,10 +192,6 @@ def _backward(region: regions.Region) -> bool:
     """The statements of `make_graphed_callables` that capture a backward pass, which cannot be run a second time."""
     ours = region.code.co_filename == torch.cuda.graphs.__file__
     return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in own_nodes(region.body))
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
 
 
 def _user_frame(frame: FrameType) -> FrameType:

@@ -18,8 +18,7 @@ REFUSED = "CUDA error: device-side assert triggered; or memory past the tensor i
 def freed(world: ProgramWorld, capture: Capture) -> set[int]:
     """Storages from outside that the graph reads and that no tensor of the program's refers to any more."""
     outside = {number for op in capture.step.ops for number in op.externals if number != -1}
-    alive = {record.number for record in list(world.records.values())}
-    return outside - alive - world.made_inside
+    return outside - world.storages.alive() - world.made_inside
 
 
 def tell_freed(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:

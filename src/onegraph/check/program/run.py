@@ -46,7 +46,7 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
             except launch.Ended as error:
                 ended = str(error)
             threads.finish(world)
-            world.raise_refused()
+            world.threads.raise_refused()
     finally:
         torch.set_rng_state(rng)
     if not (world.captures or world.calls):

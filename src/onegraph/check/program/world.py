@@ -117,7 +117,7 @@ class ProgramWorld(World):
     def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int) -> None:
         self.recording = False  # whether a thread captures, or runs a function that torch compiles with graphs
         super().__init__(stop, roots, gpus)
-        self.turn = threading.Condition(self.lock)
+        self.turn = threading.Condition(self.threads.lock)
         self.most_sizes = MOST_SIZES
         self.captured_step = OUTSIDE
         self.captures: list[Capture] = []
@@ -142,19 +142,18 @@ class ProgramWorld(World):
 
     # books
 
-    def _new_record(self, nbytes: int) -> StorageRecord:
-        if len(self.sizes) > self.most_sizes:
+    def record_of(self, inner: Tensor) -> StorageRecord:
+        if len(self.storages.sizes) > self.most_sizes:
             self._forget()
-        return super()._new_record(nbytes)
+        return super().record_of(inner)
 
     def _forget(self) -> None:
         """Drop what is kept of storages that are gone and that no report speaks of: a program may make millions."""
-        known = {record.number for record in list(self.records.values())}
+        known: set[int] = set()
         for ops in (*(capture.step.ops for capture in self.captures), *(call.ops for call in self.calls)):
             known.update(n for op in ops for n in (*op.reads, *op.writes, *op.allocates))
-        self.sizes = {number: nbytes for number, nbytes in self.sizes.items() if number in known}
-        self.pinned = {key: storage for key, storage in self.pinned.items() if not storage.expired()}
-        self.most_sizes = max(MOST_SIZES, 2 * len(self.sizes))
+        self.storages.forget(known)
+        self.most_sizes = max(MOST_SIZES, 2 * len(self.storages.sizes))
 
     # threads
 
@@ -163,9 +162,9 @@ class ProgramWorld(World):
         """ "step" in what is captured: for the thread that captures, and those that it gives work to meanwhile."""
         if not self.recording:
             return "build"
-        if threading.get_ident() == self.thread:
+        if self.threads.in_main():
             return "step"
-        errand = self.started.get(threading.current_thread())
+        errand = self.threads.errand()
         return "step" if errand is not None and errand.step == self.step else "build"
 
     @phase.setter
@@ -174,29 +173,26 @@ class ProgramWorld(World):
 
     def alone(self) -> None:
         """This is a copy of the process: other threads, and whoever holds the lock, are not in it."""
-        self.copied, self.recording = True, False
-        self.lock = threading.RLock()
-        self.turn = threading.Condition(self.lock)
+        self.threads.copied, self.recording = True, False
+        self.threads.lock = threading.RLock()
+        self.turn = threading.Condition(self.threads.lock)
 
     def take(self) -> None:
         """Wait until no other thread captures: then this one does. Raises RuntimeError inside of a capture."""
         with self.turn:
-            while self.recording and self.phase != "step" and _lives(self.thread):
+            while self.recording and self.phase != "step" and _lives(self.threads.main):
                 self.turn.wait(_LOOK_AGAIN)
             if self.recording:
                 refuse(NESTED)
-            self.recording, self.thread = True, threading.get_ident()
+            self.recording, self.threads.main = True, threading.get_ident()
 
     def begin(self, step: Step, stream: int) -> None:
         """What this thread does from now on, which has taken its turn, is recorded in `step`."""
-        self.current, self.reference = step, None
+        super().begin(step, stream)
+        self.reference = None
         self.step = self.captured_step = step.index
         self.reshaped.clear()
-        self.random_states.clear()
         self.first_node = compat.next_node_number()
-        step.unknown, step.exposed = self.unknowns.begin()
-        step.addresses.begin(self.numbers)
-        self.streams.begin(stream)
 
     def leave(self) -> None:
         """Nothing is recorded any more; the next thread may."""
@@ -209,17 +205,17 @@ class ProgramWorld(World):
     def _meanwhile(self) -> None:
         """A thread works on the device outside of what is captured: late for the capture that gave it that work, or
         during that of another thread, which in mode "global" breaks where this one allocates or waits."""
-        errand = self.started.get(threading.current_thread())
+        errand = self.threads.errand()
         if errand is not None:
             if 0 < errand.step <= len(self.captures):
                 text = "work that the capture gave to another thread is launched after it has ended"
                 self.flag(self.captures[errand.step - 1], "CG309", text, errand.chain)
             return
         running = self.running
-        if running is None or running.mode != "global" or threading.get_ident() == self.thread:
+        if running is None or running.mode != "global" or self.threads.in_main():
             return
-        if frames.waits_for_thread(self.thread):
-            chain = frames.chain_of_thread(self.thread, self.stop)
+        if frames.waits_for_thread(self.threads.main):
+            chain = frames.chain_of_thread(self.threads.main, self.stop)
             self.flag(running, "CG309", "work is launched by another thread, whose stream is not captured", chain)
         else:
             text = (
@@ -301,15 +297,15 @@ class ProgramWorld(World):
                 known = not self.unknowns.among(inner)
                 self.raised = (func, tuple(tuple(t.shape) for t in inner)) if known else None
                 raise
-        with self.lock, compat.no_torch_function():
+        with self.threads.lock, compat.no_torch_function():
             given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
             for tensor in given if self.compiled_outputs else ():
                 self._late(tensor)
-            if (self.running or self.started) and (given or _on_gpu(kwargs.get("device"))):
+            if (self.running or self.threads.errands) and (given or _on_gpu(kwargs.get("device"))):
                 self._meanwhile()
         out = super().dispatch(func, args, kwargs)
-        with self.lock, compat.no_torch_function():
+        with self.threads.lock, compat.no_torch_function():
             if given:
                 self.warm.add(func)
             if graphs:

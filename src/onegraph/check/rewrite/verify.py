@@ -125,7 +125,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
     from onegraph.check.simulate import frames
     from onegraph.check.simulate.calling import call_step, given_of
     from onegraph.check.simulate.cuda import machine
-    from onegraph.check.simulate.run import _inner
+    from onegraph.check.simulate.device import plain_of
     from onegraph.check.simulate.state import Snapshot
     from onegraph.check.simulate.world import World
 
@@ -144,7 +144,7 @@ def results(target: str, steps: int, gpus: int) -> list[dict[str, Any]]:
             tensors |= {f"given{path}": t for path, t in containers.tensors((arguments, keywords)).items()}
             tensors |= {f"state {name}": t for name, t in Snapshot(step, roots).tensors.items() if name in held}
             with compat.no_torch_function(), world.off():
-                found.append({path: _inner(t).detach().clone() for path, t in tensors.items()})
+                found.append({path: plain_of(t).detach().clone() for path, t in tensors.items()})
     return found
 
 

@@ -80,7 +80,7 @@ def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...],
     step = world.current
     if step is None or world.hosts is not None or sum(c.function is function for c in world.calls) >= MOST_CALLS:
         return function(*args, **kwargs)
-    call = Call(function, world.chain(3), world.step, older=world.numbers)
+    call = Call(function, world.chain(3), world.step, older=world.storages.count)
     given = {"args": args, "kwargs": kwargs}
     tensors = containers.tensors(given)
     call.shapes = {_named(path): tuple(t.shape) for path, t in tensors.items()}

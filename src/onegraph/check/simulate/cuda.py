@@ -168,7 +168,7 @@ def machine(world: World) -> Iterator[None]:
         try:
             yield
         finally:
-            world.closed = True  # for threads that live on
+            world.threads.closed = True  # for threads that live on
 
 
 def importing() -> AbstractContextManager[None]:
@@ -181,7 +181,7 @@ def _noted(world: World, real: Callable[..., Any]) -> Callable[..., Any]:
 
     def noted(*given: Any) -> Any:
         if world.phase == "step" and not world.muted:
-            world.asked_random += 1
+            world.randomness.asked += 1
         return real(*given)
 
     return noted
@@ -261,7 +261,7 @@ def _generator_class(world: World) -> type:
             virtual = torch.device(device).type == "cuda"
             made: Any = _new_generator(cls if virtual else Plain)
             if virtual:
-                world.generators.add(made)
+                world.randomness.generators.add(made)
             return made
 
         def manual_seed(self, seed: int) -> Any:

@@ -166,6 +166,11 @@ def block(inner: Tensor) -> Tensor:
     return inner._values() if inner.layout is torch.sparse_coo else inner.values()
 
 
+def plain_of(tensor: Tensor) -> Tensor:
+    """The CPU tensor inside of one of the simulated device; any other one as it is."""
+    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
+
+
 def storage_of(inner: Tensor) -> int:
     """Address of the StorageImpl: the identity of a storage while it lives."""
     return block(inner).untyped_storage()._cdata

@@ -153,7 +153,7 @@ def _sorted(
                 world.adopt(tensor)
             virtual.append(tensor)
             return tensor.inner
-        if not world.is_pinned(tensor):
+        if not world.storages.is_pinned(tensor):
             refuse(f"Pointer argument (at {place}) cannot be accessed from Triton (cpu tensor?)")
         return tensor
 
@@ -193,7 +193,7 @@ def tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
 
 def _owner(world: "World", address: int) -> Tensor | None:
     """A tensor of the living storage that holds `address`."""
-    for key in list(world.records):
+    for key in list(world.storages.records):
         storage = compat.storage_by_address(key)
         if storage is not None and storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
             return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -310,7 +310,7 @@ def _external(world: "World", record: StorageRecord) -> int:
 
 def _records(world: "World", tensors: list[Tensor]) -> list[StorageRecord]:
     by_address = {}
-    for key, record in list(world.records.items()):
+    for key, record in list(world.storages.records.items()):
         storage = compat.storage_by_address(key)
         if storage is not None:
             by_address[storage.data_ptr()] = record

@@ -35,7 +35,7 @@ class _Dispatch(compat.PlainDispatchMode):
         self.world = world
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.world.closed:
+        if self.world.threads.closed:
             return func(*args, **(kwargs or {}))
         if isinstance(func, compat.HigherOrderOperator):
             kept = len(self.world.raw_findings)
@@ -70,7 +70,7 @@ class _Dispatch(compat.PlainDispatchMode):
         """In the copy: raises where the function does, or comes to what nothing can look into."""
         torch.set_num_threads(1)  # the threads of the pool are not in the copy
         world = self.world
-        world.lock = threading.RLock()
+        world.threads.lock = threading.RLock()
 
         def unseen(*_: Any, **__: Any) -> None:
             raise _Unseen
@@ -131,7 +131,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.world.closed:
+        if self.world.threads.closed:
             return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
@@ -147,7 +147,7 @@ class _Functions(TorchFunctionMode):
 
     def draws(self, generator: torch.Generator, args: Any, kwargs: Any) -> None:
         """A generator of the device is one that a graph must know; what one of the host draws is a number like any."""
-        if any(generator is known for known in self.world.generators):
+        if any(generator is known for known in self.world.randomness.generators):
             self.world.unregistered(generator)
             return
         device = kwargs.get("device")
@@ -173,12 +173,12 @@ class _Functions(TorchFunctionMode):
         return args[0].to(self.device("cuda" if device is None else device), non_blocking=non_blocking)
 
     def pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.world.is_pinned(args[0]):
+        if self.world.storages.is_pinned(args[0]):
             return args[0]
         return self.world.pin(args[0].clone())
 
     def is_pinned(self, func: Any, args: Any, kwargs: Any) -> bool:
-        return not isinstance(args[0], DeviceTensor) and self.world.is_pinned(args[0])
+        return not isinstance(args[0], DeviceTensor) and self.world.storages.is_pinned(args[0])
 
     def set_data(self, func: Any, args: Any, kwargs: Any) -> Any:
         target, value = args

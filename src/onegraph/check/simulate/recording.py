@@ -60,7 +60,7 @@ def keep_one(world: "World", target: Tensor) -> None:
     """The same of one tensor that is about to be written."""
     assert world.current is not None
     key = storage_of(target)
-    record = world.records.get(key)
+    record = world.storages.records.get(key)
     if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
         return
     whole = flat_bytes(target)
@@ -132,7 +132,7 @@ def uses(
     for tensor in virtual:
         yield tensor.record.number, id(tensor.inner) in targets, tensor.inner
     for out, new in zip(outs, fresh, strict=True):
-        record = world.records.get(storage_of(out))
+        record = world.storages.record(out)
         if new and record is not None:
             yield record.number, True, out
 
@@ -166,7 +166,7 @@ def _remember(
     op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
     op.tensors = tuple(t.inner for t in virtual)
     op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
-    made = [(o, world.records.get(storage_of(o))) for o, new in zip(outs, fresh, strict=True) if new]
+    made = [(o, world.storages.record(o)) for o, new in zip(outs, fresh, strict=True) if new]
     op.allocates = tuple(r.number for _, r in made if r is not None)
     op.bytes = sum(r.nbytes for _, r in made if r is not None)
     targets = written(op.func)
@@ -174,7 +174,7 @@ def _remember(
         op.writes = tuple(
             r.number
             for t in tensors_in([args[i] for i in targets.positions if i < len(args)])
-            if (r := world.records.get(storage_of(t))) is not None
+            if (r := world.storages.record(t)) is not None
         )
 
 

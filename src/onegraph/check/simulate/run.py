@@ -1,9 +1,8 @@
-"""The protocol of a simulation: build, warm up, capture, then eager and replay side by side."""
+"""The protocol on a simulated GPU: the second step is captured, the later ones run eagerly and are replayed beside."""
 
 import gc
 import time
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
@@ -11,21 +10,21 @@ from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.declared import nameless
+from onegraph.check.protocol import Given, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
-from onegraph.check.simulate.compare import StorageTable, differences
+from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, guarded
+from onegraph.check.simulate.compare import StorageTable
 from onegraph.check.simulate.cuda import machine
-from onegraph.check.simulate.device import DeviceTensor, storage_of
+from onegraph.check.simulate.device import DeviceTensor, plain_of, storage_of
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.kernels import Code
-from onegraph.check.simulate.records import Step, reshaped, same
-from onegraph.check.simulate.replay import Verdict, replay
-from onegraph.check.simulate.state import Snapshot, changes, methods, random_state
+from onegraph.check.simulate.records import Step, same
+from onegraph.check.simulate.replay import replay
+from onegraph.check.simulate.state import Snapshot, random_state
 from onegraph.check.simulate.unknown import told
 from onegraph.check.simulate.world import World
 
-FEWEST_STEPS = 3
 DEFAULT_STEPS = 4
 """One warm-up, one captured, two replayed: the fewest that show a number changing more than once."""
 
@@ -58,8 +57,7 @@ def simulate_step(
 
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
-    if steps < FEWEST_STEPS:
-        raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
+    checked_count(steps)
     barred: dict[Code, str] = {}
     for tries in range(TRIES, 0, -1):
         simulation = _Simulation(factory, steps, target, gpus, probe)
@@ -71,24 +69,20 @@ def simulate_step(
     raise AssertionError("the last try ends with a report")
 
 
-class _Simulation:
+class _Simulation(StepCheck):
     def __init__(self, factory: Callable[[], Any], steps: int, target: str, gpus: int, probe: bool | None) -> None:
+        roots = frames.Roots()
+        self.world = World(call_step.__code__, roots, gpus)
+        super().__init__(roots, self.world)
         self.factory, self.count, self.target, self.probing = factory, steps, target, probe
-        self.roots = frames.Roots()
-        self.world = World(call_step.__code__, self.roots, gpus)
-        self.steps: dict[int, Step] = {}
-        self.verdicts: dict[int, Verdict] = {}
-        self.changed: dict[int, dict[str, tuple[Any, Any]]] = {}
-        self.types: dict[type, None] = {}
         self.names: dict[int, str] = {}
-        self.returned: dict[int, int] = {}
         self.made: dict[int, tuple[str, int]] = {}
-        self.handed = containers.Handed()
         self.refreshed: dict[int, set[int]] = {}
         self.told: dict[int, str] = {}  # what Python values a step finds when it begins
         self.drew: dict[int, bool] = {}  # whether a step itself took random numbers of the host's
         self.probe_ended = ""  # what a step raised that the factory was not made for
-        self.numbers_of: dict[int, dict[str, Any]] = {}  # Python values that the steps return, by path
+        self.pinned: dict[int, Tensor] = {}  # what captured copies read from pinned memory, before the inputs came
+        self.rng = torch.get_rng_state()  # of the host, as the running step found it
 
     def run(self, *, last: bool) -> Report | None:
         """The report; None where a kernel of the captured step could not be run again, unless this try is the last."""
@@ -156,76 +150,69 @@ class _Simulation:
     def _build(self) -> tuple[Callable[..., Any], Callable[[int], Any]]:
         self.world.phase, self.world.step = "build", -1
         built = build(self.factory)
-        self.world.raise_refused()
+        self.world.threads.raise_refused()
         return built
 
     def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
         world = self.world
         world.step, world.phase, world.current = index, "inputs", None
-        pinned_before = self._pinned_contents()
-        arguments = given_by(inputs, index)
-        leaves = containers.tensors(arguments, self.handed)
-        for path, tensor in containers.tensors(arguments).items():
-            if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
-                name = f"inputs(i){path[3:]}, in an object that nobody copies tensors from,"
-                self.names.setdefault(tensor.record.number, name)
-        self.handed.note(arguments)
-        before = Snapshot(step, self.roots)
-        self.told[index] = repr((before.values, containers.numbers(arguments)))
-        if index >= world.captured_step:
-            self._note_storages()
-        record = world.current = Step(index)
-        record.inputs = {t.record.number: path for path, t in leaves.items() if isinstance(t, DeviceTensor)}
-        if index > world.captured_step:
-            self._refresh(leaves, pinned_before, index)
-        shapes = [list(leaf.shape) for leaf in leaves.values()]
-        record.unknown, record.exposed = world.unknowns.begin()
-        record.addresses.begin(world.numbers)
-        world.reshaped.clear()
-        world.random_states.clear()
-        rng = torch.get_rng_state()
-        world.streams.begin(world.streams_main.id)
-        world.first_node = compat.next_node_number()
-        drawn = random_state(), world.asked_random
-        world.phase = "step"
-        result = guarded(f"step {index}", call_step, step, *arguments)
-        world.raise_refused()
-        self.drew[index] = drawn != (random_state(), world.asked_random)
-        record.unknown_after = world.unknowns.end()
-        world.streams.end(world)
-        for code, text, chain, values in reshaped(list(leaves.values()), shapes, world.reshaped):
-            world.see(code, text, SILENT, chain=chain, values=values)
-        world.phase = "idle"
-        outputs = containers.tensors(result)
-        self.numbers_of[index] = containers.numbers(result)
-        after = Snapshot(step, self.roots)
-        self.names.update({n: name for n, name in {**before.storages, **after.storages}.items() if n not in self.names})
-        self.changed[index] = changes(before, after)
-        self.types.update(after.types)
-        for out in outputs.values():
-            if isinstance(out, DeviceTensor):
-                self.returned.setdefault(out.record.number, index)
-        self.steps[index] = record
+        self.pinned = self._pinned_contents()
+        seen = self.observe(step, inputs, index)
+        record, leaves, outputs = seen.record, seen.inputs, seen.outputs
+        named = {**seen.before.storages, **seen.after.storages}
+        self.names.update({n: name for n, name in named.items() if n not in self.names})
         self._note_storages()
-        plain = {path: _inner(out) for path, out in outputs.items()}
-        inner_leaves = {path: _inner(leaf) for path, leaf in leaves.items()}
+        plain = {path: plain_of(out) for path, out in outputs.items()}
+        inner_leaves = {path: plain_of(leaf) for path, leaf in leaves.items()}
         if index == world.captured_step:
             world.reference = record
             self.captured_outputs, self.static_inputs = plain, inner_leaves
             self.static_wrappers = (leaves, outputs)
             self._end_of_capture(record)
         elif index > world.captured_step:
-            del result, outputs, arguments, before, after
+            del seen, outputs
             captured = self.steps[world.captured_step]
             # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
             with compat.no_torch_function(), world.off(), torch.inference_mode():
                 self.verdicts[index] = replay(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
-                    self._dead(captured), rng,
+                    self._dead(captured), self.rng,
                 )  # fmt: skip
             record.before.clear()
             for op in record.ops:
                 op.given = ()  # copies of what it was given
+
+    # the simulated GPU as a backend
+
+    def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
+        return tensor.record.number if isinstance(tensor, DeviceTensor) else None
+
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+        world = self.world
+        for path, tensor in containers.tensors(given).items():
+            if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
+                name = f"inputs(i){path[3:]}, in an object that nobody copies tensors from,"
+                self.names.setdefault(tensor.record.number, name)
+        self.told[record.index] = repr((before.values, containers.numbers(given)))
+        if record.index >= world.captured_step:
+            self._note_storages()
+        if record.index > world.captured_step:
+            self._refresh(leaves, self.pinned, record.index)
+        self.rng = torch.get_rng_state()
+        world.begin(record, world.streams_main.id)
+
+    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+        world = self.world
+        drawn = random_state(), world.randomness.asked
+        world.phase = "step"
+        result = guarded(f"step {record.index}", call_step, step, *given)
+        world.threads.raise_refused()
+        self.drew[record.index] = drawn != (random_state(), world.randomness.asked)
+        world.end(record)
+        return result
+
+    def end(self, record: Step) -> None:
+        self.world.phase = "idle"
 
     def _place(self, chain: frames.Chain) -> str:
         where = self.roots.where(chain)
@@ -282,11 +269,11 @@ class _Simulation:
     # storages
 
     def _note_storages(self) -> None:
-        for record in list(self.world.records.values()):
+        for record in list(self.world.storages.records.values()):
             self.made.setdefault(record.number, (record.phase, record.born))
 
     def _alive(self) -> set[int]:
-        return {record.number for record in list(self.world.records.values())}
+        return {record.number for record in list(self.world.storages.records.values())}
 
     def _dead(self, captured: Step) -> set[int]:
         """Storages that the captured step read and that no tensor of the user refers to any more."""
@@ -308,26 +295,11 @@ class _Simulation:
             raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
         table = StorageTable(self.names, self._alive() - self._dead(captured), self.made, self.returned)
-        at_ops, at_branches = differences(captured, later, self.verdicts, table, self.refreshed)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
-        findings.of_running(world.raw_findings)
-        findings.of_running(compiled.skips(world.calls, world.captured_step))
-        findings.of_comparison(at_ops)
-        findings.of_launches()
-        findings.of_branches(at_branches)
-        codes = _codes(self.steps) + methods(self.types)
-        findings.of_state({i: c for i, c in self.changed.items() if i >= world.captured_step}, codes)
-        findings.of_results(changed_numbers(self.numbers_of, world.captured_step))
-        findings.of_referee(self.verdicts)
+        raw = (*world.raw_findings, *compiled.skips(world.calls, world.captured_step))
+        self.conclude(findings, raw, captured, later, table, self.refreshed)
         report = findings.report(self.target, self.count)
-        report.facts.update(
-            {
-                "torch": torch.__version__,
-                "largest replay error": max((v.worst for v in self.verdicts.values()), default=0.0),
-                "replay equals eager": not any(v.stale for v in self.verdicts.values()),
-                "simulation seconds": round(seconds, 3),
-            }
-        )
+        report.facts.update({**self.facts_of_replays(), "simulation seconds": round(seconds, 3)})
         report.facts["memory"] = memory.facts(captured, findings.locate)
         if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
@@ -336,26 +308,6 @@ class _Simulation:
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
         return report
-
-
-def changed_numbers(returned: dict[int, dict[str, Any]], captured: int) -> dict[str, tuple[Any, Any]]:
-    """Python values that steps return, by path, that are not what they were at capture: (then, the first other one)."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for index, values in sorted(returned.items()):
-        for path, value in values.items():
-            known = returned[captured].get(path, value)
-            if index > captured and repr(known) != repr(value):
-                found.setdefault(path, (known, value))
-    return found
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    return tensor.inner if isinstance(tensor, DeviceTensor) else tensor
-
-
-def _codes(steps: dict[int, Step]) -> list[CodeType]:
-    """Every function of the user that ran an op, outermost last."""
-    return list(dict.fromkeys(code for step in steps.values() for op in step.ops for code, _ in op.chain))
 
 
 def _alive(source: Any) -> Any:

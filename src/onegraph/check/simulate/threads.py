@@ -2,9 +2,10 @@
 
 import functools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onegraph.check.deadline import Overdue
@@ -36,13 +37,58 @@ class PerThread:
         setattr(world.local, self.name, value)
 
 
+class Threads:
+    """The threads of the code under check: one at a time, which has the lock, works on the machine.
+
+    main: the thread that runs the steps; errands: of threads that do what a step asked for; started: all that the user
+    started; closed: the machine is gone; ended: the program's last line was run; refused: what cannot be checked, met
+    in a thread of the user's; copied: this is a copy of the process, with one thread; apart: in a copy, what does the
+    work of a pool's.
+    """
+
+    def __init__(self) -> None:
+        self.main = threading.get_ident()
+        self.lock = threading.RLock()
+        self.closed = self.ended = self.copied = False
+        self.refused: CheckError | None = None
+        self.errands: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()
+        self.started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.apart: list[threading.Thread] = []
+        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def in_main(self) -> bool:
+        return threading.get_ident() == self.main
+
+    def errand(self) -> Errand | None:
+        """What the running thread does for a step."""
+        return self.errands.get(threading.current_thread())
+
+    @contextmanager
+    def working_for(self, errand: Errand) -> Iterator[None]:
+        """The running thread does what a step asked for."""
+        thread = threading.current_thread()
+        before = self.errands.get(thread)
+        self.errands[thread] = errand
+        try:
+            yield
+        finally:
+            del self.errands[thread]
+            if before is not None:
+                self.errands[thread] = before
+
+    def raise_refused(self) -> None:
+        """What cannot be checked, met in a thread of the user's, ends the check in this one."""
+        if self.refused is not None:
+            raise self.refused
+
+
 def start(world: "World", real: Callable[..., Any], modes: Callable[[], AbstractContextManager[Any]]) -> Any:
     """`Thread.start` whose thread has the machine too (modes hold for one thread), and the calls that started it."""
 
     def start(thread: Any) -> Any:
         if not world.submitting and (chain := world.chain()):
-            world.started[thread] = Errand(world.step, chain)
-        world.threads.add(thread)
+            world.threads.errands[thread] = Errand(world.step, chain)
+        world.threads.started.add(thread)
         run = thread.run
 
         def inside() -> None:
@@ -50,7 +96,7 @@ def start(world: "World", real: Callable[..., Any], modes: Callable[[], Abstract
                 with modes():
                     frames.in_thread(run)
             except CheckError as error:  # to whoever checks: the thread's own end is not the user's fault
-                world.refused = world.refused or error
+                world.threads.refused = world.threads.refused or error
 
         thread.run = inside
         return real(thread)
@@ -65,7 +111,7 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
     def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         if world.phase == "step":
             work = _told(world, function)
-            if world.copied:
+            if world.threads.copied:
                 return _apart(world, work, args, kwargs)
             world.submitting += 1
             try:
@@ -75,10 +121,10 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
             return given
         if world.builds_at_once:
             return _now(function, args, kwargs)
-        with world.lock:
-            if world.ended:
+        with world.threads.lock:
+            if world.threads.ended:
                 raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-            world.executors.add(pool)
+            world.threads.executors.add(pool)
         waiting: Future[Any] = real(pool, function, *args, **kwargs)
         return waiting
 
@@ -87,12 +133,12 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
 
 def finish(world: "World") -> None:
     """What Python does after a program's last line: pools do what they were given, and threads end, but daemons."""
-    with world.lock:
-        world.ended = True
-        executors = list(world.executors)
+    with world.threads.lock:
+        world.threads.ended = True
+        executors = list(world.threads.executors)
     for pool in executors:
         pool.shutdown()
-    while left := [t for t in threading.enumerate() if t in world.threads and not t.daemon]:
+    while left := [t for t in threading.enumerate() if t in world.threads.started and not t.daemon]:
         left[0].join()
 
 
@@ -120,7 +166,7 @@ def _apart(
             done.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    world.apart.append(thread)
+    world.threads.apart.append(thread)
     thread.start()
     return done
 
@@ -131,7 +177,7 @@ def _told(world: "World", function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function, updated=())
     def work(*args: Any, **kwargs: Any) -> Any:
-        with world.working_for(errand):
+        with world.threads.working_for(errand):
             return function(*args, **kwargs)
 
     return work

@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check import compat
 from onegraph.check.declared import capturable
 from onegraph.check.report import SILENT, CheckError, Severity
 from onegraph.check.simulate import compiled, fake_results, frames, hazards, recording
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, refuse, storage_of, weak
+from onegraph.check.simulate.device import (
+    DeviceTensor,
+    StorageRecord,
+    flat_bytes,
+    plain_of,
+    refuse,
+    storage_of,
+)
 from onegraph.check.simulate.kernels import Kernels
+from onegraph.check.simulate.randomness import Randomness
 from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
     RawFinding,
@@ -25,8 +32,9 @@ from onegraph.check.simulate.records import (
     tensors_in,
     written,
 )
+from onegraph.check.simulate.storages import Storages
 from onegraph.check.simulate.streams import Streams
-from onegraph.check.simulate.threads import Errand, PerThread
+from onegraph.check.simulate.threads import PerThread, Threads
 from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
 
 BUILTIN = {
@@ -59,27 +67,14 @@ class World:
         self.captured_step = 1
         self.current: Step | None = None
         self.reference: Step | None = None
-        self.records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
-        self.pinned: dict[int, StorageWeakRef] = {}
+        self.storages = Storages()
+        self.threads = Threads()
+        self.randomness = Randomness()
         self.raw_findings: list[RawFinding] = []
         self.asked_capturing: list[frames.Chain] = []
         self.streams = Streams()
         self.kernels = Kernels()
         self.streams_main: Any = None  # the stream that captures, once there are stand-ins for streams
-        self.thread = threading.get_ident()  # that runs the steps
-        self.lock = threading.RLock()
-        self.closed = self.ended = False
-        self.refused: CheckError | None = None  # what cannot be checked, met in a thread of the user's
-        self.copied = False  # whether this is a copy of the process, with one thread
-        self.started: weakref.WeakKeyDictionary[threading.Thread, Errand] = weakref.WeakKeyDictionary()  # by a step
-        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # all that were started
-        self.apart: list[threading.Thread] = []  # in a copy: what does the work of a pool's
-        self.executors: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.asked_random = 0  # how often steps asked the system for random bytes
-        self.random_states: list[Tensor] = []  # of the generator, as the running step has read them
-        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()  # of the device
-        self.numbers = 0
-        self.sizes: dict[int, int] = {}  # bytes of each storage, by number
         self.calls: list[compiled.Call] = []  # of functions that torch compiles with graphs of their own
         self.hosts: list[tuple[str, frames.Chain]] | None = None  # ops on the CPU, while one of them runs
         self.saves = False  # whether tensors of the device may be pickled
@@ -88,48 +83,51 @@ class World:
         self.tried: dict[Any, bool] = {}  # ops with kernels for CUDA and the CPU: whether the former can be run here
         self.reshaped: dict[int, tuple[str, frames.Chain]] = {}  # tensors whose shape the step changed in place
 
-    # books
+    # steps
+
+    def begin(self, step: Step, stream: int) -> None:
+        """From now on what is done is recorded in `step`, which `stream` captures."""
+        self.current = step
+        self.randomness.begin()
+        step.unknown, step.exposed = self.unknowns.begin()
+        step.addresses.begin(self.storages.count)
+        self.streams.begin(stream)
+
+    def end(self, step: Step) -> None:
+        step.unknown_after = self.unknowns.end()
+        self.streams.end(self)
+
+    # storages
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        return self.storages.sizes
 
     def record_of(self, inner: Tensor) -> StorageRecord:
-        key = storage_of(inner)
-        record = self.records.get(key)
-        if record is None:
-            record = self.records[key] = self._new_record(block(inner).untyped_storage().nbytes())
+        known = self.storages.record(inner)
+        if known is not None:
+            return known
+        record = self.storages.add(inner, self.step, self.phase)
+        if self.phase == "step" and self.step == self.captured_step and self.current is not None and not self.muted:
+            self.current.memory.append((record.number, record.nbytes, len(self.current.ops)))
+            weakref.finalize(record, self.current.freed, record.number).atexit = False
         return record
 
     def adopt(self, tensor: DeviceTensor) -> None:
         """A tensor of an earlier simulation of this process, kept by a cache of the user's (`lru_cache` by device): it
         was there before this one began, and its owner lives on. Without this only its views had an owner here, and a
         replay took the storage for freed memory."""
-        key = storage_of(tensor.inner)
-        record = self.records.get(key)
-        if record is None:
-            self.numbers += 1
-            nbytes = self.sizes[self.numbers] = block(tensor.inner).untyped_storage().nbytes()
-            record = self.records[key] = StorageRecord(self.numbers, nbytes, -1, "outside", None)
+        record = self.storages.record(tensor.inner) or self.storages.add(tensor.inner, -1, "outside")
         tensor.world, tensor.record, tensor.made = self, record, -1
-
-    def _new_record(self, nbytes: int) -> StorageRecord:
-        self.numbers += 1
-        self.sizes[self.numbers] = nbytes
-        record = StorageRecord(self.numbers, nbytes, self.step, self.phase, None)
-        if self.phase == "step" and self.step == self.captured_step and self.current is not None and not self.muted:
-            self.current.memory.append((self.numbers, nbytes, len(self.current.ops)))
-            weakref.finalize(record, self.current.freed, self.numbers).atexit = False
-        return record
 
     def wrap(self, inner: Tensor, index: int | None = None) -> DeviceTensor:
         return DeviceTensor(inner, self, self.device_index if index is None else index)
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        known = self.pinned.get(storage_of(tensor))
-        return known is not None and not known.expired()
 
     def pin(self, tensor: Tensor) -> Tensor:
         if self.phase == "step":
             text = "pinned memory is allocated inside the step (torch before 2.10 cannot while capturing)"
             self.see("CG107", text, hazards.NOT_PERMITTED, severity=Severity.WARNING)
-        self.pinned[storage_of(tensor)] = weak(tensor)
+        self.storages.pin(tensor)
         return tensor
 
     def chain(self, depth: int = 2) -> frames.Chain:
@@ -137,23 +135,10 @@ class World:
         empty outside of steps."""
         if self.phase != "step":
             return ()
-        if threading.get_ident() == self.thread:
+        if self.threads.in_main():
             return frames.chain(self.stop, depth + 1)
-        errand = self.started.get(threading.current_thread())
-        return (errand.chain if errand else ()) or frames.chain_of_thread(self.thread, self.stop)
-
-    @contextmanager
-    def working_for(self, errand: Errand) -> Iterator[None]:
-        """The running thread does what a step asked for."""
-        thread = threading.current_thread()
-        before = self.started.get(thread)
-        self.started[thread] = errand
-        try:
-            yield
-        finally:
-            del self.started[thread]
-            if before is not None:
-                self.started[thread] = before
+        errand = self.threads.errand()
+        return (errand.chain if errand else ()) or frames.chain_of_thread(self.threads.main, self.stop)
 
     def see(
         self,
@@ -192,20 +177,9 @@ class World:
                 self.current.reads.append((chain, value, len(self.current.ops)))
 
     def random_state(self, state: Tensor, *, read: bool) -> None:
-        """The generator's state was read, or is set to one that this step read before (`torch.utils.checkpoint` draws
-        the same numbers twice). A graph keeps where in its numbers a kernel begins, so a replay does the same. Kept in
-        `Step.rng` as (ops before it, -1) of a read, (ops before it, which read) of a return to it."""
-        if self.phase != "step" or self.muted or self.current is None:
-            return
-        position = len(self.current.ops)
-        if read:
-            self.random_states.append(state.clone())
-            self.current.rng.append((position, -1))
-            return
-        for index in reversed(range(len(self.random_states))):
-            if torch.equal(self.random_states[index], state):
-                self.current.rng.append((position, index))
-                return
+        """See `Randomness.note`."""
+        if self.phase == "step" and not self.muted and self.current is not None:
+            self.randomness.note(self.current, state, read=read)
 
     def unknown(
         self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = (), *, exposed: bool = False
@@ -218,7 +192,7 @@ class World:
             chain: the calls to it; those to here where none are given.
             exposed: they may be written at any time from now on: known contents do not stay known.
         """
-        inner = [t.inner if isinstance(t, DeviceTensor) else t for t in tensors]
+        inner = [plain_of(t) for t in tensors]
         self.unknowns.mark(inner, exposed=exposed)
         self._note_unknown(inner)
         self.unknowns.sources.setdefault(source, chain or self.chain())
@@ -228,7 +202,7 @@ class World:
         if self.current is None or self.phase != "step":
             return
         for index, tensor in enumerate(tensors):
-            record = self.records.get(storage_of(tensor))
+            record = self.storages.record(tensor)
             if record is not None:
                 self.current.marked.setdefault(record.number, (len(self.current.ops), index))
 
@@ -261,7 +235,7 @@ class World:
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one op: on the host as it is; for the device on the inner tensors, with the result wrapped again."""
-        with self.lock, compat.no_torch_function():
+        with self.threads.lock, compat.no_torch_function():
             virtual: list[DeviceTensor] = []
             hosts: list[Tensor] = []
             scalars: list[Any] = []
@@ -285,7 +259,7 @@ class World:
     def _host_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hosts: list[Tensor]) -> Any:
         name = func._schema.name
         if name == "aten::is_pinned":
-            return self.is_pinned(hosts[0])
+            return self.storages.is_pinned(hosts[0])
         if name == "aten::_pin_memory":
             return self.pin(hosts[0].clone())
         pinned = bool(kwargs.pop("pin_memory", False))
@@ -313,7 +287,7 @@ class World:
         kwargs.pop("pin_memory", None)
         live = self.phase == "step" and not self.muted
         chain = self.chain(3) if live else ()
-        inside = threading.get_ident() == self.thread
+        inside = self.threads.in_main()
         writes = written(func)
         kind = "op"
         hazard = None
@@ -329,7 +303,7 @@ class World:
                     )
                 if live and not host.dim():
                     scalars.append(("cpu", host.item()))
-                elif live and (name in _PACKED or (own and not self.is_pinned(host))):
+                elif live and (name in _PACKED or (own and not self.storages.is_pinned(host))):
                     scalars.append(host.tolist())
         if live and hazard is None:
             hazard = hazards.of_op(func, name, args, kwargs, hosts)
@@ -400,13 +374,13 @@ class World:
             to_device = any(args[0] is t.inner for t in virtual)
             if not hosts:
                 return "op", None
-            pinned = self.is_pinned(hosts[0])
+            pinned = self.storages.is_pinned(hosts[0])
         else:
             non_blocking = bool(kwargs.get("non_blocking"))
             if virtual and (device is None or device.type == "cuda"):
                 return "op", None
             to_device = not virtual
-            pinned = self.is_pinned(hosts[0]) if to_device else non_blocking
+            pinned = self.storages.is_pinned(hosts[0]) if to_device else non_blocking
         where = self.roots.where(chain)
         opname = frames.opname(*where) if where else ""
         hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=opname)
@@ -436,11 +410,6 @@ class World:
             self.see("CG105", text, hazards.NOT_PERMITTED, chain=chain)
         elif namespace not in BUILTIN:
             self.opaque(name, f"custom op {name}", chain)
-
-    def raise_refused(self) -> None:
-        """What cannot be checked, met in a thread of the user's, ends the check in this one."""
-        if self.refused is not None:
-            raise self.refused
 
     def opaque(self, name: str, what: str, chain: frames.Chain) -> None:
         """Something the simulation cannot look into: unverified unless its author has spoken."""

@@ -1,0 +1,36 @@
+"""Random numbers that steps draw: of the device's generators, and of the system."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onegraph.check.simulate.records import Step
+
+
+class Randomness:
+    """generators: of the device; asked: how often steps asked the system for random bytes."""
+
+    def __init__(self) -> None:
+        self.generators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.asked = 0
+        self._states: list[Tensor] = []  # of the generator, as the running step has read them
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._states.clear()
+
+    def note(self, step: Step, state: Tensor, *, read: bool) -> None:
+        """The generator's state was read, or is set to one that this step read before (`torch.utils.checkpoint` draws
+        the same numbers twice). A graph keeps where in its numbers a kernel begins, so a replay does the same. Kept in
+        `Step.rng` as (ops before it, -1) of a read, (ops before it, which read) of a return to it."""
+        position = len(step.ops)
+        if read:
+            self._states.append(state.clone())
+            step.rng.append((position, -1))
+            return
+        for index in reversed(range(len(self._states))):
+            if torch.equal(self._states[index], state):
+                step.rng.append((position, index))
+                return

@@ -1,0 +1,47 @@
+"""What the simulated allocator knows: the storages that live, and how many bytes each storage had."""
+
+import weakref
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from onegraph.check.simulate.device import StorageRecord, block, storage_of, weak
+
+
+class Storages:
+    """records: of living storages of the device, by address; count: of all that there ever were; sizes: bytes, by
+    number; pinned: storages of the host that a copy may read without waiting."""
+
+    def __init__(self) -> None:
+        self.records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
+        self.count = 0
+        self.sizes: dict[int, int] = {}
+        self.pinned: dict[int, StorageWeakRef] = {}
+
+    def record(self, inner: Tensor) -> StorageRecord | None:
+        """That of the storage of a plain tensor, None where it is none of the device."""
+        return self.records.get(storage_of(inner))
+
+    def add(self, inner: Tensor, born: int, phase: str) -> StorageRecord:
+        """A storage that is new, made in step `born`."""
+        self.count += 1
+        nbytes = self.sizes[self.count] = block(inner).untyped_storage().nbytes()
+        made = self.records[storage_of(inner)] = StorageRecord(self.count, nbytes, born, phase, None)
+        return made
+
+    def alive(self) -> set[int]:
+        """Numbers of the storages that some tensor of the user's refers to."""
+        return {record.number for record in list(self.records.values())}
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        known = self.pinned.get(storage_of(tensor))
+        return known is not None and not known.expired()
+
+    def pin(self, tensor: Tensor) -> None:
+        self.pinned[storage_of(tensor)] = weak(tensor)
+
+    def forget(self, known: set[int]) -> None:
+        """Drop what is kept of storages that are gone and not among `known`."""
+        known = known | self.alive()
+        self.sizes = {number: nbytes for number, nbytes in self.sizes.items() if number in known}
+        self.pinned = {key: storage for key, storage in self.pinned.items() if not storage.expired()}
