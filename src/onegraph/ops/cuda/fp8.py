@@ -36,7 +36,7 @@ DEQUANTIZE_ARGUMENTS = build.Arguments(
 )
 DEQUANTIZE = build.Source(
     "fp8_dequantize",
-    ops=("fp8_dequantize",),
+    ops=("fp8_dequantize", "mxfp8_dequantize"),
     functions=("fp8_dequantize",),
     arguments=DEQUANTIZE_ARGUMENTS,
     capabilities=build.PORTABLE,
@@ -106,7 +106,10 @@ class Variant:
 
 KERNEL = build.Source(
     "fp8",
-    ops=("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
+    ops=(
+        *("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
+        *("mxfp8_linear", "mxfp8_grouped_linear", "mxfp8_experts"),
+    ),
     functions=("fp8_linear",),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
