@@ -63,7 +63,10 @@ def blocks(rows: int, columns: int, k: int) -> Blocks | None:
 class FP8(Stream):
     source = build.Source(
         "fp8",
-        ops=("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
+        ops=(
+            *("fp8_linear", "fp8_grouped_linear", "fp8_experts"),
+            *("mxfp8_linear", "mxfp8_grouped_linear", "mxfp8_experts"),
+        ),
         functions=("fp8_linear",),
         arguments=build.Arguments(
             pointers=("x", "codes", "scale", "bias", "experts", "weights", "y"),
@@ -77,7 +80,7 @@ class FP8(Stream):
     )
     dequantizer = build.Source(
         "fp8_dequantize",
-        ops=("fp8_dequantize",),
+        ops=("fp8_dequantize", "mxfp8_dequantize"),
         functions=("fp8_dequantize",),
         arguments=build.Arguments(pointers=("codes", "scale", "y"), ints=("matrices", "n", "k", *BLOCKS)),
         capabilities=build.PORTABLE,
