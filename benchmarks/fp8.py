@@ -109,12 +109,12 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
 
     def ways(count: int) -> list[stream.Variant]:
         tiles = [t for t in (1, 2, 4) if 8 * t >= min(count, 16) and (t == 1 or 4 * t < count)]
-        kinds = product(tiles, (False, True), (16, 8), (128, 256), (1, 6))
+        kinds = product(tiles, (False, True), (16, 8), (128, 256), (1, 8))
         return [
             stream.Variant(stream.LINEAR, t, False, ring, slice, ((warps, warps // 2),), early=early)
             for t, ring, warps, slice, early in kinds
             if (t == 1 or slice == 128) and (t < 4 or warps == 8)
-            if early == 6 or not ring
+            if early == 8 or not ring
         ]
 
     grain = 128 if block[1] in (0, 128) else 32

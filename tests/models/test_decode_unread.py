@@ -107,7 +107,6 @@ def test_a_card_that_nothing_is_written_for_is_refused(monkeypatch: pytest.Monke
 def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and dtypes that each format's kernels are written for; none where none can be built."""
     monkeypatch.setattr(build.Source, "is_built", lambda source, device: True)
-    monkeypatch.setattr(int4, "available", lambda device: True)
     monkeypatch.setattr(e8p, "launcher", lambda *args: print)
     half, whole = torch.bfloat16, torch.float32
     assert e8p.reads(4096, 14336, 2, half, 0)

@@ -55,7 +55,7 @@ def _one(mode: int, name: str, depth: int, *spilled: int) -> Form:
     return Form(
         nvfp4_one.KERNEL,
         f"{name}, {depth} stages",
-        nvfp4_one._defines(mode, False, depth, 16, edge=mode != nvfp4_one.LINEAR, wide=False),
+        nvfp4_one._defines(mode, False, depth, 16, edge=mode != stream.LINEAR, wide=False),
         spilled,
     )
 
@@ -80,11 +80,11 @@ FORMS = (
     _nvfp4(True, 16, 32, 12, 12),
     _nvfp4(False, 32, 32, 0, 0),
     _nvfp4(True, 32, 32, 0, 0),
-    _one(nvfp4_one.LINEAR, "a linear", 4, 0, 16, 0),
-    _one(nvfp4_one.GATE_UP, "gate and up of experts", 4, 4, 4, 0),
-    _one(nvfp4_one.GATE_UP, "gate and up of experts", 2, 4, 4, 0),
-    _one(nvfp4_one.DOWN, "down of experts", 4, 12, 0, 12),
-    _one(nvfp4_one.DOWN, "down of experts", 2, 12, 8, 8),
+    _one(stream.LINEAR, "a linear", 4, 0, 16, 0),
+    _one(stream.GATE_UP, "gate and up of experts", 4, 4, 4, 0),
+    _one(stream.GATE_UP, "gate and up of experts", 2, 4, 4, 0),
+    _one(stream.DOWN, "down of experts", 4, 12, 0, 12),
+    _one(stream.DOWN, "down of experts", 2, 12, 8, 8),
     _turboquant(4, 8, 0, 2, 8, 12, 24),
     _turboquant(4, 8, 0, 1, 72, 12, 12),
     _turboquant(4, 4, 0, 2, 12, 16, 16),

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from h200 import H200, PLAIN
 from on_cpu import compile_run
-from onegraph.ops.cuda import int4
+from onegraph.ops.cuda import int4, stream
 from onegraph.ops.cuda.build import Device
+from onegraph.ops.cuda.stream import Tiling
 from onegraph.ops.int4 import int4_linear, random_order, random_weight
 
 HERE = Path(__file__).parent
@@ -44,15 +45,15 @@ def build(tmp_path_factory: pytest.TempPathFactory):
     return made
 
 
-def run(build, x: Tensor, weight, order, bias, cut: int4.One | int4.Batch, *, wide: bool = False) -> Tensor:
+def run(build, x: Tensor, weight, order, bias, cut: int4.One | Tiling, *, wide: bool = False) -> Tensor:
     codes, scale, zero = weight
     (tokens, k), n, groups = x.shape, codes.shape[0], scale.shape[1]
     shift = int4.shift_of(k, groups)
     assert shift is not None
     defines = int4._kind(x.dtype, scale, shift) | {"FLOAT32": int(wide), "DEPTH": cut.depth}
     if isinstance(cut, int4.One):
-        program = build(ONE=1, **defines, WARPS=int4.WARPS, PACE=int4.PACE)
-        how = cut.hold, cut.round, cut.blocks, 1, (int4.WARPS + 1) * 32
+        program = build(ONE=1, **defines, WARPS=stream.WARPS, PACE=int4.PACE)
+        how = cut.hold, cut.round, cut.blocks, 1, (stream.WARPS + 1) * 32
     else:
         tiles = 1 if tokens <= 8 else 2
         program = build(**defines, TILES=tiles)
@@ -136,17 +137,17 @@ def test_what_is_not_finite_is_not_hidden(build, value: float) -> None:
 @pytest.mark.parametrize(
     ("tokens", "n", "k", "columns", "dtype", "cut", "choices"),
     [
-        (5, 100, 512, 128, torch.bfloat16, int4.Batch(2, 2, 2, 2, 2, 0), {"bias"}),  # rows beyond the last; two rounds
-        (3, 48, 576, 64, torch.bfloat16, int4.Batch(1, 3, 1, 2, 2, 0), {"wide"}),  # a slice that ends early
-        (8, 64, 1792, 256, torch.float16, int4.Batch(2, 4, 2, 2, 2, 0), set()),  # two turns, the second not for all
-        (9, 33, 320, 32, torch.bfloat16, int4.Batch(2, 2, 1, 2, 2, 0), {"bf16 scales", "bias"}),
-        (17, 40, 832, 832, torch.float16, int4.Batch(2, 2, 3, 4, 2, 0), {"bias"}),  # two passes; one group of all
-        (16, 80, 384, 128, torch.bfloat16, int4.Batch(1, 2, 2, 4, 2, 0), {"wide"}),
-        (12, 48, 512, 64, torch.float16, int4.Batch(1, 1, 4, 4, 2, 0), set()),  # warps without a tile
+        (5, 100, 512, 128, torch.bfloat16, Tiling(2, 2, 2, 2, 2), {"bias"}),  # rows beyond the last; two rounds
+        (3, 48, 576, 64, torch.bfloat16, Tiling(1, 3, 1, 2, 2), {"wide"}),  # a slice that ends early
+        (8, 64, 1792, 256, torch.float16, Tiling(2, 4, 2, 2, 2), set()),  # two turns, the second not for all
+        (9, 33, 320, 32, torch.bfloat16, Tiling(2, 2, 1, 2, 2), {"bf16 scales", "bias"}),
+        (17, 40, 832, 832, torch.float16, Tiling(2, 2, 3, 4, 2), {"bias"}),  # two passes; one group of all
+        (16, 80, 384, 128, torch.bfloat16, Tiling(1, 2, 2, 4, 2), {"wide"}),
+        (12, 48, 512, 64, torch.float16, Tiling(1, 1, 4, 4, 2), set()),  # warps without a tile
     ],
 )
 def test_more_tokens(
-    build, tokens: int, n: int, k: int, columns: int, dtype: torch.dtype, cut: int4.Batch, choices: set[str]
+    build, tokens: int, n: int, k: int, columns: int, dtype: torch.dtype, cut: Tiling, choices: set[str]
 ) -> None:
     x = torch.randn(tokens, k, generator=rng()).to(dtype)
     weight = random_weight(n, k, columns, "cpu", rng(1), torch.bfloat16 if "bf16 scales" in choices else torch.float16)
@@ -170,7 +171,7 @@ def test_a_cut_for_few_tokens_covers_its_shape_and_fits(n: int, k: int, tokens: 
         assert -(-(n // 16) // H200.sms) * groups * 64 > 128 << 10
         return
     assert cut.shared <= H200.shared
-    assert cut.blocks * cut.hold >= -(-n // int4.ROWS)
+    assert cut.blocks * cut.hold >= -(-n // stream.ROWS)
     assert 1 <= cut.round <= cut.hold
     assert 1 <= cut.tokens <= tokens
     if k <= 4096 and n < 128256:
@@ -189,11 +190,11 @@ def test_a_cut_for_more_tokens_covers_its_shape_and_fits(
     groups = 1 if columns == -1 or k < columns else k // columns
     cut = int4.batch_plan(tiles, n, k, groups, device, device is PLAIN)
     assert cut is not None
-    assert cut.shared <= device.shared
-    assert cut.blocks <= -(-n // int4.ROWS)
+    assert cut.shared(int4.footprint(tiles, groups)) <= device.shared
+    assert cut.blocks <= -(-n // stream.ROWS)
     assert cut.across <= -(-k // int4.SLICE)
     assert 1 <= cut.down <= cut.hold
-    assert cut.across * cut.down <= (int4.WARPS if device is H200 else 8 if columns == 32 and groups > 1 else 12)
+    assert cut.across * cut.down <= (stream.WARPS if device is H200 else 8 if columns == 32 and groups > 1 else 12)
     assert int4.batch_plan(tiles, n, k + 32, groups, H200) is None
 
 

@@ -85,7 +85,7 @@ def launch(
     *,
     across: int = 0,
     hold: int = 0,
-    gate: tuple[float, ...] = nvfp4_one.NO_GATE,
+    gate: tuple[float, ...] = stream.NO_GATE,
     span: int = 0,
     wide: bool = False,
 ) -> Tensor:
@@ -104,7 +104,7 @@ def launch(
 
 
 def run(
-    build, mode: int, tensors, sizes, numbers: int, cut: Tiling, gate: tuple[float, ...] = nvfp4_one.NO_GATE,
+    build, mode: int, tensors, sizes, numbers: int, cut: Tiling, gate: tuple[float, ...] = stream.NO_GATE,
     wide: bool = False,
 ) -> Tensor:  # fmt: skip
     tiles = 1 if sizes[0] <= 8 or mode != LINEAR else 2
@@ -217,23 +217,23 @@ def run_one(
     blocks: int,
     *,
     groups: int = 1,
-    gate: tuple[float, ...] = nvfp4_one.NO_GATE,
+    gate: tuple[float, ...] = stream.NO_GATE,
     depth: int = 4,
     wide: bool = False,
 ) -> Tensor:
     """One mode of `nvfp4_one.cu` over `blocks` blocks, two row tiles at a time."""
     tokens, n, k, _, top_k = sizes
-    each = -(-n // nvfp4_one.ROWS) * (top_k if mode == nvfp4_one.GATE_UP else 1)
-    inner = top_k if mode == nvfp4_one.DOWN else 1
-    rows = groups if mode == nvfp4_one.LINEAR else tokens
+    each = -(-n // stream.ROWS) * (top_k if mode == GATE_UP else 1)
+    inner = top_k if mode == DOWN else 1
+    rows = groups if mode == LINEAR else tokens
     group, slices = group_of(tensors), -(-k // nvfp4_one.SLICE) * inner
-    gains = inner + (group == 32 and mode == nvfp4_one.DOWN)
+    gains = inner + (group == 32 and mode == DOWN)
     cut = nvfp4_one.plan(rows * each, slices, gains, each, blocks, H200.shared, group)
     assert cut is not None
-    half, warps = tensors[0].dtype == torch.float16, nvfp4_one.WARPS
+    half, warps = tensors[0].dtype == torch.float16, stream.WARPS
     edge = k % nvfp4_one.SLICE != 0
     program = build(ONE=1, **nvfp4_one._defines(mode, half, depth, group, edge=edge, wide=wide))
-    numbers = tokens * (groups * n if mode == nvfp4_one.LINEAR else top_k * n // 2 if mode == nvfp4_one.GATE_UP else n)
+    numbers = tokens * (groups * n if mode == LINEAR else top_k * n // 2 if mode == GATE_UP else n)
     options = {"across": min(2, cut.round), "hold": cut.hold, "span": cut.span, "gate": gate, "wide": wide}
     return launch(program, tensors, sizes, numbers, (blocks, 1, 1), (warps + 1) * 32, **options)
 
@@ -259,11 +259,11 @@ def test_linear_of_one_token(build, group: int, groups: int, n: int, k: int, dty
     x = x.to(dtype)
     weight = weight_of(group, (groups, n, k), 1)
     bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
-    got = run_one(build, nvfp4_one.LINEAR, [x, *weight, bias, None, None], (1, n, k, groups, 0), blocks, groups=groups)
+    got = run_one(build, LINEAR, [x, *weight, bias, None, None], (1, n, k, groups, 0), blocks, groups=groups)
     wanted = product(x.float(), weight)
     check(got.view(1, groups, n), wanted if bias is None else wanted + bias)
     x[..., k // 2 :] = 0
-    got = run_one(build, nvfp4_one.LINEAR, [x, *weight, None, None, None], (1, n, k, groups, 0), blocks, groups=groups)
+    got = run_one(build, LINEAR, [x, *weight, None, None, None], (1, n, k, groups, 0), blocks, groups=groups)
     if k > nvfp4_one.SLICE:
         check(got.view(1, groups, n) * 2.0**14, product(x.float(), weight) * 2.0**14)
 
@@ -294,7 +294,7 @@ def test_scales_far_apart(build, tokens: int, high: int, dtype: torch.dtype) -> 
     x = (x * torch.linspace(0.5, 1.5, tokens).view(-1, 1, 1)).to(dtype)
     tensors, sizes, numbers = [x, *weight, None, None, None], (tokens, n, k, 1, 0), tokens * n
     if tokens == 1:
-        got = run_one(build, nvfp4_one.LINEAR, tensors, sizes, 2, wide=True)
+        got = run_one(build, LINEAR, tensors, sizes, 2, wide=True)
     elif tokens == 24:
         program = build(HALF=int(dtype == torch.float16), TILES=2, WARPS=2, GROUP=32, FLOAT=1)
         got = launch(program, tensors, sizes, numbers, (2, 1, 2), 64, wide=True)
@@ -318,7 +318,7 @@ def test_each_number_of_the_range_is_its_own(build, tokens: int) -> None:
     x[0, 0, 10], x[-1, 0, 141] = 1, 2
     tensors, sizes = [x, codes, scale, None, None, None, None], (tokens, n, k, 1, 0)
     if tokens == 1:
-        got = run_one(build, nvfp4_one.LINEAR, tensors, sizes, 2, wide=True)
+        got = run_one(build, LINEAR, tensors, sizes, 2, wide=True)
     else:
         got = run(build, LINEAR, tensors, sizes, tokens * n, Tiling(2, 1, 2, 8, 2), wide=True)
     weight = mxfp4.mxfp4_dequantize(codes[0], scale[0]).double()
@@ -332,7 +332,7 @@ def test_what_is_not_finite_is_not_hidden(build, group: int, value: float) -> No
     x = torch.randn(1, 1, 512, generator=rng()).to(torch.bfloat16)
     x[0, 0, 300] = value
     tensors = [x, *weight_of(group, (1, 32, 512), 1), None, None, None]
-    assert run_one(build, nvfp4_one.LINEAR, tensors, (1, 32, 512, 1, 0), 2).isnan().all()
+    assert run_one(build, LINEAR, tensors, (1, 32, 512, 1, 0), 2).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -362,9 +362,9 @@ def test_experts_of_few_tokens(
     layers = weight_of(group, (experts, 2 * wide, dim), 3), weight_of(group, (experts, dim, wide), 4)
     biases = [torch.randn(experts, n, generator=rng(5)) if group == 32 else None for n in (2 * wide, dim)]
     tensors, sizes = [x, *layers[0], biases[0], chosen, gains], (tokens, 2 * wide, dim, experts, top_k)
-    hidden = run_one(build, nvfp4_one.GATE_UP, tensors, sizes, blocks, gate=gate, depth=2)
+    hidden = run_one(build, GATE_UP, tensors, sizes, blocks, gate=gate, depth=2)
     tensors, sizes = [hidden, *layers[1], biases[1], chosen, gains], (tokens, dim, wide, experts, top_k)
-    got = run_one(build, nvfp4_one.DOWN, tensors, sizes, blocks)
+    got = run_one(build, DOWN, tensors, sizes, blocks)
     check(got.view(tokens, dim), truth_of_experts(x.float(), chosen, gains, layers, biases, gate))
 
 
@@ -372,7 +372,7 @@ def test_experts_of_few_tokens(
 def test_a_cut_of_one_token_covers_its_shape(n: int, k: int) -> None:
     cut = nvfp4_one.linear_plan(n, k, 1, H200)
     assert cut is not None
-    assert cut.blocks * cut.hold >= -(-n // nvfp4_one.ROWS)
+    assert cut.blocks * cut.hold >= -(-n // stream.ROWS)
     assert nvfp4_one.linear_plan(n, k + 64, 1, H200) is None
 
 
@@ -388,10 +388,10 @@ def test_experts_of_v4_fit(dim: int, wide: int) -> None:
 def test_only_a_long_linears_first_stages_are_apart(n: int, k: int, pace: int) -> None:
     cut = nvfp4_one.linear_plan(n, k, 1, H200)
     assert cut is not None
-    assert cut.pace(nvfp4_one.LINEAR) == pace
+    assert cut.pace(LINEAR) == pace
     plans = nvfp4_one.experts_plans(1, 4096, 2048, 7, H200)
     assert plans is not None
-    modes = nvfp4_one.GATE_UP, nvfp4_one.DOWN
+    modes = GATE_UP, DOWN
     assert [plan.pace(mode) for plan, mode in zip(plans, modes, strict=True)] == [0, 0]
     assert plans[0].stages > 2 * plans[0].depth
 

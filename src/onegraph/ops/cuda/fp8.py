@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, stream
 from onegraph.ops.cuda.stream import GATE, GATE_UP, HALVES, LINEAR, ROWS, SIZES, Footprint, Stream, Variant, Weight
 
 SLICE = 128  # columns of a unit where a warp does not take 256
@@ -106,7 +106,9 @@ class FP8(Stream):
     def decode(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         codes, scale = self._aligned(weight).tensors.values()
         y, sizes = torch.empty_like(codes, dtype=dtype), dict(zip(("matrices", "n", "k"), weight.shape, strict=True))
-        return self.dequantize(y, 16, {"OUT": OUT[dtype]}, codes=codes, scale=scale, **sizes, **weight.numbers)
+        return stream.dequantize(
+            self.dequantizer, y, 16, {"OUT": OUT[dtype]}, codes=codes, scale=scale, **sizes, **weight.numbers
+        )
 
 
 STREAM = FP8()

@@ -100,7 +100,11 @@ class NVFP4(Stream):
         (groups, n, k), device, group = weight.shape, x.device.index, weight.form["GROUP"]
         codes, scale, global_scale = weight.tensors.values()
         about = build.device(device)
-        if tokens == 1 and nvfp4_one.available(device) and (one := nvfp4_one.linear_plan(n, k, groups, about, group)):
+        if (
+            tokens == 1
+            and nvfp4_one.KERNEL.is_built(device)
+            and (one := nvfp4_one.linear_plan(n, k, groups, about, group))
+        ):
             nvfp4_one.run(LINEAR, codes, scale, (x, global_scale, bias, None, None), y, (1, n, k, groups, 1), one)
             return True
         if tokens <= 8 or not stream.has_few_tiles(weight, device):
@@ -123,7 +127,7 @@ class NVFP4(Stream):
         biases: tuple[Tensor | None, Tensor | None],
     ) -> bool:
         (tokens, top_k), (matrices, dim, wide), device = experts.shape, layers[1].shape, x.device.index
-        if tokens != 1 or not nvfp4_one.available(device):
+        if tokens != 1 or not nvfp4_one.KERNEL.is_built(device):
             return False
         plans = nvfp4_one.experts_plans(tokens, dim, wide, top_k, build.device(device), layers[0].form["GROUP"])
         if plans is None:
@@ -140,7 +144,7 @@ class NVFP4(Stream):
         (matrices, n, k), tensors = weight.shape, self._aligned(weight).tensors
         codes, defines = tensors["codes"], {"HALF": int(dtype == torch.float16), **weight.form}
         y = torch.empty(*codes.shape[:-1], k, dtype=dtype, device=codes.device)
-        return self.dequantize(y, 8, defines, **tensors, n=matrices * n, k=k)
+        return stream.dequantize(self.dequantizer, y, 8, defines, **tensors, n=matrices * n, k=k)
 
 
 STREAM = NVFP4()

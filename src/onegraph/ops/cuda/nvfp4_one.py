@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
+from onegraph.ops.cuda.stream import GATE, GATE_UP, LINEAR, NO_GATE, ROWS, SIZES, WARPS
 from onegraph.ops.cuda.tensor_map import edged_tensor_map, sliced_tensor_map
 
-ROWS, SLICE, UNITS = 16, 256, 8  # as in nvfp4_one.cu; units of a stage
+SLICE, UNITS = 256, 8  # columns of a unit, as in nvfp4_one.cu; units of a stage
 PACE = 300  # nanoseconds between the first stages of a long linear
-WARPS = 16  # that multiply; one more fetches
 DEPTHS = (4, 2)  # stages under way
 ROUND = 16  # row tiles whose sums a block holds
-LINEAR, GATE_UP, DOWN = 0, 1, 2  # MODE
-GATE, NO_GATE = ("limit", "alpha", "shift"), (0.0, 0.0, 0.0)
-
-SIZES = "tokens", "n", "k", "matrices", "top_k"
 ARGUMENTS = build.Arguments(
     maps=("codes", "scale"),
     pointers=("x", "scales", "global_scale", "bias", "experts", "weights", "y"),
@@ -45,6 +42,7 @@ KERNEL = build.Source(
     functions=("nvfp4_one",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
+    otherwise="nvfp4.cu runs one token too",
     example=_defines(LINEAR, False, DEPTHS[0], 16, edge=False, wide=False),
 )
 
@@ -113,19 +111,6 @@ def experts_plans(
     return None if gate_up is None or down is None else (gate_up, down)
 
 
-@cache
-def _kernel(
-    mode: int, half: bool, depth: int, group: int, edge: bool, wide: bool, pace: int, device: int
-) -> build.Kernel:
-    return KERNEL.load(_defines(mode, half, depth, group, edge=edge, wide=wide, pace=pace), device)[0]
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "nvfp4.cu runs one token too")
-
-
 def run(
     mode: int,
     codes: Tensor,
@@ -154,11 +139,15 @@ def run(
         scale_map = sliced_tensor_map(scale.data_ptr(), lines, k // 16, (SLICE // 16, rows, box), swizzle=False)
     pointers = dict(zip(("x", "global_scale", "bias", "experts", "weights"), tensors, strict=True))
     half, wide = x.dtype == torch.float16, y.dtype == torch.float32
-    kernel = _kernel(mode, half, plan.depth, group, edge, wide, plan.pace(mode), y.device.index)
-    arguments = ARGUMENTS.pack(
+    launch(
+        KERNEL,
+        _defines(mode, half, plan.depth, group, edge=edge, wide=wide, pace=plan.pace(mode)),
+        Launch((plan.blocks, 1, 1), (WARPS + 1) * 32, plan.shared),
         codes=codes_map,
         scale=scale_map,
-        **build.addresses(**pointers, scales=scale, y=y),
+        **pointers,
+        scales=scale,
+        y=y,
         **dict(zip(SIZES, sizes, strict=True)),
         hold=plan.hold,
         round=plan.round,
@@ -166,6 +155,3 @@ def run(
         box=box,
         **dict(zip(GATE, gate, strict=True)),
     )
-    with torch.cuda.device(y.device):  # the driver launches in the current context
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch((plan.blocks, 1, 1), (WARPS + 1) * 32, plan.shared, 1, stream, arguments)

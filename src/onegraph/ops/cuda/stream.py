@@ -142,11 +142,17 @@ def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) 
     return y if bias is None else y.add_(bias)
 
 
+def dequantize(source: build.Source, y: Tensor, each: int, defines: Mapping[str, int], **arguments: Any) -> Tensor:
+    """Launches a dequantizer: `each` numbers of y a thread at a time."""
+    blocks = min(-(-y.numel() // (each * 256)), 16 * build.device(y.device.index).sms)
+    launch(source, defines, Launch((blocks, 1, 1), 256), y=y, **arguments)
+    return y
+
+
 class Stream:
     """A format's linears and experts. A subclass says what differs."""
 
     source: ClassVar[build.Source]
-    dequantizer: ClassVar[build.Source]
     max_tokens: ClassVar[int]  # of a linear; above, decoding once is cheaper than reading the codes for every pass
     aligned: ClassVar[tuple[str, ...]] = ("codes",)  # tensors of a weight whose addresses are multiples of 16
     reserved: ClassVar[int] = ROUTES  # bytes of a block's shared memory that no tiling may take
@@ -322,9 +328,3 @@ class Stream:
             hold=tiling.hold,
             **dict(zip(GATE, gate, strict=True)),
         )
-
-    def dequantize(self, y: Tensor, each: int, defines: Mapping[str, int], **arguments: Tensor | int | None) -> Tensor:
-        """Launches the dequantizer: `each` numbers of y a thread at a time."""
-        blocks = min(-(-y.numel() // (each * 256)), 16 * build.device(y.device.index).sms)
-        launch(self.dequantizer, defines, Launch((blocks, 1, 1), 256), y=y, **arguments)
-        return y
