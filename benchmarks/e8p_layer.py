@@ -15,7 +15,7 @@ from kernels import replay_us
 from torch import Tensor
 
 from onegraph.engine.record import emit, machine
-from onegraph.ops.cuda import e8p
+from onegraph.ops.e8p import e8p_linear
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, QKV, WIDE = 4096, 6144, 14336
@@ -25,10 +25,10 @@ EPS = 1e-5
 
 def through(layers: list[list[tuple]], x: Tensor) -> Tensor:
     for qkv, out, gate_up, down in layers:
-        heads = e8p.linear(x, *qkv, None, EPS)
+        heads = e8p_linear(x, *qkv, None, EPS)
         attended = heads.view(-1)[: x.numel()].view_as(x)  # attention's result is as large, and no copy makes it here
-        x = e8p.linear(attended, *out, x)
-        x = e8p.linear(e8p.linear(x, *gate_up, None, EPS), *down, x, None, True)
+        x = e8p_linear(attended, *out, x)
+        x = e8p_linear(e8p_linear(x, *gate_up, None, EPS), *down, x, None, True)
     return x
 
 

@@ -38,13 +38,13 @@ def compiled(name: str, k: int, n: int, bits: int, tokens: list[int]) -> None:
 @contextmanager
 def running(kernels: str) -> Iterator[None]:
     """Inside of it the E8P linear runs this family's kernels; `ONEGRAPH_KERNELS` would say so for a whole process."""
-    own = e8p.launcher
-    launcher = {
+    own = e8p.choose
+    choose = {
         "hopper": own,
-        "portable": lambda tokens, n, *_: e8p_portable.launch if e8p_portable.takes(tokens, n) else None,
+        "portable": lambda tokens, n, *_: e8p_portable.run if e8p_portable.supports_shape(tokens, n) else None,
         "triton": lambda *_: None,
     }[kernels]
-    with mock.patch.object(family, "FORCED", kernels), mock.patch.object(e8p, "launcher", launcher):
+    with mock.patch.object(family, "FORCED", kernels), mock.patch.object(e8p, "choose", choose):
         yield
 
 

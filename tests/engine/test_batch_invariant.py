@@ -87,10 +87,9 @@ def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_attention_of_a_token_is_that_of_any_round(
     kernel, name: str, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_decode_kernel.instead(monkeypatch)
     portable, made_of = kernel
-    monkeypatch.setattr(decode_round, "clustered", lambda device: not portable)
-    monkeypatch.setattr(decode_round, "kernel", made_of)
+    monkeypatch.setattr(decode_round.KERNEL, "is_portable", lambda device: portable)
+    test_decode_kernel.instead(monkeypatch, made_of)
     monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms) if portable else H200)
     call, one = texts(name, 8, STARTS), [1] * 8
     with invariant.batch_invariant():
@@ -116,8 +115,7 @@ def test_the_largest_round_fits(dim: int, group: int) -> None:
 
 
 def test_more_groups_of_blocks_than_are_counted_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    test_decode_kernel.instead(monkeypatch)
-    monkeypatch.setattr(decode_round, "clustered", lambda device: False)
+    monkeypatch.setattr(decode_round.KERNEL, "is_portable", lambda device: True)
     monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=60))
     rows = decode_round.decode_portable.MAX_GROUPS // 3 + 1
     call = texts("smollm2", 1, [0] * rows)
@@ -172,10 +170,11 @@ def test_the_batch_kernel_cuts_up_to_16_tokens_alike(device: build.Device) -> No
 def test_few_tokens_run_what_16_run(had: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in (e8p_decode, e8p_batch, e8p_portable, e8p.e8p_prefill, e8p.e8p_dequantize):
         name = kernel.__name__.rpartition(".")[2]
-        monkeypatch.setattr(kernel, "available", lambda device, name=name: name in had)
-    wanted = e8p_batch.launch if "e8p_batch" in had else e8p_portable.launch if "e8p_portable" in had else None
+        source = next(each for each in vars(kernel).values() if isinstance(each, build.Source))
+        monkeypatch.setattr(source, "is_built", lambda device, name=name: name in had)
+    wanted = e8p_batch.run if "e8p_batch" in had else e8p_portable.run if "e8p_portable" in had else None
     assert e8p.steady(4096, 4096, 2, torch.bfloat16, 0) is (wanted is not None)
-    assert e8p.launcher(invariant.AT_ONCE, 4096, 4096, 2, 0) is wanted
+    assert e8p.choose(invariant.AT_ONCE, 4096, 4096, 2, 0) is wanted
     assert not e8p.steady(4096, 4096, 2, torch.float32, 0)
     assert not e8p.steady(4096, 4100, 2, torch.bfloat16, 0)
 

@@ -273,7 +273,7 @@ def test_the_encoder_of_a_gpu_is_the_encoder(
     from onegraph.quant import graphs
 
     if not kernel:
-        monkeypatch.setattr(graphs.e8p_encode, "available", lambda device: False)
+        monkeypatch.setattr(graphs.e8p_encode.KERNEL, "is_built", lambda device: False)
     device = torch.device("cuda", torch.cuda.current_device())
     run = graphs.encoder(device, 4000, bits, wide, parts)
     for seed, count in ((1, 2400), (2, 4000)):  # fewer than it is made for, too

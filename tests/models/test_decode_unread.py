@@ -40,7 +40,7 @@ def have(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def only(monkeypatch: pytest.MonkeyPatch, reads: Callable[[int, int], bool]) -> None:
     """Kernels for such n x k alone."""
-    monkeypatch.setattr(e8p, "reads", lambda n, k, bits, dtype, device: reads(n, k))
+    monkeypatch.setattr(e8p, "supports_weight", lambda n, k, bits, dtype, device: reads(n, k))
 
 
 def test_what_no_kernel_reads_is_decoded_and_counted(loader, have, monkeypatch) -> None:
@@ -107,11 +107,11 @@ def test_a_card_that_nothing_is_written_for_is_refused(monkeypatch: pytest.Monke
 def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and dtypes that each format's kernels are written for; none where none can be built."""
     monkeypatch.setattr(build.Source, "is_built", lambda source, device: True)
-    monkeypatch.setattr(e8p, "launcher", lambda *args: print)
+    monkeypatch.setattr(e8p, "choose", lambda *args: print)
     half, whole = torch.bfloat16, torch.float32
-    assert e8p.reads(4096, 14336, 2, half, 0)
-    assert not e8p.reads(49155, 2048, 2, half, 0)
-    assert not e8p.reads(4096, 14336, 2, whole, 0)
+    assert e8p.supports_weight(4096, 14336, 2, half, 0)
+    assert not e8p.supports_weight(49155, 2048, 2, half, 0)
+    assert not e8p.supports_weight(4096, 14336, 2, whole, 0)
     assert nvfp4.reads(100, 256, half, 0, scaled=True)
     assert not nvfp4.reads(100, 96, half, 0, scaled=True)
     assert not nvfp4.reads(100, 256, whole, 0, scaled=True)
@@ -119,9 +119,9 @@ def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fp8.reads(100, 128, 4096, half, 0)
     assert not fp8.reads(128, 128, 4096, whole, 0)
     assert not int4.reads(4096, 4096, 128, whole, 0)
-    monkeypatch.setattr(e8p, "launcher", lambda *args: None)
+    monkeypatch.setattr(e8p, "choose", lambda *args: None)
     monkeypatch.setattr(build.Source, "is_built", lambda source, device: False)
-    assert not e8p.reads(4096, 14336, 2, half, 0)
+    assert not e8p.supports_weight(4096, 14336, 2, half, 0)
     assert not nvfp4.reads(100, 256, half, 0, scaled=True)
     assert not fp8.reads(128, 128, 4096, half, 0)
 

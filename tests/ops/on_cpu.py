@@ -25,6 +25,11 @@ def compile_run(folder: Path, defines: Iterable[str], out: Path, *flags: str) ->
     subprocess.run(command, check=True)
 
 
+def flags(defines: Mapping[str, int]) -> tuple[str, ...]:
+    """What the compiler is given for them."""
+    return tuple(f"-D{name}={value}" for name, value in defines.items())
+
+
 def launch_on_cpu(kernels: Callable[..., Mapping[str, Any]], patch: Callable[..., None] = setattr) -> None:
     """`launcher.launch` takes CPU tensors, of device None, and runs what `kernels(source, device, *defines)` has by
     function, each with the `launch` of `build.Kernel`. `patch`: in place of setattr, a monkeypatch's."""

@@ -42,12 +42,12 @@ def test_a_cluster_is_as_large_as_the_gpu_has_room_for(groups: int, share: tuple
 
 def test_what_the_kernel_does_not_take() -> None:
     cache = torch.zeros(64, dtype=torch.bfloat16)
-    assert kernel.takes(torch.bfloat16, 128, 4, 16, cache)
-    assert not kernel.takes(torch.float32, 128, 4, 16, cache)
-    assert not kernel.takes(torch.bfloat16, 80, 4, 16, cache)
-    assert not kernel.takes(torch.bfloat16, 64, 9, 16, cache)
-    assert not kernel.takes(torch.bfloat16, 64, 4, 16, cache[1:])
-    assert not kernel.takes(torch.bfloat16, 64, 4, 24, cache)
+    assert kernel.supports_input(torch.bfloat16, 128, 4, 16, cache)
+    assert not kernel.supports_input(torch.float32, 128, 4, 16, cache)
+    assert not kernel.supports_input(torch.bfloat16, 80, 4, 16, cache)
+    assert not kernel.supports_input(torch.bfloat16, 64, 9, 16, cache)
+    assert not kernel.supports_input(torch.bfloat16, 64, 4, 16, cache[1:])
+    assert not kernel.supports_input(torch.bfloat16, 64, 4, 24, cache)
 
 
 def test_a_step_and_a_round_attend_in_one_op_and_a_chunk_in_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from h200 import H200, PLAIN
-from on_cpu import compile_run
+from on_cpu import compile_run, launch_on_cpu
 from onegraph.ops.calls import PagedDecode
-from onegraph.ops.cuda import build, decode_attention, decode_portable, decode_round
-from onegraph.ops.cuda.decode_plan import Plan
+from onegraph.ops.cuda import build, decode_attention, decode_portable
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.registry import OPS, reference_ops
 
@@ -45,18 +44,13 @@ class Kernel:
 
 
 class Arrived:
-    """Counters, which are there once a kernel was asked for."""
-
-    there = False
-
-    @classmethod
-    def of(cls, device: int | None, stream: int) -> int:
-        assert cls.there
+    @staticmethod
+    def of(device: int | None) -> int:
         return counters.data_ptr()
 
 
-def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
-    """What has the kernel of a plan, in place of a launcher's own; without `portable` the form in clusters."""
+def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[..., dict[str, Kernel]]:
+    """What has the kernels of a variant, in place of the launcher's; without `portable` the form in clusters."""
     for file in (source, *source.parent.glob("decode_*.cuh"), *(HERE / "decode_on_cpu").iterdir()):
         shutil.copy(file, folder)
     for header, name in (("e8p_experts_on_cpu/ptx.cuh", "experts"), ("int4_on_cpu/nvfp4_common.cuh", "int4")):
@@ -64,39 +58,32 @@ def compiled(folder: Path, source: Path, portable: bool = True) -> Callable[[Pla
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", folder / "cpu.cuh")
 
     @cache
-    def made(plan: Plan | decode_round.Plan, device: int) -> Kernel:
-        path = folder / f"{abs(hash(plan))}.so"
-        defines = {**plan.defines, "PORTABLE": int(portable), "KERNEL": source.stem}
-        compile_run(folder, [f"-D{name}={value}" for name, value in defines.items()], path, "-shared")
-        run = ctypes.CDLL(str(path)).run
-        return Kernel(run, 1, build.PORTABLE_SHARED) if portable else Kernel(run, plan.size, H200.shared)
+    def made(_: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+        path = folder / f"{abs(hash(defines))}.so"
+        given = {**dict(defines), "PORTABLE": int(portable), "KERNEL": source.stem}
+        compile_run(folder, [f"-D{name}={value}" for name, value in given.items()], path, "-shared")
+        run, size = ctypes.CDLL(str(path)).run, 1 if portable else dict(defines)["SIZE"]
+        return {source.stem: Kernel(run, size, build.PORTABLE_SHARED if portable else H200.shared)}
 
-    def asked(plan: Plan | decode_round.Plan, device: int) -> Kernel:
-        Arrived.there = True
-        return made(plan, device)
-
-    return asked
+    return made
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan | decode_round.Plan, int], Kernel]:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Kernel]]:
     return compiled(tmp_path_factory.mktemp("decode"), decode_portable.KERNEL.path)
 
 
-def instead(patch: pytest.MonkeyPatch) -> None:
+def instead(patch: pytest.MonkeyPatch, kernels: Callable[..., dict[str, Kernel]]) -> None:
     """Of a GPU, what a launcher asks for."""
     patch.setattr(decode_portable, "ARRIVED", Arrived)
-    patch.setattr(Arrived, "there", False)
-    patch.setattr(torch.cuda, "current_device", lambda: None)
-    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    launch_on_cpu(kernels, patch.setattr)
 
 
 @pytest.fixture
-def attend(kernel: Callable[[Plan, int], Kernel], monkeypatch: pytest.MonkeyPatch):
+def attend(kernel: Callable[..., dict[str, Kernel]], monkeypatch: pytest.MonkeyPatch):
     """Runs a call on the kernel in its place; `sms` of the GPU."""
-    monkeypatch.setattr(decode_attention, "clustered", lambda device: False)
-    monkeypatch.setattr(decode_portable, "kernel", kernel)
-    instead(monkeypatch)
+    monkeypatch.setattr(decode_attention.KERNEL, "is_built", lambda device: False)
+    instead(monkeypatch, kernel)
 
     def run(call: PagedDecode, sms: int) -> Tensor:
         monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms))

@@ -124,10 +124,9 @@ CUTS = [
 def test_rounds_in_any_order_of_blocks(
     kernel, name: str, tokens: int, sms: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test_decode_kernel.instead(monkeypatch)
     portable, made_of = kernel
-    monkeypatch.setattr(decode_round, "clustered", lambda device: not portable)
-    monkeypatch.setattr(decode_round, "kernel", made_of)
+    monkeypatch.setattr(decode_round.KERNEL, "is_portable", lambda device: portable)
+    test_decode_kernel.instead(monkeypatch, made_of)
     monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms) if portable else H200)
     made, results = rounds(name, tokens, dtype, "cpu", POSITIONS), []
     for step in (1, 7919):

@@ -82,10 +82,11 @@ def test_tables_stay_on_the_gpu_that_asked_first(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "bindings", lambda: (Driver, None))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(e8p_decode, "_TABLES", {})
     book = codebook()
-    e8p_decode.have_tables(book)
-    e8p_decode.have_tables(book.clone())
+    e8p_decode.resident_tables(book)
+    e8p_decode.resident_tables(book.clone())
     assert {None: ctypes.addressof(memory[0])} == e8p_decode._TABLES  # a CPU has no index
     assert len(memory) == 1
     assert ended == [0]
@@ -111,14 +112,14 @@ def test_without_a_compiler_triton_runs_after_one_warning(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build, "load", refuse)
     with pytest.warns(UserWarning, match="no NVRTC here") as told:
-        assert cuda_e8p.launcher(1, 4096, 4096, 2, 0) is None
+        assert cuda_e8p.choose(1, 4096, 4096, 2, 0) is None
     assert [str(each.message).split()[0] for each in told] == ["e8p_decode.cu", "e8p_portable.cu"]
     assert "another kernel runs 1 to 64 tokens" in str(told[1].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cuda_e8p.launcher(4, 4096, 4096, 2, 0) is None
+        assert cuda_e8p.choose(4, 4096, 4096, 2, 0) is None
     with pytest.warns(UserWarning, match="no NVRTC here") as told:
-        assert cuda_e8p.launcher(64, 4096, 4096, 2, 0) is None
+        assert cuda_e8p.choose(64, 4096, 4096, 2, 0) is None
     assert [str(each.message).split()[0] for each in told] == ["e8p_batch.cu", "e8p_prefill.cu", "e8p_dequantize.cu"]
 
 
@@ -148,9 +149,9 @@ def test_what_cannot_be_built_falls_to_the_next(missing: str, ran: str, monkeypa
 
 
 def _chosen() -> str:
-    names = {module.launch: name for name, module in KERNELS.items()} | {None: "-"}
-    found = [cuda_e8p.launcher(tokens, 4096, 4096, 2, 0) for tokens in (1, 8, 9, 16, 17, 65, 1279, 1280)]
-    found.append(cuda_e8p.launcher(9, 576, 576, 3, 0))
+    names = {module.run: name for name, module in KERNELS.items()} | {None: "-"}
+    found = [cuda_e8p.choose(tokens, 4096, 4096, 2, 0) for tokens in (1, 8, 9, 16, 17, 65, 1279, 1280)]
+    found.append(cuda_e8p.choose(9, 576, 576, 3, 0))
     return " ".join(names[launch] for launch in found)
 
 

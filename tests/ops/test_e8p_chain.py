@@ -30,7 +30,7 @@ SIZES = [SMOL, (576, 576, 1536, 0), (256, 320, 128, 192), (128, 192, 384, 512), 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_small_models_are_taken(sizes: tuple[int, int, int, int], bits: int) -> None:
-    assert all(cuda_chain.takes(tokens, sizes, bits, torch.bfloat16) for tokens in (1, cuda_chain.MAX_TOKENS))
+    assert all(cuda_chain.supports_shape(tokens, sizes, bits, torch.bfloat16) for tokens in (1, cuda_chain.MAX_TOKENS))
     assert cuda_chain.shared(sizes, bits) <= H200.shared
 
 
@@ -45,7 +45,7 @@ def test_what_is_not_taken() -> None:
         (1, (40, 192, 128, 192), torch.bfloat16),
         (1, (64, 64, 64, 1600), torch.bfloat16),  # more slices than there are warps for them
     ):
-        assert not cuda_chain.takes(tokens, sizes, 4, dtype), sizes
+        assert not cuda_chain.supports_shape(tokens, sizes, 4, dtype), sizes
 
 
 def test_constants_agree_with_the_source() -> None:
@@ -243,7 +243,7 @@ def test_nan_reaches_all_of_its_token(at: int, tokens: int) -> None:
 
 @gpu
 def test_what_one_launch_does_not_take_runs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_chain, "_kernel", None)
+    monkeypatch.setattr(cuda_chain, "launch", None)
     for tokens, sizes in ((cuda_chain.MAX_TOKENS + 1, SMOL), (1, (960, 960, 2560, 1600))):
         args = _arguments(sizes, 4, tokens=tokens)
         got = e8p_chain(*args)

@@ -4,13 +4,16 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.ops.calls import E8PLinear
 from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p
+from onegraph.ops.cuda.e8p_common import Linear
 from onegraph.ops.e8p import e8p_decode as decode_op
 
 gpu = pytest.mark.gpu
@@ -54,6 +57,10 @@ def _arguments(
     return x, *_codes(n, k, bits), codebook("cuda"), signed(k), signed(n) * 0.1 * k**-0.5, b, bits
 
 
+def _linear(*args: Any, **named: Any) -> torch.Tensor:
+    return cuda_e8p.linear(E8PLinear(*args, **named))
+
+
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     block = hadamard_block(x.shape[1])
     h = torch.ones(1, 1, dtype=torch.float64, device=x.device)
@@ -95,10 +102,10 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
         (1, 3, 4, 6, 16, 19, 48, 130), ((torch.bfloat16, 2e-3), (torch.float16, 4e-4))
     ):
         args = _arguments(tokens, n, k, bits, dtype, bias=tokens % 2 == 0)
-        assert cuda_e8p.takes(tokens, n, k, dtype)
+        assert cuda_e8p.supports_shape(tokens, n, k, dtype)
         _poison((tokens, n), dtype)
-        y = cuda_e8p.linear(*args)
-        through_weight = cuda_e8p.launcher(tokens, n, k, bits, 0) is e8p_dequantize.launch  # which is rounded, too
+        y = _linear(*args)
+        through_weight = cuda_e8p.choose(tokens, n, k, bits, 0) is e8p_dequantize.run  # which is rounded, too
         assert _error(y, _truth(*args)) < bound * (1.75 if through_weight else 1), (tokens, dtype)
 
 
@@ -107,7 +114,6 @@ def test_matches_float64(bits: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("k", "across", "down"), [(4864, 19, 1), (1280, 5, 4)])
 def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of 640 threads, whose registers are fewer; clusters that have none are cut so only where n is large."""
-    monkeypatch.setattr(e8p_decode, "_kernel", e8p_decode._kernel.__wrapped__)  # which remembers the shape's own plan
     for tokens in (1, 2, 4, 8):
         ahead = 1 if tokens > e8p_decode.FEW else e8p_decode.DEPTHS[bits][-2]
         plan = e8p_decode.Plan(ahead, 3, 1, 1, k // 256, k // 256, across, down)
@@ -115,9 +121,9 @@ def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypat
         monkeypatch.setattr(e8p_decode, "plan", lambda *_, plan=plan: plan)
         args, add = _arguments(tokens, 320, k, bits), torch.randn(tokens, 320, device="cuda").bfloat16()
         _poison((tokens, 320), torch.bfloat16)
-        y = cuda_e8p.linear(*args, add, 1e-5)
+        y = _linear(*args, add, 1e-5)
         assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
-        assert torch.equal(cuda_e8p.linear(*args, add, 1e-5), y)
+        assert torch.equal(_linear(*args, add, 1e-5), y)
 
 
 @gpu
@@ -125,7 +131,6 @@ def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypat
 @pytest.mark.parametrize("parts", [2, 4])
 def test_clusters_that_meet_in_memory(parts: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever cluster comes last, with the same bits."""
-    monkeypatch.setattr(e8p_batch, "_kernels", e8p_batch._kernels.__wrapped__)  # which remembers the shape's own plan
     n, k = 320, 3840
     planned = e8p_batch.plan
     for tokens in (9, 16, 32, 64):
@@ -134,9 +139,9 @@ def test_clusters_that_meet_in_memory(parts: int, bits: int, monkeypatch: pytest
         monkeypatch.setattr(e8p_batch, "plan", lambda *_, plan=plan: plan)
         args, add = _arguments(tokens, n, k, bits, bias=True), torch.randn(tokens, n, device="cuda").bfloat16()
         _poison((tokens, n), torch.bfloat16)
-        y = cuda_e8p.linear(*args, add, 1e-5)
+        y = _linear(*args, add, 1e-5)
         assert _error(y, _truth(*args, add, 1e-5)) < 2e-3
-        assert all(torch.equal(cuda_e8p.linear(*args, add, 1e-5), y) for _ in range(50))
+        assert all(torch.equal(_linear(*args, add, 1e-5), y) for _ in range(50))
 
 
 @gpu
@@ -145,7 +150,7 @@ def test_clusters_that_meet_in_memory(parts: int, bits: int, monkeypatch: pytest
 def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of blocks that exchange their sums, other splits through memory: also half a tile of rows, half a slice,
     splits of unequal length and of fewer stages than a ring has, and results in float32."""
-    if not e8p_prefill.available(0):
+    if not e8p_prefill.KERNELS.is_built(0):
         pytest.skip("needs clusters and wgmma")
     for n, k, tokens in ((2560, 1792, 100), (1280, 1024, 300), (448, 4032, 70), (320, 4032, 100), (192, 9216, 70)):
         slices = -(-k // 256)
@@ -158,10 +163,10 @@ def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monk
             plan = e8p_prefill.Plan(*tile, per_split, splits, join)
             monkeypatch.setattr(e8p_prefill, "plan", lambda *_, plan=plan: plan)
             _poison((tokens, n), torch.bfloat16)
-            y = cuda_e8p.linear(*args, add.bfloat16(), 1e-5)
+            y = _linear(*args, add.bfloat16(), 1e-5)
             assert _error(y, truth) < 2e-3, plan
-            assert all(torch.equal(cuda_e8p.linear(*args, add.bfloat16(), 1e-5), y) for _ in range(5)), plan
-            wide = cuda_e8p.linear(*args, add, 1e-5, wide=True)
+            assert all(torch.equal(_linear(*args, add.bfloat16(), 1e-5), y) for _ in range(5)), plan
+            wide = _linear(*args, add, 1e-5, wide=True)
             assert wide.dtype == torch.float32
             assert _error(wide, _truth(*args, add, 1e-5, wide=True)) < 4e-4, plan
 
@@ -179,8 +184,8 @@ def test_a_rotation_of_any_width(k: int, tokens: int) -> None:
     """A warp holds one slice of 256 columns of a token, or up to sixteen; more tokens than blocks run at once."""
     both = torch.randn(tokens, 2 * k, device="cuda").bfloat16()
     x, *rest = _arguments(tokens, 64, k, 2)
-    assert _error(cuda_e8p.linear(x, *rest, None, 1e-5), _truth(x, *rest, None, 1e-5)) < 2e-3
-    assert _error(cuda_e8p.linear(both, *rest, silu=True), _truth(both, *rest, silu=True)) < 2e-3
+    assert _error(_linear(x, *rest, None, 1e-5), _truth(x, *rest, None, 1e-5)) < 2e-3
+    assert _error(_linear(both, *rest, silu=True), _truth(both, *rest, silu=True)) < 2e-3
 
 
 @gpu
@@ -189,8 +194,8 @@ def test_every_token_count() -> None:
     for tokens in (*range(1, 19), 33, 50, 64, 65, 129, 300):
         args = _arguments(tokens, 256, 1024, 4)
         _poison((tokens, 256), torch.bfloat16)
-        through_weight = cuda_e8p.launcher(tokens, 256, 1024, 4, 0) is e8p_dequantize.launch
-        assert _error(cuda_e8p.linear(*args), _truth(*args)) < (3.5e-3 if through_weight else 2e-3), tokens
+        through_weight = cuda_e8p.choose(tokens, 256, 1024, 4, 0) is e8p_dequantize.run
+        assert _error(_linear(*args), _truth(*args)) < (3.5e-3 if through_weight else 2e-3), tokens
 
 
 @gpu
@@ -213,7 +218,7 @@ def test_what_stands_around_the_linear(n: int, k: int, bits: int, tokens: int, k
             (None, None, True, True),
         ):
             args = ((both if options[2] else x).to(dtype), *rest)
-            y = cuda_e8p.linear(*args, *options)
+            y = _linear(*args, *options)
             assert y.dtype == (torch.float32 if options[3] else dtype)
             truth = _truth(*args, *options)
             # Of 192 results bfloat16's own rounding may be a fifth above its 1.66e-3.
@@ -245,7 +250,7 @@ def test_many_tokens_through_the_weight(bits: int, n: int, k: int, monkeypatch: 
             for size in strips:
                 monkeypatch.setattr(e8p_dequantize, "STRIP_BYTES", size)
                 _poison((len(x), n), torch.float32 if len(options) == 4 else dtype)
-                results.append(cuda_e8p.linear(given, *plain, *options))
+                results.append(_linear(given, *plain, *options))
             truth = _truth(given, *plain, *options)
             assert all(_error(y, truth) < bound for y in results), (dtype, options[1:])
 
@@ -258,10 +263,8 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
     ):
         _, codes, rest, table, in_scale, out_scale, _, _ = _arguments(1, n, k, bits)
         w = torch.full((n, k), float("nan"), dtype=dtype, device="cuda")
-        blocks = [64 if size % 128 else 128 for size in (n, k)]
-        e8p_dequantize.weight(
-            codes, rest, table, in_scale, out_scale, bits, blocks[0], (blocks[0] * blocks[1]) ** -0.5, w
-        )
+        layer = codes, rest, table, in_scale, out_scale, None, bits
+        e8p_dequantize.weight(Linear(w[:1], *layer, out=w), slice(0, n), w)
         eye = torch.eye(k, dtype=torch.float64, device="cuda")
         assert _error(w, _truth(eye, codes, rest, table, in_scale, out_scale, None, bits).T) < bound, (n, k, bits)
 
@@ -272,15 +275,15 @@ def test_the_weight_is_what_the_codes_stand_for() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     args = _arguments(tokens, 4096, 4096, bits)
-    expected = cuda_e8p.linear(*args)
+    expected = _linear(*args)
     for _ in range(20):
-        assert torch.equal(cuda_e8p.linear(*args), expected)
+        assert torch.equal(_linear(*args), expected)
     x = args[0].clone()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        once = cuda_e8p.linear(x, *args[1:])
-        again = cuda_e8p.linear(once, *args[1:])  # reads what the launch before it writes
-    second = cuda_e8p.linear(expected, *args[1:])
+        once = _linear(x, *args[1:])
+        again = _linear(once, *args[1:])  # reads what the launch before it writes
+    second = _linear(expected, *args[1:])
     x.copy_(args[0])
     for _ in range(20):
         once.fill_(float("nan"))
@@ -291,7 +294,7 @@ def test_same_bits_each_time_and_in_a_graph(bits: int, tokens: int) -> None:
     other = _arguments(tokens, 4096, 4096, bits)[0].flip(-1).contiguous()
     x.copy_(other)
     graph.replay()
-    assert torch.equal(once, cuda_e8p.linear(other, *args[1:]))
+    assert torch.equal(once, _linear(other, *args[1:]))
 
 
 @gpu
@@ -308,7 +311,7 @@ def test_same_bits_under_load(tokens: int, n: int, k: int, bits: int) -> None:
 
     def results() -> list[torch.Tensor]:
         around = [(x, (None, 1e-5)), (x2, (add, None, True))]
-        return [cuda_e8p.linear(given, *layer, *more) for layer in layers for given, more in around]
+        return [_linear(given, *layer, *more) for layer in layers for given, more in around]
 
     wanted = results()
     for _ in range(40):
@@ -320,13 +323,13 @@ def test_same_bits_under_load(tokens: int, n: int, k: int, bits: int) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(kernel_family: str) -> None:
     """Within one kernel, that is for 3 and 4 (portable: 2 to 4), 5 to 8, 9 to 16, 17 to 32 and 33 to 64 tokens."""
     x, *rest = _arguments(16, 1536, 576, 3)
-    whole = cuda_e8p.linear(x, *rest)
-    assert torch.equal(cuda_e8p.linear(x[:9], *rest), whole[:9])
-    four = cuda_e8p.linear(x[:4], *rest)
+    whole = _linear(x, *rest)
+    assert torch.equal(_linear(x[:9], *rest), whole[:9])
+    four = _linear(x[:4], *rest)
     some = slice(1, 3) if kernel_family == "portable" else slice(1, 4)
-    assert torch.equal(cuda_e8p.linear(x[some], *rest), four[some])
-    eight = cuda_e8p.linear(x[:8], *rest)
-    assert torch.equal(cuda_e8p.linear(x[3:8], *rest), eight[3:])
+    assert torch.equal(_linear(x[some], *rest), four[some])
+    eight = _linear(x[:8], *rest)
+    assert torch.equal(_linear(x[3:8], *rest), eight[3:])
 
 
 @gpu
@@ -336,7 +339,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel_family: str) -> None:
 def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
     args = _arguments(tokens, 128, 512, 2)
     args[0][1, 300] = bad
-    y = cuda_e8p.linear(*args)
+    y = _linear(*args)
     assert not y[1].isfinite().any()
     assert y[0].isfinite().all()
 
@@ -345,10 +348,10 @@ def test_nan_and_infinity_come_out(bad: float, tokens: int) -> None:
 @both
 def test_zeros_and_offsets_in_memory() -> None:
     x, codes, *rest = _arguments(1, 128, 512, 2)
-    assert cuda_e8p.linear(torch.zeros_like(x), codes, *rest).eq(0).all()
+    assert _linear(torch.zeros_like(x), codes, *rest).eq(0).all()
     odd = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
     shifted = torch.empty(codes.numel() + 1, dtype=codes.dtype, device="cuda")[1:].view_as(codes).copy_(codes)
-    assert torch.equal(cuda_e8p.linear(odd, shifted, *rest), cuda_e8p.linear(x, codes, *rest))
+    assert torch.equal(_linear(odd, shifted, *rest), _linear(x, codes, *rest))
 
 
 @gpu
@@ -357,7 +360,7 @@ def test_zeros_and_offsets_in_memory() -> None:
 def test_runs_where_its_tensors_are() -> None:
     args = _arguments(3, 256, 512, 3)
     moved = [each.to("cuda:1") if isinstance(each, torch.Tensor) else each for each in args]
-    assert torch.equal(cuda_e8p.linear(*moved).to("cuda:0"), cuda_e8p.linear(*args))
+    assert torch.equal(_linear(*moved).to("cuda:0"), _linear(*args))
 
 
 @gpu
@@ -367,9 +370,9 @@ def test_more_columns_than_a_block_holds(bits: int, tokens: int, kernel_family: 
     """As `down` of a Llama of 405B has: what cannot have them leaves them to what can."""
     for dtype in (torch.bfloat16, torch.float16):
         args = _arguments(tokens, 192, 53248, bits, dtype)
-        assert cuda_e8p.takes(tokens, 192, 53248, dtype)
-        assert cuda_e8p.launcher(tokens, 192, 53248, bits, 0) is not None
-        assert _error(cuda_e8p.linear(*args), _truth(*args)) < 3.5e-3
+        assert cuda_e8p.supports_shape(tokens, 192, 53248, dtype)
+        assert cuda_e8p.choose(tokens, 192, 53248, bits, 0) is not None
+        assert _error(_linear(*args), _truth(*args)) < 3.5e-3
 
 
 @gpu
@@ -379,9 +382,9 @@ def test_other_shapes_go_to_triton() -> None:
         (1, 49, 200, torch.bfloat16),
         (1, 128, 128, torch.float32),
     ):
-        assert not cuda_e8p.takes(tokens, n, k, dtype)
+        assert not cuda_e8p.supports_shape(tokens, n, k, dtype)
         args = _arguments(tokens, n, k, 3, dtype)
-        assert _error(cuda_e8p.linear(*args), _truth(*args)) < 8e-3
+        assert _error(_linear(*args), _truth(*args)) < 8e-3
 
 
 @gpu

@@ -131,4 +131,4 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
 
 
 def test_what_the_kernels_take_is_built() -> None:
-    assert kernels.available(0)
+    assert kernels.KERNELS.is_built(0)

@@ -15,7 +15,7 @@ import torch
 import kernel_table
 from h200 import H200
 from on_cpu import host_lines
-from onegraph.ops.cuda import build, e8p_portable, workspace
+from onegraph.ops.cuda import build, e8p_portable, launcher, workspace
 from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
@@ -99,20 +99,25 @@ def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(build, "resident", lambda data, device: made.append(data) or 4096)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capture))
     monkeypatch.setattr(build, "capture_id", lambda stream: capture)
-    counters, capture = workspace.Counters(100), 0
-    counters.have(0)
-    counters.have(0)
+    monkeypatch.setattr(launcher, "raw_stream", lambda device: stream)
+    counters, capture, stream = workspace.Counters(100), 0, 7
+    eager = counters.of(0)
+    assert counters.of(0) == eager
     assert [each.numel() for each in made] == [workspace.SETS * 100]
     assert not made[0].any()
-    eager = counters.of(0, 7)
     capture = 1
-    first = counters.of(0, 7)
+    first = counters.of(0)
     capture = 2
-    second = counters.of(0, 7)
-    beside = counters.of(0, 8)
+    second = counters.of(0)
+    stream = 8
+    beside = counters.of(0)
     assert len({eager, first, second, beside}) == 4
-    assert counters.of(0, 7) == second
+    stream = 7
+    assert counters.of(0) == second
     capture = 0
-    assert counters.of(0, 7) == eager
-    places = {(counters.of(0, 100 + i) - 4096) // 400 for i in range(1000)}
+    assert counters.of(0) == eager
+    places = set()
+    for stream in range(100, 1100):  # noqa: B007 - the current one, as `raw_stream` tells it
+        places.add((counters.of(0) - 4096) // 400)
+    assert len(made) == 1
     assert places == set(range(workspace.SETS))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h200 import H200
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.cuda import exchange as launcher
 from onegraph.ops.exchange import all_gather, all_reduce
@@ -211,35 +212,26 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-class Launch:
+class Launches:
     """The launcher's arguments of every rank; `run` does a round."""
 
-    def __init__(self, group: Peers, function: int) -> None:
-        self.group, self.function, self.ranks = group, function, list[bytes]()
+    def __init__(self, group: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.group, self.function, self.ranks = group, 0, list[bytes]()
+        monkeypatch.setattr(launcher.build, "device", lambda device: H200)
+        monkeypatch.setattr(launcher, "launch", self.add)
 
-    def add(
-        self, function: int, x: Tensor, out: Tensor, work: int, inboxes: Any, state: Any, alarm: Any, rank: int,
-        **rest: int,
-    ) -> None:  # fmt: skip
-        boxes = {f"inbox{i}": inboxes[i].data_ptr() if i < len(inboxes) else 0 for i in range(8)}
-        self.ranks.append(
-            launcher.ARGUMENTS.pack(
-                **launcher.build.addresses(x=x, out=out, state=state, alarm=alarm), **boxes,
-                room=inboxes[0].shape[2], rank=rank, **rest,
-            )
-        )  # fmt: skip
+    def add(self, source: Any, defines: Any, launch: Any, **arguments: Any) -> None:
+        self.function = source.functions.index(launch.function)
+        self.ranks.append(source.arguments.pack(**arguments))
 
     def run(self, program: Any, present: list[int], blocks: int, threads: int) -> None:
         flags = (ctypes.c_int * len(present))(*present)
         program(ctypes.c_char_p(b"".join(self.ranks)), flags, self.function, blocks, threads)
 
 
-def launched(
-    group: Peers, monkeypatch: pytest.MonkeyPatch, function: int, call: Any, ranks: int
-) -> tuple[Launch, list[Tensor]]:
-    launch = Launch(group, function)
-    monkeypatch.setattr(launcher, "_launch", launch.add)
-    return launch, [call(rank, (group.inboxes, group.states[rank], group.alarm, rank)) for rank in range(ranks)]
+def launched(group: Peers, monkeypatch: pytest.MonkeyPatch, call: Any, ranks: int) -> tuple[Launches, list[Tensor]]:
+    launches = Launches(group, monkeypatch)
+    return launches, [call(rank, (group.inboxes, group.states[rank], group.alarm, rank)) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("world", "item"), [(2, 1), (3, 0), (2, 2)])
@@ -249,7 +241,7 @@ def test_the_kernel_sums_as_the_reference_does(build, monkeypatch, world: int, i
     group, x, add = peers(world, 1024), parts(world, *size, dtype=dtype), parts(1, *size, dtype=dtype)[0]
     for other in (None, add):
         call = lambda rank, rest, other=other: launcher.all_reduce(x[rank], other, *rest)  # noqa: E731
-        launch, out = launched(group, monkeypatch, 0, call, world)
+        launch, out = launched(group, monkeypatch, call, world)
         for _ in range(4):
             for each in out:
                 each.fill_(float("nan"))
@@ -264,14 +256,14 @@ def test_the_kernel_gathers_as_the_reference_does(build, monkeypatch) -> None:  
     group, whole = peers(3), parts(1, 2, 20)[0]
     own = [whole[:, slice(*part_of(20, 1, 3, rank))].contiguous() for rank in range(3)]
     call = lambda rank, rest: launcher.all_gather(own[rank], 20, 1, *rest)  # noqa: E731
-    launch, out = launched(group, monkeypatch, 1, call, 3)
+    launch, out = launched(group, monkeypatch, call, 3)
     launch.run(build(3, 0), [1, 1, 1], blocks=2, threads=CHUNK)
     assert all(torch.equal(each, whole) for each in out)
 
 
 def test_the_kernel_names_who_stays_away_and_waits_no_more(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     group, x = peers(3, patience=0.05), parts(3, 2, 8)
-    launch, out = launched(group, monkeypatch, 0, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 3)
+    launch, out = launched(group, monkeypatch, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 3)
     launch.run(build(3, 0), [1, 0, 1], blocks=1, threads=CHUNK)
     with pytest.raises(PeerError, match=r"rank [02] \(cpu\) waited for rank 1 \(cpu\) at exchange 1"):
         group.check()
@@ -283,7 +275,7 @@ def test_the_kernel_names_who_stays_away_and_waits_no_more(build, monkeypatch) -
 def test_the_kernel_runs_alone_where_it_is_not_armed(build, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     group, x = peers(2), parts(2, 2, 8)
     group.arm(False)
-    launch, out = launched(group, monkeypatch, 0, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 2)
+    launch, out = launched(group, monkeypatch, lambda rank, rest: launcher.all_reduce(x[rank], None, *rest), 2)
     launch.run(build(2, 0), [0, 1], blocks=1, threads=CHUNK)
     assert torch.equal(out[1], x[1])
     assert [int(state[ROUNDS]) for state in group.states] == [1, 2]

@@ -21,7 +21,7 @@ from onegraph.ops.ranks import ROUNDS
 from test_exchange import parts, peers, summed, together
 
 HERE = Path(__file__).parent
-FOLDER = Path(launcher.build.__file__).parent
+FOLDER = Path(launcher.__file__).parent
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
@@ -112,13 +112,13 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ranks, self.defines, self.blocks = list[bytes](), dict[str, int](), 0
-        monkeypatch.setattr(launcher, "available", lambda device: True)
+        monkeypatch.setattr(launcher.KERNEL, "is_built", lambda device: True)
         monkeypatch.setattr(launcher.build, "device", lambda device: H200)
-        monkeypatch.setattr(launcher, "_launch", self.add)
+        monkeypatch.setattr(launcher, "launch", self.add)
 
-    def add(self, device: int, defines: dict[str, int], blocks: int, arguments: bytes) -> None:
-        self.defines, self.blocks = defines, blocks
-        self.ranks.append(arguments)
+    def add(self, source: Any, defines: dict[str, int], launch: Any, **arguments: Any) -> None:
+        self.defines, self.blocks = defines, launch.grid[0]
+        self.ranks.append(source.arguments.pack(**arguments))
 
     def run(self, build: Any) -> None:
         build(**self.defines)(ctypes.c_char_p(b"".join(self.ranks)), self.blocks)

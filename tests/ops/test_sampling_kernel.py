@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h200 import PLAIN
-from on_cpu import compile_run
+from on_cpu import compile_run, launch_on_cpu
 from onegraph.ops.cuda import build, sampling_portable
 from onegraph.ops.registry import OPS
 from onegraph.ops.sampling import sample
@@ -42,7 +42,7 @@ class Kernel:
 
 class Arrived:
     @staticmethod
-    def of(device: int | None, stream: int) -> int:
+    def of(device: int | None) -> int:
         return counters.data_ptr()
 
 
@@ -83,10 +83,9 @@ def drawn(kernels: tuple[Kernel, Kernel], monkeypatch: pytest.MonkeyPatch) -> Ca
     """Tokens for the arguments of the op, in each of these orders of blocks."""
     monkeypatch.setattr(sampling_portable, "ARRIVED", Arrived)
     monkeypatch.setattr(build, "device", lambda index: SMALL)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
     def run(*arguments: Tensor, by: tuple[Kernel, Kernel] = kernels, orders: tuple[int, ...] = (1, 7919)) -> Tensor:
-        monkeypatch.setattr(sampling_portable, "_kernels", lambda device: by)
+        launch_on_cpu(lambda source, *_: dict(zip(source.functions, by, strict=True)), monkeypatch.setattr)
         names = "logits", "temperature", "top_k", "top_p", "seed", "position"
         given, results = dict(zip(names, (t.contiguous() for t in arguments), strict=True)), []
         for step in orders:  # 1 or a large prime, so that all come

@@ -8,7 +8,6 @@ GPU's instructions do what `turboquant_common.cuh` says; the tests of the ops ma
 import ctypes
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200, PLAIN
-from on_cpu import compile_run
+from on_cpu import compile_run, launch_on_cpu
 from onegraph.ops import choices, turboquant_hybrid
 from onegraph.ops import turboquant_attention as turboquant_attention_op
 from onegraph.ops.cuda import build, turboquant, turboquant_attention
@@ -66,21 +65,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Callable[
 def cpu(library: Callable[..., Callable[..., None]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launchers ask of a GPU with five SMs."""
 
-    def attending(plan: turboquant_attention.Plan, stages: int, device: int) -> tuple[Kernel, ...]:
-        run = library(*plan.defines(stages).items())
-        return tuple(Kernel(run, which) for which in range(3))
+    def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+        if source is turboquant.KERNEL:
+            return {"turboquant_write": Kernel(library(*defines, ("WRITE", 1)), 0)}
+        run = library(*defines)
+        return {name: Kernel(run, which) for which, name in enumerate(turboquant_attention.FUNCTIONS)}
 
-    def write(*numbers: int) -> Kernel:
-        names = "DIM", "KBITS", "VBITS", "GROUP", "SCALE", "DTYPE"
-        return Kernel(library(*zip(names, numbers, strict=False), ("WRITE", 1)), 0)
-
-    monkeypatch.setattr(turboquant_attention, "kernels", attending)
-    monkeypatch.setattr(turboquant_attention, "clusters", lambda device: False)
-    monkeypatch.setattr(turboquant_attention, "takes", lambda q: True)
-    monkeypatch.setattr(turboquant, "_kernel", write)
+    launch_on_cpu(kernels, monkeypatch.setattr)
+    monkeypatch.setattr(turboquant_attention.KERNELS, "is_portable", lambda device: True)
+    monkeypatch.setattr(turboquant_attention, "supports_input", lambda q: True)
+    monkeypatch.setattr(turboquant.KERNEL, "is_built", lambda device: True)
     monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=5))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
 def case_of(op: str, name: str) -> Case:

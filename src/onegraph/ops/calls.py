@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Annotated, Any, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 Written = Annotated[Tensor, "written"]  # an argument that the op writes
@@ -23,8 +24,8 @@ DIRTY = -3  # none, since the model gave NaN beside drafts, which lies in the ca
 
 @dataclass(eq=False)
 class Call:
-    """Fields are Tensor, Written, int, float, bool or str; tensors may be optional. The last ones may have a
-    default."""
+    """Fields are Tensor, Written, list[Written], int, float, bool or str; any may be optional. The last ones may have
+    a default."""
 
     def __iter__(self) -> Iterator[Any]:
         """The arguments, in the schema's order."""
@@ -39,7 +40,8 @@ class Call:
         for name, kind in hints.items():
             optional = NoneType in get_args(kind)
             kind = get_args(kind)[0] if optional else kind
-            text = f"Tensor({next(marks)}!)" if kind == Written else kind.__name__
+            of = Written if kind == list[Written] else kind
+            text = (f"Tensor({next(marks)}!)" if of == Written else of.__name__) + "[]" * (of is not kind)
             default = f"={getattr(cls, name)}" if hasattr(cls, name) else ""
             found.append(f"{text}{'?' * optional} {name}{default}")
         return ", ".join(found)
@@ -58,6 +60,70 @@ class AdjustLogits(Call):
     presence: Tensor
     frequency: Tensor
     constrained: Tensor
+
+
+@dataclass(eq=False)
+class E8PLayer(Call):
+    """Activations and the layer that multiplies them; see `ops.e8p.e8p_linear`."""
+
+    x: Tensor
+    codes: Tensor
+    residual: Tensor | None
+    codebook: Tensor
+    in_scale: Tensor
+    out_scale: Tensor
+    bias: Tensor | None
+    bits: int
+
+    @property
+    def n(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1] * 8
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[:-1].numel()
+
+
+@dataclass(eq=False)
+class E8PLinear(E8PLayer):
+    """See `ops.e8p.e8p_linear`."""
+
+    add: Tensor | None = None
+    eps: float | None = None
+    silu: bool = False
+    wide: bool = False
+
+    @property
+    def result(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Its shape and dtype."""
+        return (*self.x.shape[:-1], self.n), torch.float32 if self.wide else self.x.dtype
+
+
+@dataclass(eq=False)
+class E8PAllReduce(E8PLayer):
+    """See `ops.e8p_all_reduce.e8p_all_reduce`."""
+
+    add: Tensor | None
+    silu: bool
+    inboxes: list[Written]
+    state: Written
+    alarm: Written
+    rank: int
+
+    def product(self, *, add: Tensor | None = None, wide: bool = False) -> E8PLinear:
+        """The rank's own linear."""
+        scales = self.in_scale, self.out_scale
+        return E8PLinear(
+            self.x, self.codes, self.residual, self.codebook, *scales, self.bias, self.bits, add, None, self.silu, wide
+        )
+
+    @property
+    def group(self) -> tuple[list[Tensor], Tensor, Tensor, int]:
+        return self.inboxes, self.state, self.alarm, self.rank
 
 
 @dataclass(eq=False)

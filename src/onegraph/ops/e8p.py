@@ -1,5 +1,6 @@
 """E8P weights: codes to integers, and the linear on them. The layout of the codes is told in `formats/e8p.py`."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from onegraph.formats.e8p import (
     sign_masks,
 )
 from onegraph.ops.activation import SwiGLU
+from onegraph.ops.calls import E8PLinear
 from onegraph.ops.hadamard import FLOATS, hadamard, rotate_integers, rotate_rows
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import ChainOps, Given, WeightOps
@@ -38,35 +40,20 @@ def _decode(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int)
     return q.reshape(codes.shape[0], -1)
 
 
-def _linear(
-    x: Tensor,
-    codes: Tensor,
-    residual: Tensor | None,
-    codebook: Tensor,
-    in_scale: Tensor,
-    out_scale: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    add: Tensor | None = None,
-    eps: float | None = None,
-    silu: bool = False,
-    wide: bool = False,
-) -> Tensor:
-    q = _decode(codes, residual, codebook, bits).float()
-    n, k = q.shape
-    v = x.float()
-    if silu:
+def _linear(call: E8PLinear) -> Tensor:
+    q = _decode(call.codes, call.residual, call.codebook, call.bits).float()
+    v = call.x.float()
+    if call.silu:
         gate, up = v.chunk(2, dim=-1)
         v = torch.nn.functional.silu(gate) * up
-    if eps is not None:
-        v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    y = hadamard.reference(v * in_scale, hadamard_block(k)) @ q.T
-    y = hadamard.reference(y, hadamard_block(n)) * out_scale
-    if bias is not None:
-        y = y + bias.float()
-    if add is not None:
-        y = y + add.float()
-    return y if wide else y.to(x.dtype)
+    if call.eps is not None:
+        v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + call.eps)
+    y = hadamard.reference(v * call.in_scale, hadamard_block(call.k)) @ q.T
+    y = hadamard.reference(y, hadamard_block(call.n)) * call.out_scale
+    for more in (call.bias, call.add):
+        if more is not None:
+            y = y + more.float()
+    return y if call.wide else y.to(call.x.dtype)
 
 
 def check_codes(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) -> None:
@@ -105,42 +92,29 @@ def check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: to
         check_place(name, tensor, device)
 
 
-def check_linear(
-    x: Tensor,
-    codes: Tensor,
-    residual: Tensor | None,
-    codebook: Tensor,
-    in_scale: Tensor,
-    out_scale: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    add: Tensor | None = None,
-    eps: float | None = None,
-    silu: bool = False,
-    wide: bool = False,
-) -> None:
-    check_codes(codes, residual, codebook, bits)
-    n, k = codes.shape[0], codes.shape[1] * 8
-    width = 2 * k if silu else k
+def check_linear(call: E8PLinear) -> None:
+    x, codes, n, k = call.x, call.codes, call.n, call.k
+    check_codes(codes, call.residual, call.codebook, call.bits)
+    width = 2 * k if call.silu else k
     if x.dtype not in FLOATS:
         raise ValueError(f"x is {x.dtype}; allowed: float32, bfloat16, float16")
     if x.dim() == 0 or x.shape[-1] != width:
-        of = "gate and up of " if silu else ""
+        of = "gate and up of " if call.silu else ""
         raise ValueError(
             f"x has shape {tuple(x.shape)}; {of}codes {tuple(codes.shape)} ask for a last dimension of {width}"
         )
     check_place("x", x, codes.device)
-    if eps is not None and not (eps >= 0 and not silu):
+    if call.eps is not None and not (call.eps >= 0 and not call.silu):
         raise ValueError(
-            f"eps is {eps} and silu {silu}; eps must be 0 or more, and a linear has one of the two in front"
+            f"eps is {call.eps} and silu {call.silu}; eps must be 0 or more, and a linear has one of the two in front"
         )
-    if add is not None:
-        shape, dtype = (*x.shape[:-1], n), torch.float32 if wide else x.dtype
+    if (add := call.add) is not None:
+        shape, dtype = call.result
         if tuple(add.shape) != shape or add.dtype != dtype:
             raise ValueError(f"add is {add.dtype} {tuple(add.shape)}; it must be as the result, {dtype} {shape}")
         check_place("add", add, codes.device)
-    check_scales(in_scale, out_scale, n, k, codes.device)
-    if bias is not None:
+    check_scales(call.in_scale, call.out_scale, n, k, codes.device)
+    if (bias := call.bias) is not None:
         if bias.dtype not in FLOATS or tuple(bias.shape) != (n,):
             raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a float tensor ({n},)")
         check_place("bias", bias, codes.device)
@@ -187,19 +161,14 @@ def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str,
     return Case(name="+".join([name, *with_, *(["norm"] if eps is not None else [])]), make=make)
 
 
-def _fake_linear(
-    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
-    bias: Tensor | None, bits: int, add: Tensor | None = None, eps: float | None = None, silu: bool = False,
-    wide: bool = False,
-) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=torch.float32 if wide else x.dtype)
+def _fake_linear(call: E8PLinear) -> Tensor:
+    shape, dtype = call.result
+    return call.x.new_empty(shape, dtype=dtype)
 
 
-def linear_bytes(*args: Any) -> int:
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    wide = len(args) > 11 and args[11]
-    x, codes = tensors[:2]
-    return nbytes(*tensors) + x.shape[:-1].numel() * codes.shape[0] * (4 if wide else x.element_size())
+def linear_bytes(call: E8PLinear) -> int:
+    shape, dtype = call.result
+    return nbytes(*(each for each in call if isinstance(each, Tensor))) + math.prod(shape) * dtype.itemsize
 
 
 e8p_decode = register(
@@ -230,8 +199,8 @@ codes int16 [n, k/8]; residual None, uint8 or int16 [n, k/8]; codebook int8 [512
 e8p_linear = register(
     Op(
         name="e8p_linear",
-        schema="(Tensor x, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
-        "Tensor? bias, int bits, Tensor? add=None, float? eps=None, bool silu=False, bool wide=False) -> Tensor",
+        call=E8PLinear,
+        schema="-> Tensor",
         reference=_linear,
         fake=_fake_linear,
         kernel="onegraph.ops.cuda.e8p:linear",
@@ -257,7 +226,7 @@ e8p_linear = register(
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
         bytes_moved=linear_bytes,
-        flops=lambda x, codes, *rest: 16 * x.shape[:-1].numel() * codes.numel(),
+        flops=lambda call: 16 * call.tokens * call.codes.numel(),
     )
 )
 """`e8p_linear(x, ...) -> [..., n]`: y = out_scale * H_n(Q(H_k(in_scale * x))) + bias, with what stands around it.
@@ -340,7 +309,7 @@ def _run_experts(
 def _chain_most(format: E8PFormat, sizes: tuple[int, int, int, int]) -> int:
     from onegraph.ops.cuda import e8p_chain as kernel
 
-    return kernel.MAX_TOKENS if kernel.takes(1, sizes, format.rate, torch.bfloat16) else 0
+    return kernel.MAX_TOKENS if kernel.supports_shape(1, sizes, format.rate, torch.bfloat16) else 0
 
 
 def _chain(
@@ -373,7 +342,7 @@ def _steady(format: E8PFormat, x: Tensor, weight: Given) -> bool:
 def _reads(format: E8PFormat, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     from onegraph.ops.cuda import e8p as kernels
 
-    return kernels.reads(n, k, format.rate, dtype, device)
+    return kernels.supports_weight(n, k, format.rate, dtype, device)
 
 
 WEIGHT = WeightOps(

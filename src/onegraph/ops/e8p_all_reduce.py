@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import codebook
+from onegraph.ops.calls import E8PAllReduce
 from onegraph.ops.e8p import check_linear, e8p_linear, linear_bytes, random_codes, random_scales
 from onegraph.ops.exchange import alone, check_group, swap
 from onegraph.ops.registry import Case, Op, register
@@ -13,37 +14,27 @@ from onegraph.ops.registry import Case, Op, register
 MAX_TOKENS = 4  # the kernel takes more, which nobody has measured beside a launch of their own
 
 
-def _run(
-    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
-    bias: Tensor | None, bits: int, add: Tensor | None, silu: bool, inboxes: list[Tensor], state: Tensor, alarm: Tensor,
-    rank: int,
-) -> Tensor:  # fmt: skip
-    own = e8p_linear.reference(
-        x, codes, residual, codebook, in_scale, out_scale, bias, bits, None, None, silu, wide=True
-    )
+def _run(call: E8PAllReduce) -> Tensor:
+    own = e8p_linear.reference(*call.product(wide=True))
     words = own.flatten().view(torch.int32)
     total = torch.zeros_like(own)
-    for part in swap(words, [len(words)] * len(inboxes), inboxes, state, alarm, rank):
+    for part in swap(words, [len(words)] * len(call.inboxes), *call.group):
         total += part.view(torch.float32).view_as(own)
-    return (total if add is None else total + add.float()).to(x.dtype)
+    return (total if call.add is None else total + call.add.float()).to(call.x.dtype)
 
 
-def _check(
-    x: Tensor, codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor,
-    bias: Tensor | None, bits: int, add: Tensor | None, silu: bool, inboxes: list[Tensor], state: Tensor, alarm: Tensor,
-    rank: int,
-) -> None:  # fmt: skip
-    check_linear(x, codes, residual, codebook, in_scale, out_scale, bias, bits, add, None, silu)
-    tokens = x.shape[:-1].numel()
+def _check(call: E8PAllReduce) -> None:
+    check_linear(call.product(add=call.add))
+    tokens, n, words = call.tokens, call.n, call.inboxes[call.rank].shape[2]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(
             f"e8p_all_reduce: x has {tokens} tokens; allowed are 1 to {MAX_TOKENS}: run e8p_linear, then all_reduce"
         )
-    check_group("e8p_all_reduce", tokens * codes.shape[0], inboxes, state, alarm, rank)
-    if inboxes[rank].shape[2] % 4 or tokens * codes.shape[0] * x.element_size() % 4:
+    check_group("e8p_all_reduce", tokens * n, *call.group)
+    if words % 4 or tokens * n * call.x.element_size() % 4:
         raise ValueError(
-            f"e8p_all_reduce: an inbox takes {inboxes[rank].shape[2]} words and {tokens} x {codes.shape[0]} results of "
-            f"{x.dtype} cross; kernels write whole words, four at a time: give room in fours and an even number"
+            f"e8p_all_reduce: an inbox takes {words} words and {tokens} x {n} results of "
+            f"{call.x.dtype} cross; kernels write whole words, four at a time: give room in fours and an even number"
         )
 
 
@@ -64,11 +55,10 @@ def _case(tokens: int, n: int, k: int, bits: int, *with_: str) -> Case:
 e8p_all_reduce = register(
     Op(
         name="e8p_all_reduce",
-        schema="(Tensor x, Tensor codes, Tensor? residual, Tensor codebook, Tensor in_scale, Tensor out_scale, "
-        "Tensor? bias, int bits, Tensor? add, bool silu, Tensor(a!)[] inboxes, Tensor(b!) state, Tensor(c!) alarm, "
-        "int rank) -> Tensor",
+        call=E8PAllReduce,
+        schema="-> Tensor",
         reference=_run,
-        fake=lambda x, codes, *rest: x.new_empty(*x.shape[:-1], codes.shape[0]),
+        fake=lambda call: call.x.new_empty(*call.x.shape[:-1], call.n),
         kernel="onegraph.ops.cuda.e8p:linear_all_reduce",
         sole=True,
         check=_check,
@@ -79,9 +69,9 @@ e8p_all_reduce = register(
             _case(2, 49, 200, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
-        bytes_moved=lambda *args: linear_bytes(*args[:9]) + 16 * (len(args[10]) - 1) * args[0].shape[:-1].numel()
-        * args[1].shape[0],
-        flops=lambda x, codes, *rest: 16 * x.shape[:-1].numel() * codes.numel(),
+        bytes_moved=lambda call: linear_bytes(call.product(add=call.add))
+        + 16 * (len(call.inboxes) - 1) * call.tokens * call.n,
+        flops=lambda call: 16 * call.tokens * call.codes.numel(),
     )
 )  # fmt: skip
 """The sum of all ranks' `e8p_linear(x, ..., bias, bits, silu=silu)`, plus `add`, rounded once: what crosses is float32.

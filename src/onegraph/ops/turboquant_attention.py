@@ -78,7 +78,7 @@ def _on_gpu(call: TurboQuantAttention) -> tuple[Tensor, Tensor]:
     """The CUDA kernel; GPUs that it cannot be built for take the reference."""
     from onegraph.ops.cuda import turboquant_attention as kernel
 
-    if not kernel.takes(call.q):
+    if not kernel.supports_input(call.q):
         return _turboquant_attention(call)
     page_size = layout_in("turboquant_attention", call, call.q.shape[3]).page_size
     *tensors, scale, window = call

@@ -39,7 +39,7 @@ def _on_gpu(call: TurboQuantHybrid) -> Tensor:
     from onegraph.ops.cuda import turboquant_attention as kernel
 
     q, window = call.q, call.window
-    if not kernel.takes(q):
+    if not kernel.supports_input(q):
         return _turboquant_hybrid(call)
     state: tuple[Any, ...] = (q, call.cache, call.block_table, call.positions, call.counts, None)
     page_size = layout_in("turboquant_hybrid", call, q.shape[3]).page_size

@@ -23,7 +23,7 @@ def encoder(device: torch.device, n: int, bits: int, wide: bool = False, metrics
     if device.type == "cpu":
         return partial(encode, wide=wide)
     here = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if family.FORCED == "reference" or not e8p_encode.available(here.index):
+    if family.FORCED == "reference" or not e8p_encode.KERNEL.is_built(here.index):
         return _captured(here, n, bits, wide, metrics)
     run = _kernel(here, bits, wide)
 

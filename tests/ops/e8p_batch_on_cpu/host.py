@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from h200 import H200
-from on_cpu import compile_run
+from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p as ops
 from onegraph.ops.cuda import build, e8p_batch
 from onegraph.ops.cuda.e8p_common import Linear
 
 FOLDER = Path(sys.argv[1])
+PLAN = e8p_batch.plan
 SMS = 3  # so that blocks walk over several tiles
 
 
@@ -41,7 +42,7 @@ class Case:
 
     @property
     def plan(self) -> e8p_batch.Plan:
-        own = e8p_batch.plan(self.n, self.k, self.bits, self.tokens, H200)
+        own = PLAN(self.n, self.k, self.bits, self.tokens, H200)
         cluster, parts = self.cut
         return replace(own, cluster=cluster, parts=parts, per_block=-(-self.k // (256 * cluster * parts)))
 
@@ -49,7 +50,7 @@ class Case:
     def defines(self) -> tuple[str, ...]:
         _, silu, _, _, wide = self.around
         made = e8p_batch.defines(self.plan, self.n, self.k, self.bits, self.half, silu, wide)
-        return tuple(f"-D{name}={value}" for name, value in made.items())
+        return flags(made)
 
 
 CASES = [
@@ -97,7 +98,6 @@ def tensor_map(address: int, rows: int, row_bytes: int, box_rows: int, box_bytes
     return struct.pack("16q", address, rows, row_bytes, box_bytes, box_rows, *[0] * 11)
 
 
-torch._C._cuda_getCurrentRawStream = lambda device: 0
 e8p_batch.tensor_map = tensor_map
 build.device = lambda index: replace(H200, sms=SMS)
 
@@ -120,17 +120,17 @@ def check(case: Case) -> None:
     )
     results = []
     for backwards in (False, True):
-        run = library(case.defines).run
-        e8p_batch._kernels = lambda *_, run=run, backwards=backwards: (
-            Kernel(run, False, backwards), Kernel(run, True, False), case.plan, case.plan.shared(bits)
-        )  # fmt: skip
+
+        def kernels(
+            _: build.Source, device: None, *defines: tuple[str, int], backwards: bool = backwards
+        ) -> dict[str, Kernel]:
+            run = library(flags(dict(defines))).run
+            return {"e8p_batch": Kernel(run, False, backwards), "e8p_rotate": Kernel(run, True, False)}
+
+        launch_on_cpu(kernels)
+        e8p_batch.plan = lambda *_: case.plan
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
-        e8p_batch.launch(
-            Linear(
-                x, codes, residual, codebook(), *scales, given, more, out, bits, tokens, n, k, case.half,
-                -1.0 if eps is None else eps, silu, wide,
-            )
-        )  # fmt: skip
+        e8p_batch.run(Linear(x, codes, residual, codebook(), *scales, given, bits, more, eps, silu, wide, out=out))
         results.append(out)
     first, second = results
     assert torch.equal(first, second), case

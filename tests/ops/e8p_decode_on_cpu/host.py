@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from h200 import H200
-from on_cpu import compile_run
+from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.e8p import codebook
 from onegraph.nn.peers import Peers
 from onegraph.ops import e8p as ops
-from onegraph.ops.cuda import e8p_decode, exchange
+from onegraph.ops.cuda import build, e8p_decode
 from onegraph.ops.cuda.e8p_common import Linear
 from onegraph.ops.ranks import CHUNK, LAST_ROUND, ROUNDS
 
 FOLDER = Path(sys.argv[1])
+PLANNED = e8p_decode.plan
 PLAN = e8p_decode.Plan  # ahead, tiles, cluster, blocks, slices, per_block, across, down
 
 
@@ -46,12 +47,12 @@ class Case:
 
     @property
     def chosen(self) -> e8p_decode.Plan:
-        return self.plan or e8p_decode.plan(self.n, self.k, self.bits, self.tokens, H200)
+        return self.plan or PLANNED(self.n, self.k, self.bits, self.tokens, H200)
 
     @property
     def defines(self) -> tuple[str, ...]:
         made = e8p_decode.defines(self.chosen, self.n, self.k, self.bits, self.tokens, self.half, self.around)
-        return tuple(f"-D{name}={value}" for name, value in made.items())
+        return flags(made)
 
 
 CASES = [
@@ -119,7 +120,7 @@ def sliced_tensor_map(address: int, rows: int, row_bytes: int, box: tuple[int, i
     return struct.pack("16q", address, rows, row_bytes, *box, *[0] * 10)
 
 
-torch._C._cuda_getCurrentRawStream = lambda device: 0
+build.device = lambda index: H200
 e8p_decode.tensor_map, e8p_decode.sliced_tensor_map = tensor_map, sliced_tensor_map
 TABLES = e8p_decode.tables(codebook())
 e8p_decode._TABLES = {None: TABLES.data_ptr()}  # a CPU has no index
@@ -147,22 +148,18 @@ def check_ranks(case: Case) -> None:
         for x, codes, rest, *scales, bias in given
     ]
     truth = sum(own[1:], own[0]) + (0.0 if more is None else more.float())
-    shared = case.chosen.shared(bits, case.tokens)
     rest_of = replace(case, with_=case.with_.replace("bias", ""))
     libraries = [library((rest_of if rank else case).defines, rank).run for rank in range(case.ranks)]
     here = threading.local()
-    e8p_decode._kernel = lambda *_: (Kernel(libraries[here.rank]), case.chosen, shared)
+    e8p_decode.plan = lambda *_: case.chosen
+    launch_on_cpu(lambda *_: {"e8p_decode": Kernel(libraries[here.rank])})
 
     def run(rank: int) -> Tensor:
         here.rank = rank
         x, codes, rest, *scales, bias = given[rank]
         out = torch.full((case.tokens, case.n), float("nan"), dtype=dtype)
-        e8p_decode.launch(
-            Linear(
-                x, codes, rest, book, *scales, bias, more, out, bits, case.tokens, case.n, case.k, case.half, -1.0,
-                bool(silu), False, False, case.ranks, exchange.given(*group.rank(rank).group),
-            )
-        )  # fmt: skip
+        layer = x, codes, rest, book, *scales, bias, bits
+        e8p_decode.run(Linear(*layer, more, silu=bool(silu), out=out, group=group.rank(rank).group))
         return out
 
     group.arm()
@@ -200,15 +197,10 @@ def check(case: Case) -> None:
     truth = ops.e8p_linear.reference(
         x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
     )
-    shared = case.chosen.shared(bits, tokens)
-    e8p_decode._kernel = lambda *_: (Kernel(library(case.defines).run), case.chosen, shared)
+    e8p_decode.plan = lambda *_: case.chosen
+    launch_on_cpu(lambda _, device, *defines: {"e8p_decode": Kernel(library(flags(dict(defines))).run)})
     out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
-    e8p_decode.launch(
-        Linear(
-            x, codes, residual, codebook(), *scales, given, more, out, bits, tokens, n, k, case.half,
-            -1.0 if eps is None else eps, silu, wide,
-        )
-    )  # fmt: skip
+    e8p_decode.run(Linear(x, codes, residual, codebook(), *scales, given, bits, more, eps, silu, wide, out=out))
     rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm()) if not wide else 0.0
     for token in range(tokens):  # none is lost in the others' size
         error = float((out[token].float() - truth[token]).norm() / truth[token].norm())

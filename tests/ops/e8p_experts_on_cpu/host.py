@@ -3,7 +3,6 @@ hopper|portable`, the folder of the sources and their form. Prints a line for ea
 
 import ctypes
 import sys
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from h200 import H200, PLAIN
-from on_cpu import compile_run
+from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p_experts as ops
 from onegraph.ops.cuda import build, e8p_decode, e8p_experts
@@ -29,8 +28,8 @@ def library(*defines: str) -> ctypes.CDLL:
 
 
 class Kernel:
-    def __init__(self, function: int, **defines: int) -> None:
-        self.function, self.run = function, library(*(f"-D{name}={value}" for name, value in defines.items())).run
+    def __init__(self, function: int, run: Any) -> None:
+        self.function, self.run = function, run
 
     def launch(
         self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
@@ -42,18 +41,15 @@ class Kernel:
         self.run(ctypes.c_char_p(arguments), self.function, grid[0], grid[1], threads, cluster)
 
 
-def kernels(cut: e8p_experts.Cut, bits: int, half: bool, device: int) -> tuple[Kernel, ...]:
-    return tuple(Kernel(i, **cut.defines(bits, half), PORTABLE=int(PORTABLE)) for i in range(3))
+def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+    run = library(*flags(dict(defines) | {"PORTABLE": int(PORTABLE)})).run
+    return {name: Kernel(i, run) for i, name in enumerate(source.functions)}
 
 
-torch.cuda.device = lambda device: nullcontext()
-torch._C._cuda_getCurrentRawStream = lambda device: 0
+launch_on_cpu(kernels)
 build.device = lambda index: DEVICE
-e8p_experts.portable = lambda device: PORTABLE
-e8p_experts._kernels = kernels
-e8p_experts.available = lambda device: True
+e8p_experts.KERNELS.is_portable = lambda device: PORTABLE
 TABLES = e8p_decode.tables(codebook())
-e8p_decode.have_tables = lambda book: None
 e8p_decode._TABLES = {None: TABLES.data_ptr()}  # a CPU has no index
 
 
@@ -61,7 +57,7 @@ def check(case: Any, dtype: torch.dtype) -> None:
     launches.clear()
     args = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
     call = ops.E8PExperts(*args)
-    if not e8p_experts.takes(call):
+    if not e8p_experts.supports_input(call):
         return
     got, truth = e8p_experts.compute(call), ops.e8p_experts.reference(args[0].float(), *args[1:])
     assert got is not None

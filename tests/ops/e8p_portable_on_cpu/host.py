@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from h200 import H200
-from on_cpu import compile_run
+from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p as ops
 from onegraph.ops.cuda import build, e8p_portable
@@ -47,14 +47,14 @@ class Case:
         return [self.tokens * (i + 1) // count - self.tokens * i // count for i in range(count)]
 
     def chosen(self, tokens: int) -> e8p_portable.Plan:
-        return self.plan or e8p_portable.plan(self.n, self.k, self.bits, tokens, SMALL)
+        return self.plan or PLANNED(self.n, self.k, self.bits, tokens, SMALL)
 
     def defines(self, tokens: int) -> tuple[str, ...]:
         made = e8p_portable.defines(self.chosen(tokens), self.n, self.k, self.bits, self.half, self.around)
-        made |= {"START": 1024, "FOLLOWS": tokens % 2}
-        return tuple(f"-D{name}={value}" for name, value in made.items())
+        return flags(made | {"START": 1024, "FOLLOWS": made["TOKENS"] % 2})
 
 
+PLANNED = e8p_portable.plan
 PLAN = e8p_portable.Plan  # ahead, tokens, turns, strips, parts, unit, across, down, hold
 CASES = [
     # as planned for 6 SMs: every rate, both dtypes, odd numbers of tokens, blocks of 64 rows and columns, all fusions
@@ -101,11 +101,18 @@ class Kernel:
 
 class Counters:
     @staticmethod
-    def of(device: int, stream: int) -> int:
+    def of(device: int | None) -> int:
         return counters.data_ptr()
 
 
-torch._C._cuda_getCurrentRawStream = lambda device: 0
+def kernels(_: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+    made = dict(defines)
+    run = library(flags(made | {"START": 1024, "FOLLOWS": made["TOKENS"] % 2})).run
+    return {"e8p_portable": Kernel(run, 0), "e8p_portable_turn": Kernel(run, 1)}
+
+
+build.device = lambda index: SMALL
+launch_on_cpu(kernels)
 e8p_portable.ARRIVED = Counters
 
 
@@ -126,21 +133,12 @@ def check(case: Case) -> None:
         x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
     )
 
-    def kernels(n: int, k: int, bits: int, tokens: int, *_: object) -> tuple[Kernel, Kernel, e8p_portable.Plan]:
-        run = library(case.defines(tokens)).run
-        return Kernel(run, 0), Kernel(run, 1), case.chosen(tokens)
-
-    e8p_portable._kernels = kernels
+    e8p_portable.plan = lambda n, k, bits, tokens, device: case.chosen(tokens)
     results = []
     for order in (1, 7919):  # a prime, so that all come
         step = order
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
-        e8p_portable.launch(
-            Linear(
-                x, codes, residual, codebook(), *scales, given, more, out, bits, tokens, n, k, case.half,
-                -1.0 if eps is None else eps, silu, wide,
-            )
-        )  # fmt: skip
+        e8p_portable.run(Linear(x, codes, residual, codebook(), *scales, given, bits, more, eps, silu, wide, out=out))
         assert not counters.any(), case
         results.append(out)
     assert torch.equal(*results), case  # whoever came last
@@ -169,17 +167,12 @@ def check_alike(cases: list[Case]) -> None:
     scales = ops.random_scales(n, k, torch.device("cpu"), g)
     x, more = (torch.randn(16, size, generator=g).bfloat16() for size in (k, n))
     for case in cases:
-        run = library(case.defines(case.tokens)).run
-        e8p_portable._kernels = lambda *_, run=run, plan=case.plan: (Kernel(run, 0), Kernel(run, 1), plan)
+        e8p_portable.like_most = lambda *_, plan=case.plan: plan
         for first in {0, 16 - case.tokens}:
             part = slice(first, first + case.tokens)
             y = torch.full((case.tokens, n), float("nan"), dtype=torch.bfloat16)
-            e8p_portable.launch(
-                Linear(
-                    x[part], codes, residual, codebook(), *scales, None, more[part], y, bits, case.tokens, n, k, False,
-                    1e-5, False, False, True,
-                )
-            )  # fmt: skip
+            layer = x[part], codes, residual, codebook(), *scales, None, bits
+            e8p_portable.run(Linear(*layer, more[part], 1e-5, out=y, steady=True))
             out[case.tokens, first] = y
     for (tokens, first), y in out.items():
         assert torch.equal(y, out[16, 0][first : first + tokens]), (n, k, bits, tokens)

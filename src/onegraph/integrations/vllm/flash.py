@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from onegraph.ops.cuda.decode_attention import TILE, clustered, takes
+from onegraph.ops.cuda.decode_attention import KERNEL, TILE, supports_input
 from onegraph.ops.strided_decode import strided_decode
 
 
@@ -27,7 +27,8 @@ def take_over(attention: Any, table: Tensor) -> None:
     if not plain or impl.logits_soft_cap or attention.kv_cache_dtype != "auto":
         return
     if table.is_cuda and not (  # FlashAttention's pages are multiples of 16 tokens too
-        takes(attention.dtype, impl.head_size, impl.num_queries_per_kv, TILE) and clustered(table.device.index)
+        supports_input(attention.dtype, impl.head_size, impl.num_queries_per_kv, TILE)
+        and KERNEL.is_built(table.device.index)
     ):
         return
     impl.__class__, impl.table = FlashDecodeImpl, table

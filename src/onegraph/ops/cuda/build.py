@@ -324,11 +324,7 @@ def load(source: Source, defines: Mapping[str, int], device: int) -> dict[str, K
 
     Raises BuildError where they cannot be had, RuntimeError inside a capture.
     """
-    if torch.cuda.is_current_stream_capturing():
-        name = source.path.name
-        raise RuntimeError(
-            f"{name} {dict(defines)} would be compiled inside a CUDA-graph capture; run the step once before"
-        )
+    _refuse_capture(f"{source.path.name} {dict(defines)} would be compiled")
     driver, _ = bindings()
     capability = torch.cuda.get_device_capability(device)
     cubin, form = source.cubin(defines, capability), source.form(capability)
@@ -358,6 +354,11 @@ def load(source: Source, defines: Mapping[str, int], device: int) -> dict[str, K
                 check(driver.cuFuncSetAttribute(function, about.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
             kernels[name] = Kernel(function, device, form.overlaps)
     return kernels
+
+
+def _refuse_capture(what: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} inside a CUDA-graph capture; run the step once before")
 
 
 @dataclass(frozen=True, eq=False)
@@ -417,7 +418,11 @@ def capture_id(stream: int) -> int:
 
 def resident(data: torch.Tensor, device: int) -> int:
     """Address of a copy of `data`, a CPU tensor, on `device`, which stays there for as long as the process lives and
-    belongs to no memory pool of torch's (one that vLLM puts to sleep would be emptied). Not inside a capture."""
+    belongs to no memory pool of torch's (one that vLLM puts to sleep would be emptied).
+
+    RuntimeError inside a capture.
+    """
+    _refuse_capture("what kernels keep on a GPU would be allocated")
     driver, _ = bindings()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current

@@ -2,9 +2,6 @@
 any number where results must not depend on what runs beside them, `decode_round.cu`; what they do not take goes to
 Triton's kernels."""
 
-from contextlib import nullcontext
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -12,10 +9,10 @@ from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode, StridedDecode
 from onegraph.ops.cuda import build, decode_portable, decode_round
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
+from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, launch
 
 DIMS = (64, 128)
 MAX_GROUP = 8  # heads that share a kv head: columns of the kernel's products
-ALIGNMENT = 16  # bytes, of what is read as 16 bytes at once
 
 ARGUMENTS = build.Arguments(
     pointers=POINTERS,
@@ -24,7 +21,7 @@ ARGUMENTS = build.Arguments(
 )
 
 
-def takes(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) -> bool:
+def supports_input(dtype: torch.dtype, dim: int, group: int, page: int, *read: Tensor) -> bool:
     """Whether `decode_attention.cu` computes this; `read`: all of its inputs but positions, counts and block table."""
     return (
         dtype in (torch.bfloat16, torch.float16)
@@ -44,23 +41,13 @@ KERNEL = build.Source(
     capabilities=build.CLUSTERS,
     example=EXAMPLE.defines,
     shared=EXAMPLE.shared,
+    otherwise="another kernel computes the attention of decode steps",
 )
 
 
-@cache
-def _kernel(plan: Plan, device: int) -> build.Kernel:
-    return KERNEL.load(plan.defines, device, plan.shared)[0]
-
-
-@cache
-def clustered(device: int) -> bool:
-    """Whether this GPU has the one that runs in clusters, which alone was measured beside another engine's."""
-    return KERNEL.usable(device, "another kernel computes the attention of decode steps")
-
-
 def available(device: int) -> bool:
-    """Whether a kernel can be built for this GPU; warns once where not."""
-    return clustered(device) or decode_portable.available(device)
+    """Whether a GPU can have a kernel of either form; warns once where not."""
+    return KERNEL.is_built(device) or decode_portable.KERNEL.is_built(device)
 
 
 def share(groups: int, device: build.Device) -> tuple[int, int]:
@@ -85,9 +72,9 @@ def paged_decode(call: PagedDecode) -> Tensor:
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
     # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
     plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
-    usable = qkv.is_cuda and rows > 0 and plain and takes(qkv.dtype, dim, group, k_cache.shape[1], *read)
+    usable = qkv.is_cuda and rows > 0 and plain and supports_input(qkv.dtype, dim, group, k_cache.shape[1], *read)
     in_rounds = tokens > 1 or invariant.on()
-    built = decode_round.available if in_rounds else available
+    built = decode_round.KERNEL.is_built if in_rounds else available
     if not usable or any(t.dtype != qkv.dtype for t in norms) or not built(qkv.device.index):
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
@@ -106,7 +93,7 @@ def strided_decode(call: StridedDecode) -> None:
     """See `onegraph.ops.strided_decode.strided_decode`. Raises ValueError for what the kernel does not take."""
     qkv, table, lengths, block_table, keys, values, out, scale = call
     page, dim, group = keys.shape[1], keys.shape[3], out.shape[1] // keys.shape[2]
-    if not takes(qkv.dtype, dim, group, page, qkv, table, keys, values):
+    if not supports_input(qkv.dtype, dim, group, page, qkv, table, keys, values):
         raise ValueError(
             f"strided_decode: {qkv.dtype} heads of {dim}, {group} a kv head, pages of {page} tokens; on a GPU it takes "
             f"bfloat16 and float16, sizes {DIMS}, up to {MAX_GROUP} a kv head, pages of multiples of {TILE}, at "
@@ -155,7 +142,7 @@ def _launch(
     """As the kernel's `Arguments` say."""
     device, rows = qkv.device.index, qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
-    group, pairs, in_clusters = out.numel() // (rows * kv_heads * dim), rows * kv_heads, clustered(device)
+    group, pairs, in_clusters = out.numel() // (rows * kv_heads * dim), rows * kv_heads, KERNEL.is_built(device)
     if in_clusters:
         warps, size = share(pairs, build.device(device))
     else:
@@ -165,35 +152,18 @@ def _launch(
         qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, early, warps, size,
         kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip
-    given = build.addresses(
-        qkv=qkv,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        cos=cos,
-        sin=sin,
-        positions=positions,
-        counts=counts,
-        table=block_table,
-        keys=k_cache,
-        values=v_cache,
-        out=out,
-    ) | {
-        "pages": pages,
-        "table_stride": block_table.stride(0),
-        "reach": block_table.shape[1] * page_size,
-        "max_position": 0 if cos is None else cos.shape[0] - 1,
-        "ahead": ahead,
-    }
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    here = torch.cuda.current_device() == device
-    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
-        grid, threads = (pairs * size, 1, 1), 32 * warps
-        if in_clusters:
-            arguments = ARGUMENTS.pack(**given, eps=eps, scale=scale)
-            _kernel(plan, device).launch(grid, threads, plan.shared, size, stream, arguments)
-            return
-        kernel = decode_portable.kernel(plan, device)
-        space = decode_portable.workspace(plan, pairs, out.device)
-        given |= build.addresses(**space) | {"arrived": decode_portable.ARRIVED.of(device, stream)}
-        arguments = decode_portable.ARGUMENTS.pack(**given, eps=eps, scale=scale)
-        kernel.launch(grid, threads, decode_portable.shared(plan), 1, stream, arguments)
+    arguments = {
+        "qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "positions": positions,
+        "counts": counts, "table": block_table, "keys": k_cache, "values": v_cache, "out": out, "pages": pages,
+        "table_stride": block_table.stride(0), "reach": block_table.shape[1] * page_size,
+        "max_position": 0 if cos is None else cos.shape[0] - 1, "ahead": ahead, "eps": eps, "scale": scale,
+    }  # fmt: skip
+    grid, threads = (pairs * size, 1, 1), 32 * warps
+    if in_clusters:
+        launch(KERNEL, plan.defines, Launch(grid, threads, plan.shared, size), **arguments)
+        return
+    space = decode_portable.workspace(plan, pairs, out.device)
+    launch(
+        decode_portable.KERNEL, plan.defines, Launch(grid, threads, decode_portable.shared(plan)),
+        **arguments, **space, arrived=decode_portable.ARRIVED.of(device),
+    )  # fmt: skip

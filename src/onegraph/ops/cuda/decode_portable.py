@@ -3,8 +3,6 @@
 Which calls it takes, and what it is given: `decode_attention.py`.
 """
 
-from functools import cache
-
 import torch
 
 from onegraph.ops.cuda import build
@@ -37,20 +35,9 @@ KERNEL = build.Source(
     families=("portable",),
     example=EXAMPLE.defines,
     shared=shared(EXAMPLE),
+    otherwise="Triton's computes the attention of decode steps",
 )
 ARRIVED = Counters(MAX_GROUPS)
-
-
-@cache
-def kernel(plan: Plan, device: int) -> build.Kernel:
-    ARRIVED.have(device)
-    return KERNEL.load(plan.defines, device, shared(plan))[0]
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's computes the attention of decode steps")
 
 
 def share(groups: int, dim: int, device: build.Device) -> tuple[int, int]:

@@ -4,9 +4,7 @@ One token is such a round too where its bits must not depend on what runs beside
 takes: `decode_attention.py`.
 """
 
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode
 from onegraph.ops.cuda import build, decode_portable
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE
+from onegraph.ops.cuda.launcher import Launch, launch
 
 SETS = 4  # of eight columns, a (token, head) pair each, that a warp's registers hold
 SIZES = 8, 4, 2, 1  # blocks of a cluster
@@ -84,24 +83,8 @@ KERNEL = build.Source(
     own=build.CLUSTERS,
     example=EXAMPLE.defines,
     shared=EXAMPLE.shared(False),
+    otherwise="Triton's compute the attention of rounds that check drafts",
 )
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's compute the attention of rounds that check drafts")
-
-
-@cache
-def clustered(device: int) -> bool:
-    return not KERNEL.portable(torch.cuda.get_device_capability(device))
-
-
-@cache
-def kernel(plan: Plan, device: int) -> build.Kernel:
-    decode_portable.ARRIVED.have(device)
-    return KERNEL.load(plan.defines, device, plan.shared(clustered(device)))[0]
 
 
 def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple[int, int]:
@@ -122,10 +105,10 @@ def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple
 
 
 def attend(call: PagedDecode) -> Tensor:
-    """The op, of a call that `decode_attention.takes`."""
+    """The op, of a call that `decode_attention` supports."""
     qkv, keys, table, cos = call.qkv, call.k_cache, call.block_table, call.cos
     device, (rows, tokens, _), (pages, page_size, kv_heads, dim) = qkv.device.index, qkv.shape, keys.shape
-    group, in_clusters, found = call.heads // kv_heads, clustered(device), build.device(device)
+    group, in_clusters, found = call.heads // kv_heads, not KERNEL.is_portable(device), build.device(device)
     parts = slices(tokens, group)
     groups, columns, steady = rows * kv_heads * parts, -(-tokens // parts) * group, invariant.on()
     # What must not depend on rows and tokens is cut as for one row of many tokens.
@@ -142,26 +125,18 @@ def attend(call: PagedDecode) -> Tensor:
         warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
         0 if cos is None else cos.stride(0), steady,
     )  # fmt: skip
-    here = torch.cuda.current_device() == device
-    with nullcontext() if here else torch.cuda.device(qkv.device):  # the driver launches in the current context
-        launched = kernel(plan, device)  # which sees to the counters
-    stream = torch._C._cuda_getCurrentRawStream(device)
     out = torch.empty((rows, tokens, call.heads, dim), dtype=qkv.dtype, device=qkv.device)
     partial = sums = arrived = None
     if not in_clusters and size > 1:
         partial = torch.empty(groups * size * columns * dim, dtype=torch.float32, device=qkv.device)
         sums = torch.empty(groups * size * columns * 2, dtype=torch.float32, device=qkv.device)
-        arrived = decode_portable.ARRIVED.of(device, stream)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            qkv=qkv, q_norm=call.q_norm, k_norm=call.k_norm, cos=cos, sin=call.sin, positions=call.positions,
-            counts=call.counts, table=table, keys=keys, values=call.v_cache, out=out, partial=partial, sums=sums,
-        ),
-        arrived=arrived or 0, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
+        arrived = decode_portable.ARRIVED.of(device)
+    grid, shared = (groups * size, 1, 1), plan.shared(in_clusters)
+    launch(
+        KERNEL, plan.defines, Launch(grid, 32 * warps, shared, size if in_clusters else 1),
+        qkv=qkv, q_norm=call.q_norm, k_norm=call.k_norm, cos=cos, sin=call.sin, positions=call.positions,
+        counts=call.counts, table=table, keys=keys, values=call.v_cache, out=out, partial=partial, sums=sums,
+        arrived=arrived, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
         max_position=0 if cos is None else cos.shape[0] - 1, eps=call.eps, scale=call.scale,
     )  # fmt: skip
-    with nullcontext() if here else torch.cuda.device(qkv.device):
-        launched.launch(
-            (groups * size, 1, 1), 32 * warps, plan.shared(in_clusters), size if in_clusters else 1, stream, arguments
-        )
     return out

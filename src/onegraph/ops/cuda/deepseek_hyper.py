@@ -1,11 +1,10 @@
 """Launches `deepseek_hyper.cu`; what it does not take goes to Triton's kernels."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
 
 STREAMS = 4
 BLOCKS = 16  # of a cluster, which owns a token, or some of several
@@ -27,14 +26,16 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example={"HALF": 0, "WIDE": 1, "DIM": 4096, "PER": 1},
+    otherwise="Triton's run",
 )
 
 
-def takes(streams: Tensor) -> bool:
-    """Whether `deepseek_hyper.cu` computes on these [..., H, D]."""
+def supports_input(streams: Tensor, norm: Tensor) -> bool:
+    """Whether `deepseek_hyper.cu` computes on streams [..., H, D] with this weight of the norm."""
     *_, h, dim = streams.shape
     return (
-        streams.dtype in (torch.bfloat16, torch.float16)
+        norm.dtype in (streams.dtype, torch.float32)
+        and streams.dtype in (torch.bfloat16, torch.float16)
         and h == STREAMS
         and dim % COLUMNS == 0
         and dim <= MAX_COLUMNS
@@ -42,16 +43,10 @@ def takes(streams: Tensor) -> bool:
     )
 
 
-@cache
-def _kernel(half: bool, wide: bool, dim: int, per: int, device: int) -> build.Kernel:
-    defines = {"HALF": int(half), "WIDE": int(wide), "DIM": dim, "PER": per}
-    return KERNEL.load(defines, device)[0]
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's run")
+def defines(streams: Tensor, norm: Tensor, per: int) -> dict[str, int]:
+    """What the kernel is compiled with, whose clusters take `per` tokens each."""
+    half, wide = streams.dtype == torch.float16, norm.dtype == torch.float32
+    return {"HALF": int(half), "WIDE": int(wide), "DIM": streams.shape[-1], "PER": per}
 
 
 def hyper_update_mix(
@@ -60,7 +55,7 @@ def hyper_update_mix(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See `onegraph.ops.deepseek_hyper.hyper_update_mix`."""
     device = streams.device.index
-    if not takes(streams) or norm.dtype not in (streams.dtype, torch.float32) or not available(device):
+    if not supports_input(streams, norm) or not KERNEL.is_built(device):
         from onegraph.ops.triton.deepseek_hyper import hyper_update_mix as fallback  # compiled as of its import
 
         return fallback(streams, x, post, comb, fn, base, scale, norm, eps, floor, iterations)
@@ -69,18 +64,9 @@ def hyper_update_mix(
     tokens = streams.numel() // (h * dim)
     # Of more tokens than clusters that run side by side each has two, and reads the weights once for them.
     per = 2 if tokens > build.device(device).sms // BLOCKS else 1
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            streams=streams, x=x, post=post, comb=comb, fn=fn, base=base, scale=scale, norm=norm, out=out,
-            post_out=post_out, comb_out=comb_out,
-        ),
-        tokens=tokens,
-        iterations=iterations,
-        eps=eps,
-        floor=floor,
+    launch(
+        KERNEL, defines(streams, norm, per), Launch((BLOCKS * -(-tokens // per), 1, 1), dim // BLOCKS, 0, BLOCKS),
+        streams=streams, x=x, post=post, comb=comb, fn=fn, base=base, scale=scale, norm=norm, out=out,
+        post_out=post_out, comb_out=comb_out, tokens=tokens, iterations=iterations, eps=eps, floor=floor,
     )  # fmt: skip
-    grid = (BLOCKS * -(-tokens // per), 1, 1)
-    kernel = _kernel(streams.dtype == torch.float16, norm.dtype == torch.float32, dim, per, device)
-    with torch.cuda.device(streams.device):  # the driver launches in the current context
-        kernel.launch(grid, dim // BLOCKS, 0, BLOCKS, torch.cuda.current_stream().cuda_stream, arguments)
     return out, post_out, comb_out

@@ -1,12 +1,11 @@
 """Launches `deepseek_hyper_ranks.cu`; what it does not take is exchanged in a launch of its own, then Triton's run."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, exchange
-from onegraph.ops.cuda.deepseek_hyper import BLOCKS, takes
+from onegraph.ops.cuda.deepseek_hyper import BLOCKS, defines, supports_input
+from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.ranks import CHUNK
 
 ARGUMENTS = build.Arguments(
@@ -24,18 +23,8 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example={"HALF": 0, "WIDE": 1, "DIM": 4096, "PER": 1, "WORLD": 2},
+    otherwise="Triton's run, behind an exchange of its own",
 )
-
-
-@cache
-def _kernel(device: int, **defines: int) -> build.Kernel:
-    return KERNEL.load(defines, device)[0]
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "Triton's run, behind an exchange of its own")
 
 
 def words(tokens: int, dim: int) -> int:
@@ -50,33 +39,19 @@ def hyper_all_reduce(
     """See `onegraph.ops.deepseek_hyper_ranks.hyper_all_reduce`."""
     *lead, h, dim = streams.shape
     device, tokens, group = streams.device.index, streams.numel() // (h * dim), (inboxes, state, alarm, rank)
-    known = takes(streams) and norm.dtype in (streams.dtype, torch.float32)
-    if not known or words(tokens, dim) > inboxes[0].shape[2] or not available(device):
+    fits = words(tokens, dim) <= inboxes[0].shape[2]
+    if not fits or not supports_input(streams, norm) or not KERNEL.is_built(device):
         from onegraph.ops.triton.deepseek_hyper import hyper_update_mix as fallback  # compiled as of its import
 
         total = exchange.all_reduce(x, None, *group)
         return fallback(streams, total, post, logits, fn, base, scale, norm, eps, floor, iterations, logits=True)
     out, post_out, logits_out = x.new_empty((*lead, dim)), torch.empty_like(post), torch.empty_like(logits)
     per = 2 if tokens > build.device(device).sms // BLOCKS else 1  # as in deepseek_hyper.py
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            streams=streams, x=x, post=post, logits=logits, fn=fn, base=base, scale=scale, norm=norm, out=out,
-            post_out=post_out, logits_out=logits_out,
-        ),
-        **exchange.given(*group),
-        tokens=tokens,
-        iterations=iterations,
-        eps=eps,
-        floor=floor,
+    launch(
+        KERNEL, {**defines(streams, norm, per), "WORLD": len(inboxes)},
+        Launch((BLOCKS * -(-tokens // per), 1, 1), dim // BLOCKS, 0, BLOCKS),
+        streams=streams, x=x, post=post, logits=logits, fn=fn, base=base, scale=scale, norm=norm, out=out,
+        post_out=post_out, logits_out=logits_out, tokens=tokens, iterations=iterations, eps=eps, floor=floor,
+        **exchange.peer_arguments(*group),
     )  # fmt: skip
-    wide = norm.dtype == torch.float32
-    defines = {"HALF": int(streams.dtype == torch.float16), "WIDE": int(wide), "DIM": dim, "PER": per}
-    _launch(device, {**defines, "WORLD": len(inboxes)}, BLOCKS * -(-tokens // per), arguments)
     return out, post_out, logits_out
-
-
-def _launch(device: int, defines: dict[str, int], blocks: int, arguments: bytes) -> None:
-    kernel = _kernel(device, **defines)
-    with torch.cuda.device(device):  # the driver launches in the current context
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch((blocks, 1, 1), defines["DIM"] // BLOCKS, 0, BLOCKS, stream, arguments)

@@ -5,12 +5,13 @@ each, a scale for a token and share of k, and sums where several clusters share 
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, SLICE, SLOT, TABLES, Linear
+from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.cuda.tensor_map import tensor_map
 
 MAX_TOKENS = 64
@@ -100,8 +101,8 @@ def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
     )
 
 
-def takes(tokens: int, k: int, bits: int) -> bool:
-    """Whether this kernel computes a shape that `e8p.takes` allows: the copy engine wants rows of 16 bytes."""
+def supports_shape(tokens: int, k: int, bits: int) -> bool:
+    """Whether this kernel computes a shape that `e8p.supports_shape` allows: the copy engine wants rows of 16 bytes."""
     return tokens <= MAX_TOKENS and k <= MAX_K and (bits != 3 or k % 128 == 0)
 
 
@@ -119,59 +120,30 @@ KERNELS = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
     example=defines(Plan(1, 1, 16, 16, *share(2, MAX_TOKENS)), 2048, 4096, 2, False, False, False),
+    otherwise="another kernel runs 5 to 64 tokens of an E8P linear",
 )
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "another kernel runs 5 to 64 tokens of an E8P linear")
-
-
-@lru_cache(maxsize=4096)
-def _kernels(
-    n: int, k: int, bits: int, tokens: int, half: bool, silu: bool, wide: bool, device: int
-) -> tuple[build.Kernel, build.Kernel, Plan, int]:
-    """The kernels of a shape, their plan, and bytes of shared memory of the first."""
-    chosen = plan(n, k, bits, tokens, build.device(device))
-    shared = chosen.shared(bits)
-    batch, rotate = KERNELS.load(defines(chosen, n, k, bits, half, silu, wide), device, shared)
-    return batch, rotate, chosen, shared
-
-
-def launch(call: Linear) -> None:
-    """`call`, which `takes` allows, on the current device."""
-    n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
-    batch, rotate, plan, shared = _kernels(n, k, bits, call.tokens, call.half, call.silu, call.wide, device)
-    data = torch.empty(-(-k // SLICE) * plan.tokens * 512, dtype=torch.uint8, device=call.out.device)
-    scales = torch.empty(call.tokens * plan.cuts * 4, dtype=torch.float32, device=call.out.device)
-    counters, sums = plan.tiles * plan.tokens * plan.rows // ROWS, 0
-    if plan.parts > 1:
-        meeting = torch.empty(counters * (1 + plan.parts * ROWS), dtype=torch.float32, device=call.out.device)
+def run(call: Linear) -> None:
+    """`call`, whose shape `supports_shape` allows."""
+    n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device
+    gpu = build.device(device.index)
+    chosen = plan(n, k, bits, tokens, gpu)
+    data = torch.empty(-(-k // SLICE) * chosen.tokens * 512, dtype=torch.uint8, device=device)
+    scales = torch.empty(tokens * chosen.cuts * 4, dtype=torch.float32, device=device)
+    counters, sums = chosen.tiles * chosen.tokens * chosen.rows // ROWS, 0
+    if chosen.parts > 1:
+        meeting = torch.empty(counters * (1 + chosen.parts * ROWS), dtype=torch.float32, device=device)
         sums = meeting.data_ptr()
     codes_map = tensor_map(call.codes.data_ptr(), n, k // 4, 16, SLICE // 4)
     residual_map, width = codes_map, 8 if bits == 3 else 4  # columns that a byte of the residual stands for
     if call.residual is not None:
         residual_map = tensor_map(call.residual.data_ptr(), n, k // width, 16, SLICE // width)
-    arguments = ARGUMENTS.pack(
-        codes_map=codes_map,
-        residual_map=residual_map,
-        x=call.x.data_ptr(),
-        codebook=call.codebook.data_ptr(),
-        in_scale=call.in_scale.data_ptr(),
-        out_scale=call.out_scale.data_ptr(),
-        bias=build.pointer(call.bias),
-        add=build.pointer(call.add),
-        y=call.out.data_ptr(),
-        bytes=data.data_ptr(),
-        scales=scales.data_ptr(),
-        sums=sums,
-        arrived=sums and sums + 4 * counters * plan.parts * ROWS,
-        tokens=call.tokens,
-        norm=call.norm,
-        eps=call.eps,
-    )
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    rotate.launch((call.tokens * plan.cuts, 1, 1), plan.rotating, 0, 1, stream, arguments)
-    blocks = min(plan.tiles, build.device(device).sms) if plan.cuts == 1 else plan.tiles * plan.cuts
-    batch.launch((blocks, 1, 1), plan.threads, shared, plan.cluster, stream, arguments)
+    blocks = min(chosen.tiles, gpu.sms) if chosen.cuts == 1 else chosen.tiles * chosen.cuts
+    launch(
+        KERNELS, defines(chosen, n, k, bits, call.half, call.silu, call.wide),
+        Launch((tokens * chosen.cuts, 1, 1), chosen.rotating, function="e8p_rotate"),
+        Launch((blocks, 1, 1), chosen.threads, chosen.shared(bits), chosen.cluster, "e8p_batch"),
+        **call.arguments, codes_map=codes_map, residual_map=residual_map, codebook=call.codebook, bytes=data,
+        scales=scales, sums=sums, arrived=sums and sums + 4 * counters * chosen.parts * ROWS,
+    )  # fmt: skip

@@ -1,13 +1,15 @@
 """The linears between two attentions in one launch, a cluster a token: what `e8p_chain.cu` is built for, and which
 calls it takes. Others run as a launch for each linear."""
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import E8PLinear
 from onegraph.ops.cuda import build, e8p
 from onegraph.ops.cuda.e8p_common import SLICE, TABLES
+from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, launch
 
 CLUSTER, WORKERS = 16, 12
 MAX_TOKENS = 7  # clusters of 16 blocks that an H200 runs at once; an eighth would wait for the others
@@ -42,7 +44,7 @@ def shared(sizes: Sizes, bits: int) -> int:
     return TABLES[bits] + SHARED_STRUCT + sum(codes) + 4 * received + 2 * max(heads, width, inner)
 
 
-def takes(tokens: int, sizes: Sizes, bits: int, dtype: torch.dtype) -> bool:
+def supports_shape(tokens: int, sizes: Sizes, bits: int, dtype: torch.dtype) -> bool:
     """Whether the kernel computes these shapes: few tokens, and codes that a cluster's shared memory holds."""
     whole = all(size % 64 == 0 for size in sizes) and sizes[2] % 128 == 0  # no rotation mixes gate and up
     fits = max(sizes) <= MAX_SLICES * SLICE  # so that 2 * inner rows are at most a job for each worker
@@ -65,37 +67,8 @@ KERNEL = build.Source(
     capabilities=build.CLUSTERS,
     example=defines((256, 256, 128, 384), 2, False),
     shared=MAX_SHARED,
+    otherwise="each linear between two attentions is a launch of its own",
 )
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "each linear between two attentions is a launch of its own")
-
-
-@cache
-def _kernel(sizes: Sizes, bits: int, half: bool, device: int) -> build.Kernel:
-    return KERNEL.load(defines(sizes, bits, half), device, shared(sizes, bits))[0]
-
-
-def _arguments(
-    x: Tensor, residual: Tensor, codes: list[Tensor], rests: list[Tensor], codebook: Tensor, in_scales: list[Tensor],
-    out_scales: list[Tensor], biases: list[Tensor | None], eps: float, out: Tensor, qkv: Tensor,
-) -> bytes:  # fmt: skip
-    fields = dict.fromkeys(LINKS, 0)  # the last layer's chain has no fourth link
-    for i, each in enumerate(codes):
-        tensors = each, rests[i] if rests else None, in_scales[i], out_scales[i], biases[i]
-        fields.update((f"link[{i}].{name}", build.pointer(t)) for name, t in zip(LINK, tensors, strict=True))
-    return ARGUMENTS.pack(
-        **fields,
-        codebook=codebook.data_ptr(),
-        x=x.data_ptr(),
-        residual=residual.data_ptr(),
-        sum=out.data_ptr(),
-        y=qkv.data_ptr(),
-        eps=eps,
-    )
 
 
 def chain(
@@ -116,17 +89,20 @@ def chain(
     x, residual = x.contiguous(), residual.contiguous()
     biases = [None if bias is None else bias.float() for bias in biases]
     read = [x, residual, *codes, *rests, codebook, *in_scales, *out_scales, *(b for b in biases if b is not None)]
-    aligned = all(each.data_ptr() % e8p.ALIGNMENT == 0 for each in read)
+    aligned = all(each.data_ptr() % ALIGNMENT == 0 for each in read)
     tokens = residual.shape[:-1].numel()
-    if not aligned or not takes(tokens, sizes, bits, x.dtype) or not available(x.device.index):
+    if not aligned or not supports_shape(tokens, sizes, bits, x.dtype) or not KERNEL.is_built(x.device.index):
         return one_by_one(x, residual, codes, rests, codebook, in_scales, out_scales, biases, bits, eps)
     out, qkv = torch.empty_like(residual), x.new_empty((*x.shape[:-1], n))
-    arguments = _arguments(x, residual, codes, rests, codebook, in_scales, out_scales, biases, eps, out, qkv)
-    with torch.cuda.device(x.device):  # the driver launches in the current context
-        kernel = _kernel(sizes, bits, x.dtype == torch.float16, x.device.index)
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        warps = WORKERS + -(-max(sizes) // SLICE)
-        kernel.launch((tokens * CLUSTER, 1, 1), 32 * warps, shared(sizes, bits), CLUSTER, stream, arguments)
+    fields: dict[str, Tensor | None] = dict.fromkeys(LINKS)  # the last layer's chain has no fourth link
+    for i, each in enumerate(codes):
+        tensors = each, rests[i] if rests else None, in_scales[i], out_scales[i], biases[i]
+        fields.update((f"link[{i}].{name}", tensor) for name, tensor in zip(LINK, tensors, strict=True))
+    grid, threads = (tokens * CLUSTER, 1, 1), 32 * (WORKERS + -(-max(sizes) // SLICE))
+    launch(
+        KERNEL, defines(sizes, bits, x.dtype == torch.float16), Launch(grid, threads, shared(sizes, bits), CLUSTER),
+        **fields, codebook=codebook, x=x, residual=residual, sum=out, y=qkv, eps=eps,
+    )  # fmt: skip
     return out, qkv
 
 
@@ -138,7 +114,8 @@ def one_by_one(
 
     def link(i: int, x: Tensor, add: Tensor | None = None, eps: float | None = None, silu: bool = False) -> Tensor:
         rest = rests[i] if rests else None
-        return e8p.linear(x, codes[i], rest, codebook, in_scales[i], out_scales[i], biases[i], bits, add, eps, silu)
+        layer = x, codes[i], rest, codebook, in_scales[i], out_scales[i], biases[i], bits
+        return e8p.linear(E8PLinear(*layer, add, eps, silu))
 
     residual = link(0, x, residual)
     residual = link(2, link(1, residual, eps=eps), residual, silu=True)

@@ -1,14 +1,15 @@
 """E8P linear for 1 to 8 tokens: how `e8p_decode.cu` is cut over the GPU."""
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, Linear
-from onegraph.ops.cuda.exchange import INTS, POINTERS
+from onegraph.ops.cuda.exchange import INTS, POINTERS, peer_arguments
+from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.cuda.tensor_map import sliced_tensor_map, tensor_map
 
 MAX_TOKENS, FEW = 8, 4
@@ -33,8 +34,9 @@ def compiled_for(tokens: int) -> int:
     return min(each for each in CLASSES if each >= tokens)
 
 
+MAPS = "codes_map", "residual_map", "first_codes_map", "first_residual_map"
 ARGUMENTS = build.Arguments(
-    maps=("codes_map", "residual_map", "first_codes_map", "first_residual_map"),
+    maps=MAPS,
     pointers=("x", "codes", "residual", "tables", "in_scale", "out_scale", "bias", "add", "y", *POINTERS),
     floats=("norm", "eps", "inverse_k"),
     ints=("tokens", *INTS),
@@ -157,61 +159,30 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (False, False, False, True, False, 2)),
+    otherwise="another kernel runs 1 to 8 tokens of an E8P linear",
 )
 
 
-def takes(tokens: int, n: int) -> bool:
-    """Whether this kernel is the quickest, of the shapes that `e8p.takes` allows."""
+def supports_shape(tokens: int, n: int) -> bool:
+    """Whether this kernel is the quickest, of the shapes that `e8p.supports_shape` allows."""
     return tokens <= FEW or (tokens <= MAX_TOKENS and n <= MOST_ROWS)
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "another kernel runs 1 to 8 tokens of an E8P linear")
-
-
-@lru_cache(maxsize=4096)
-def _kernel(
-    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...], device: int
-) -> tuple[build.Kernel, Plan, int]:
-    """The kernel of a shape, its plan, and bytes of shared memory."""
-    chosen = plan(n, k, bits, tokens, build.device(device))
-    shared = chosen.shared(bits, tokens)
-    (kernel,) = KERNEL.load(defines(chosen, n, k, bits, tokens, half, around), device, shared)
-    return kernel, chosen, shared
-
-
-def launch(call: Linear) -> None:
-    """`call`, of up to 8 tokens, on the current device, whose tables are there."""
-    n, k, bits, device = call.n, call.k, call.bits, call.out.device.index
-    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide, call.ranks
-    kernel, plan, shared = _kernel(n, k, bits, call.tokens, call.half, around, device)
-    codes = call.codes.data_ptr()
-    residual = codes if call.residual is None else call.residual.data_ptr()
-    maps = _maps(codes, residual, bits, n, k, plan, plan.group(bits, call.tokens))
-    arguments = ARGUMENTS.pack(
-        codes_map=maps[0],
-        residual_map=maps[1],
-        first_codes_map=maps[2],
-        first_residual_map=maps[3],
-        x=call.x.data_ptr(),
-        codes=codes,
-        residual=residual,
-        tables=_TABLES[device],
-        in_scale=call.in_scale.data_ptr(),
-        out_scale=call.out_scale.data_ptr(),
-        bias=build.pointer(call.bias),
-        add=build.pointer(call.add),
-        y=call.out.data_ptr(),
-        tokens=call.tokens,
-        norm=call.norm,
-        eps=call.eps,
-        inverse_k=1 / k,
-        **call.exchange,
-    )
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernel.launch((plan.tiles * plan.cluster, 1, 1), 32 * plan.warps, shared, plan.cluster, stream, arguments)
+def run(call: Linear) -> None:
+    """`call`, of up to 8 tokens."""
+    n, k, bits, tokens, group = call.n, call.k, call.bits, call.tokens, call.group
+    chosen = plan(n, k, bits, tokens, build.device(call.out.device.index))
+    around = *call.around, 1 if group is None else len(group[0])
+    codes, residual = (each.data_ptr() for each in call.stages.values())
+    maps = _maps(codes, residual, bits, n, k, chosen, chosen.group(bits, tokens))
+    peers = dict.fromkeys((*POINTERS, *INTS), 0) if group is None else peer_arguments(*group)
+    grid, shared = (chosen.tiles * chosen.cluster, 1, 1), chosen.shared(bits, tokens)
+    launch(
+        KERNEL, defines(chosen, n, k, bits, tokens, call.half, around),
+        Launch(grid, 32 * chosen.warps, shared, chosen.cluster),
+        **dict(zip(MAPS, maps, strict=True)), **call.arguments, **call.stages, **peers,
+        tables=resident_tables(call.codebook), inverse_k=1 / k,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1 << 16)
@@ -256,9 +227,10 @@ def tables(codebook: Tensor) -> Tensor:
 _TABLES: dict[int, int] = {}  # address of the tables, by GPU
 
 
-def have_tables(codebook: Tensor) -> None:
-    """Sees to the tables on the codebook's GPU, made of the first codebook that it has: there is one. Not for the first
-    time inside a capture."""
+def resident_tables(codebook: Tensor) -> int:
+    """Address of the tables on the codebook's GPU, made of the first codebook that it has: there is one. Not for the
+    first time inside a capture."""
     device = codebook.device.index
     if device not in _TABLES:
         _TABLES[device] = build.resident(tables(build.host_copy(codebook)), device)
+    return _TABLES[device]

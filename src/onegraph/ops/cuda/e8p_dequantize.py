@@ -6,13 +6,12 @@ float32 its product of `AT_ONCE` tokens. RMSNorm and SwiGLU in front are launche
 and `add` join the float32 product before the result is rounded.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, Linear, block
+from onegraph.ops.cuda.launcher import Launch, launch
 
 LEAST_TOKENS = 1280  # up to 1024 are quicker through e8p_prefill.cu (docs/log.md)
 STRIP_BYTES = 128 << 20  # of the weight at a time
@@ -36,55 +35,29 @@ KERNEL = build.Source(
     own=build.CLUSTERS,
     example={"BITS": 2, "HALF": 0},
     shared=SHARED,
+    otherwise="another kernel runs many tokens of an E8P linear",
 )
 
 
-@cache
-def _kernel(bits: int, half: bool, device: int) -> build.Kernel:
-    return KERNEL.load({"BITS": bits, "HALF": int(half)}, device, SHARED)[0]
+def weight(call: Linear, rows: slice, to: Tensor) -> None:
+    """Writes these rows of the layer's W into `to` [rows, k]."""
+    launch(
+        KERNEL, {"BITS": call.bits, "HALF": int(call.half)},
+        Launch((-(-call.k // SLICE), -(-len(to) // ROWS), 1), THREADS, SHARED),
+        **{name: each[rows] for name, each in call.stages.items()}, codebook=call.codebook, in_scale=call.in_scale,
+        out_scale=call.out_scale[rows], weight=to, n=len(to), k=call.k, row_block=block(call.n), norm=call.norm,
+    )  # fmt: skip
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernel can be built for this GPU; warns once where not."""
-    return KERNEL.usable(device, "another kernel runs many tokens of an E8P linear")
-
-
-def weight(
-    codes: Tensor, residual: Tensor | None, codebook: Tensor, in_scale: Tensor, out_scale: Tensor, bits: int,
-    row_block: int, norm: float, to: Tensor,
-) -> None:  # fmt: skip
-    """Writes the rows of W that `codes` [rows, k/8] and `out_scale` [rows] stand for into `to` [rows, k].
-
-    `row_block` is what the rotation of the layer's rows mixes; `norm` belongs to both rotations.
-    """
-    n, k = to.shape
-    arguments = ARGUMENTS.pack(
-        codes=codes.data_ptr(),
-        residual=(codes if residual is None else residual).data_ptr(),
-        codebook=codebook.data_ptr(),
-        in_scale=in_scale.data_ptr(),
-        out_scale=out_scale.data_ptr(),
-        weight=to.data_ptr(),
-        n=n,
-        k=k,
-        row_block=row_block,
-        norm=norm,
-    )
-    kernel = _kernel(bits, to.dtype == torch.float16, to.device.index)
-    stream = torch._C._cuda_getCurrentRawStream(to.device.index)
-    kernel.launch((-(-k // SLICE), -(-n // ROWS), 1), THREADS, SHARED, 1, stream, arguments)
-
-
-def launch(call: Linear) -> None:
-    """`call` on the current device."""
+def run(call: Linear) -> None:
+    """`call`, of any number of tokens."""
     from onegraph.ops.triton.activation import swiglu  # kernels are compiled or interpreted as of their import
     from onegraph.ops.triton.norm import rms_norm
 
-    x, codes, residual, n, k, bits, bias = call.x, call.codes, call.residual, call.n, call.k, call.bits, call.bias
+    x, n, k, bias = call.x, call.n, call.k, call.bias
     if call.silu:
         x = swiglu(x)
-    elif call.eps >= 0:
+    elif call.eps is not None:
         x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), call.eps)
     rows, y = x.view(-1, k), call.out.view(-1, n)
     more = None if call.add is None else call.add.view(-1, n)
@@ -93,8 +66,7 @@ def launch(call: Linear) -> None:
     for first in range(0, n, strip):
         some = slice(first, min(first + strip, n))
         w = workspace[: some.stop - first]
-        rest = None if residual is None else residual[some]
-        weight(codes[some], rest, call.codebook, call.in_scale, call.out_scale[some], bits, block(n), call.norm, w)
+        weight(call, some, w)
         if not call.wide and bias is None and more is None:
             torch.mm(rows, w.t(), out=y[:, some])
             continue

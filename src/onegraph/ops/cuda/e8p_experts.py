@@ -11,7 +11,7 @@ pairs of a token and an expert or `MAX_EXPERTS` experts, and all for which nothi
 """
 
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from onegraph.ops.calls import E8PExperts
 from onegraph.ops.cuda import build, e8p_decode
-from onegraph.ops.cuda.e8p import ALIGNMENT
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, block
+from onegraph.ops.cuda.launcher import Launch, aligned, launch
 
 PLAIN, GATED, SUMMED = 0, 1, 2  # MODE
 PREPARED, FROM_X, FROM_GATED = 0, 1, 2  # SOURCE
@@ -47,7 +47,7 @@ ARGUMENTS = build.Arguments(
 )  # fmt: skip
 
 
-GIVEN = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "y"  # by a launch
+VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "y"  # by launch
 
 
 @dataclass(frozen=True, order=True)
@@ -194,27 +194,11 @@ KERNELS = build.Source(
     families=("hopper", "portable"),
     own=build.CLUSTERS,
     example=Cut(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+    otherwise="Triton's run experts in E8P",
 )
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "Triton's run experts in E8P")
-
-
-@cache
-def portable(device: int) -> bool:
-    """Whether this GPU runs the portable form."""
-    return KERNELS.portable(torch.cuda.get_device_capability(device))
-
-
-@cache
-def _kernels(cut: Cut, bits: int, half: bool, device: int) -> tuple[build.Kernel, ...]:
-    return KERNELS.load(cut.defines(bits, half), device, cut.shared(bits, portable(device)))
-
-
-def takes(call: E8PExperts) -> bool:
+def supports_input(call: E8PExperts) -> bool:
     """Whether the kernels here compute it."""
     (tokens, dim), experts, pairs = call.x.shape, call.gate_up.shape[0], call.experts.numel()
     if call.x.dtype not in (torch.bfloat16, torch.float16) or not 0 < pairs <= MAX_PAIRS:
@@ -254,29 +238,21 @@ class _Call:
     def __init__(self, call: E8PExperts) -> None:
         self.call, self.device = call, call.x.device.index
         self.tokens, self.top_k = call.experts.shape
-        self.pairs, self.half = self.tokens * self.top_k, call.x.dtype == torch.float16
+        self.pairs = self.tokens * self.top_k
 
-    def launch(self, function: int, cut: Cut, grid: tuple[int, int, int], **given: Tensor | None) -> None:
+    def launch(self, function: str, cut: Cut, grid: tuple[int, int, int], **given: Tensor | None) -> None:
         """`function` of `KERNELS` with the tensors `given`."""
-        call = self.call
-        whole = function == 0
-        arguments = ARGUMENTS.pack(
-            **dict.fromkeys(GIVEN, 0) | build.addresses(**given),
-            **build.addresses(experts=call.experts, weights=call.weights),
-            tables=e8p_decode._TABLES[self.device],
-            tokens=self.tokens,
-            top_k=self.top_k,
-            matrices=call.gate_up.shape[0],
-            norm=float((block(cut.n) * block(cut.k)) ** -0.5),
-            limit=call.limit,
-            alpha=call.alpha,
-            shift=call.shift,
+        call, launched = self.call, Launch(grid, 256, function=function)
+        if function == "e8p_experts":
+            shared = cut.shared(call.bits, KERNELS.is_portable(self.device))
+            launched = Launch(grid, cut.warps * 32, shared, cut.cluster, function)
+        launch(
+            KERNELS, cut.defines(call.bits, call.x.dtype == torch.float16), launched,
+            **dict.fromkeys(VARYING) | given, experts=call.experts, weights=call.weights,
+            tables=e8p_decode.resident_tables(call.codebook), tokens=self.tokens, top_k=self.top_k,
+            matrices=call.gate_up.shape[0], norm=float((block(cut.n) * block(cut.k)) ** -0.5), limit=call.limit,
+            alpha=call.alpha, shift=call.shift,
         )  # fmt: skip
-        kernel = _kernels(cut, call.bits, self.half, self.device)[function]
-        shared = cut.shared(call.bits, portable(self.device)) if whole else 0
-        threads = cut.warps * 32 if whole else 256
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        kernel.launch(grid, threads, shared, cut.cluster if whole else 1, stream, arguments)
 
     def prepared(self, cut: Cut, x: Tensor, in_scale: Tensor) -> dict[str, Tensor]:
         """`x`, of which a pair's row is its token's or its own, as the product takes it."""
@@ -285,7 +261,7 @@ class _Call:
             "bytes": torch.empty(self.pairs * slices * 512, dtype=torch.uint8, device=x.device),
             "scales": torch.empty(self.pairs * slices * 2, dtype=torch.float32, device=x.device),
         }
-        self.launch(1, cut, (-(-self.pairs * slices // 8), 1, 1), x=x, in_scale=in_scale, **made)
+        self.launch("e8p_experts_prepare", cut, (-(-self.pairs * slices // 8), 1, 1), x=x, in_scale=in_scale, **made)
         return made
 
     def product(self, cut: Cut, x: Tensor, in_scale: Tensor, y: Tensor, **weight: Tensor | None) -> Tensor:
@@ -294,13 +270,13 @@ class _Call:
             blocks = cut.tiles * cut.cluster * (1 if cut.mode == SUMMED else self.top_k)
         else:
             blocks = min(self.pairs * cut.tiles, build.device(self.device).sms)
-        self.launch(0, cut, (blocks, 1, 1), in_scale=in_scale, y=y, **given, **weight)
+        self.launch("e8p_experts", cut, (blocks, 1, 1), in_scale=in_scale, y=y, **given, **weight)
         return y
 
 
 def experts(call: E8PExperts) -> Tensor:
     """See `onegraph.ops.e8p_experts.e8p_experts`."""
-    out = compute(call) if call.x.is_cuda and takes(call) and available(call.x.device.index) else None
+    out = compute(call) if call.x.is_cuda and supports_input(call) and KERNELS.is_built(call.x.device.index) else None
     if out is not None:
         return out
     from onegraph.ops.triton.e8p_experts import experts as fallback  # compiled or interpreted as of their import
@@ -312,14 +288,11 @@ def compute(call: E8PExperts) -> Tensor | None:
     """`call`, which is taken. None where no cut fits into shared memory."""
     sizes = *call.experts.shape, call.gate_up.shape[0], call.x.shape[1], call.gate_up.shape[1] // 2
     index = call.x.device.index
-    found = way(*sizes, call.bits, build.device(index), portable(index))
+    found = way(*sizes, call.bits, build.device(index), KERNELS.is_portable(index))
     if found is None:
         return None
-    e8p_decode.have_tables(call.codebook)
-    values: list[Any] = [_aligned(each) if isinstance(each, Tensor) else each for each in call]
-    call = E8PExperts(*values)
-    with torch.cuda.device(call.x.device):  # the driver launches in the current context
-        return _run(_Call(call), found)
+    values: list[Any] = [aligned(each) if isinstance(each, Tensor) else each for each in call]
+    return _run(_Call(E8PExperts(*values)), found)
 
 
 def _run(run: _Call, way: Way) -> Tensor:
@@ -340,9 +313,5 @@ def _run(run: _Call, way: Way) -> Tensor:
         out_scale=call.down_out_scale, bias=call.down_bias,
     )  # fmt: skip
     if not summed:
-        run.launch(2, last, (-(-dim // 1024), tokens, 1), x=y, y=out)
+        run.launch("e8p_experts_combine", last, (-(-dim // 1024), tokens, 1), x=y, y=out)
     return out
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, Linear
+from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.cuda.workspace import Counters
 
 MAX_TOKENS = 64  # in passes over the codes
@@ -139,8 +140,8 @@ def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> P
     return replace(plan(n, k, bits, AT_ONCE, device), tokens=next(size for size in CLASSES if size >= tokens))
 
 
-def takes(tokens: int, n: int) -> bool:
-    """Whether this kernel computes a shape that `e8p.takes` allows."""
+def supports_shape(tokens: int, n: int) -> bool:
+    """Whether this kernel computes a shape that `e8p.supports_shape` allows."""
     return tokens <= MAX_TOKENS and n <= MAX_N
 
 
@@ -162,71 +163,36 @@ KERNELS = build.Source(
     | {"START": 0},
     families=("portable",),
     shared=build.PORTABLE_SHARED,
+    otherwise="another kernel runs 1 to 64 tokens of an E8P linear",
 )
 ARRIVED = Counters(MAX_N // ROWS)
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "another kernel runs 1 to 64 tokens of an E8P linear")
-
-
-@lru_cache(maxsize=4096)
-def _kernels(
-    n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[bool, ...], alike: bool, device: int
-) -> tuple[build.Kernel, build.Kernel, Plan]:
-    """The kernels of a shape, and their plan."""
-    chosen = (like_most if alike else plan)(n, k, bits, tokens, build.device(device))
-    product, turn = KERNELS.load(defines(chosen, n, k, bits, half, around), device, chosen.shared(bits))
-    ARRIVED.have(device)
-    return product, turn, chosen
-
-
-def launch(call: Linear) -> None:
-    """`call`, which `takes` allows, on the current device."""
+def run(call: Linear) -> None:
+    """`call`, whose shape `supports_shape` allows, in passes of up to AT_ONCE tokens."""
     if call.tokens <= AT_ONCE:
-        return _launch(call)
+        return _run(call)
     tokens, count = call.tokens, -(-call.tokens // AT_ONCE)
     x, out, add = call.x.view(tokens, -1), call.out.view(tokens, -1), call.add
     for i in range(count):
         part = slice(tokens * i // count, tokens * (i + 1) // count)
         more = None if add is None else add.view(tokens, -1)[part]
-        _launch(call._replace(x=x[part], add=more, out=out[part], tokens=part.stop - part.start))
+        _run(replace(call, x=x[part], add=more, out=out[part]))
 
 
-def _launch(call: Linear) -> None:
-    """`call`, of up to AT_ONCE tokens."""
-    n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device.index
-    around = call.eps >= 0, call.silu, call.bias is not None, call.add is not None, call.wide
-    product, turn, plan = _kernels(n, k, bits, tokens, call.half, around, call.alike, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+def _run(call: Linear) -> None:
+    n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device
+    chosen = (like_most if call.steady else plan)(n, k, bits, tokens, build.device(device.index))
     pieces = -(-k // SLICE) * tokens
-    kept = 0 if plan.turns else KEPT * pieces
-    sums = 0 if plan.whole else 4 * plan.parts * tokens * n
-    space = torch.empty(sums + kept + 12 * pieces, dtype=torch.uint8, device=call.out.device)
+    kept = 0 if chosen.turns else KEPT * pieces
+    sums = 0 if chosen.whole else 4 * chosen.parts * tokens * n
+    space = torch.empty(sums + kept + 12 * pieces, dtype=torch.uint8, device=device)
     at = space.data_ptr()
-    arguments = ARGUMENTS.pack(
-        x=call.x.data_ptr(),
-        codes=call.codes.data_ptr(),
-        residual=build.pointer(call.residual) or call.codes.data_ptr(),
-        codebook=call.codebook.data_ptr(),
-        in_scale=call.in_scale.data_ptr(),
-        out_scale=call.out_scale.data_ptr(),
-        bias=build.pointer(call.bias),
-        add=build.pointer(call.add),
-        y=call.out.data_ptr(),
-        sums=at,
-        kept=at + sums,
-        scales=at + sums + kept,
-        squares=at + sums + kept + 8 * pieces,
-        arrived=0 if plan.whole else ARRIVED.of(device, stream),
-        tokens=tokens,
-        norm=call.norm,
-        eps=call.eps,
+    product = Launch((chosen.strips * chosen.parts, 1, 1), 32 * chosen.warps, chosen.shared(bits))
+    turn = Launch((-(-pieces // 4), 1, 1), 128, function="e8p_portable_turn")
+    launch(
+        KERNELS, defines(chosen, n, k, bits, call.half, call.around), *(() if chosen.turns else (turn,)), product,
+        **call.arguments, **call.stages, codebook=call.codebook, sums=at, kept=at + sums, scales=at + sums + kept,
+        squares=at + sums + kept + 8 * pieces, arrived=0 if chosen.whole else ARRIVED.of(device.index),
         inverse_k=1 / k,
-    )
-    if not plan.turns:
-        turn.launch((-(-pieces // 4), 1, 1), 128, 0, 1, stream, arguments)
-    grid = plan.strips * plan.parts, 1, 1
-    product.launch(grid, 32 * plan.warps, plan.shared(bits), 1, stream, arguments)
+    )  # fmt: skip

@@ -5,12 +5,13 @@ the rotated activations in float16 (`SLICE`-padded) and, where k is cut into mor
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, SLICE, TABLES, Linear
+from onegraph.ops.cuda.launcher import Launch, launch
 
 THREADS = 384
 PITCH = ROWS + 4  # floats of a token in the epilogue
@@ -85,60 +86,28 @@ KERNELS = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
     example=defines(Plan(64, 8, 8, 2, 2), 4096, 2, False),
+    otherwise="the weight of an E8P linear is written out from 5 tokens on",
 )
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    otherwise = "the weight of an E8P linear is written out from 5 tokens on"
-    return KERNELS.usable(device, otherwise)
-
-
-@cache
-def _kernels(plan: Plan, k: int, bits: int, half: bool, device: int) -> tuple[build.Kernel, ...]:
-    return KERNELS.load(defines(plan, k, bits, half), device, plan.shared(bits))
-
-
-def launch(call: Linear) -> None:
-    """`call` on the current device."""
-    n, k, tokens, out, device = call.n, call.k, call.tokens, call.out, call.out.device.index
+def run(call: Linear) -> None:
+    """`call`, of any number of tokens."""
+    n, k, tokens, bits, device = call.n, call.k, call.tokens, call.bits, call.out.device
     slices = -(-k // SLICE)
-    chosen = plan(n, k, tokens, build.device(device))
-    rotate, prefill, add_parts = _kernels(chosen, k, call.bits, call.half, device)
-    tiles, parts = -(-tokens // chosen.tokens), chosen.splits // chosen.join
-    spread = torch.empty(tiles * slices * chosen.tokens * 512, dtype=torch.uint8, device=out.device)
-    scales = torch.empty(tokens * 2, dtype=torch.float32, device=out.device)
-    partial = torch.empty(parts * tokens * n, dtype=torch.float32, device=out.device) if parts > 1 else None
-    arguments = ARGUMENTS.pack(
-        x=call.x.data_ptr(),
-        codes=call.codes.data_ptr(),
-        residual=(call.codes if call.residual is None else call.residual).data_ptr(),
-        codebook=call.codebook.data_ptr(),
-        in_scale=call.in_scale.data_ptr(),
-        out_scale=call.out_scale.data_ptr(),
-        bias=build.pointer(call.bias),
-        add=build.pointer(call.add),
-        y=out.data_ptr(),
-        spread=spread.data_ptr(),
-        scales=scales.data_ptr(),
-        partial=build.pointer(partial),
-        tokens=tokens,
-        n=n,
-        k=k,
-        slices=slices,
-        per_split=chosen.per_split,
-        splits=chosen.splits,
-        parts=parts,
-        ratio=4 if call.bits == 4 else 2,
-        silu=call.silu,
-        wide=call.wide,
-        norm=call.norm,
-        eps=call.eps,
-    )
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    rotate.launch((tokens, 1, 1), 256, 0, 1, stream, arguments)
-    grid = (-(-n // ROWS) * chosen.join, tiles, parts)
-    prefill.launch(grid, THREADS, chosen.shared(call.bits), chosen.join, stream, arguments)
+    chosen = plan(n, k, tokens, build.device(device.index))
+    tiles, parts, across = -(-tokens // chosen.tokens), chosen.splits // chosen.join, -(-n // ROWS)
+    spread = torch.empty(tiles * slices * chosen.tokens * 512, dtype=torch.uint8, device=device)
+    scales = torch.empty(tokens * 2, dtype=torch.float32, device=device)
+    partial = torch.empty(parts * tokens * n, dtype=torch.float32, device=device) if parts > 1 else None
+    launches = [
+        Launch((tokens, 1, 1), 256, function="e8p_rotate"),
+        Launch((across * chosen.join, tiles, parts), THREADS, chosen.shared(bits), chosen.join, "e8p_prefill"),
+    ]
     if parts > 1:
-        add_parts.launch((-(-n // ROWS), -(-tokens // 16), 1), 256, 0, 1, stream, arguments)
+        launches.append(Launch((across, -(-tokens // 16), 1), 256, function="e8p_add_parts"))
+    launch(
+        KERNELS, defines(chosen, k, bits, call.half), *launches,
+        **call.arguments, **call.stages, codebook=call.codebook, spread=spread, scales=scales, partial=partial,
+        n=n, k=k, slices=slices, per_split=chosen.per_split, splits=chosen.splits, parts=parts,
+        ratio=4 if bits == 4 else 2, silu=call.silu, wide=call.wide,
+    )  # fmt: skip

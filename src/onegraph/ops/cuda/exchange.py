@@ -1,11 +1,12 @@
 """Launches `exchange.cu`."""
 
-from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.ranks import CHUNK, MAX_RANKS, part_of
 
 THREADS = 2 * CHUNK
@@ -28,16 +29,10 @@ KERNEL = build.Source(
 )
 
 
-@cache
-def _kernels(world: int, item: int, device: int) -> tuple[build.Kernel, ...]:
-    return KERNEL.load({"WORLD": world, "ITEM": item}, device)
-
-
 def all_reduce(x: Tensor, add: Tensor | None, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> Tensor:
     """See `onegraph.ops.exchange.all_reduce`."""
-    out = torch.empty_like(x)
-    words = x.numel() * x.element_size() // 4
-    _launch(0, x, out, words, inboxes, state, alarm, rank, add=build.pointer(add), words=words, rows=1, part=words)
+    out, words = torch.empty_like(x), x.numel() * x.element_size() // 4
+    _exchange("all_reduce", x, out, words, (inboxes, state, alarm, rank), add=add, words=words, rows=1, part=words)
     return out
 
 
@@ -45,27 +40,25 @@ def all_gather(
     x: Tensor, width: int, unit: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int
 ) -> Tensor:
     """See `onegraph.ops.exchange.all_gather`."""
-    out = x.new_empty(x.shape[0], width)
-    part = part_of(width, unit, len(inboxes), 0)[1]
-    most = x.shape[0] * part
-    _launch(1, x, out, most, inboxes, state, alarm, rank, add=0, words=width, rows=x.shape[0], part=part)
+    rows, part = x.shape[0], part_of(width, unit, len(inboxes), 0)[1]
+    out = x.new_empty(rows, width)
+    group = inboxes, state, alarm, rank
+    _exchange("all_gather", x, out, rows * part, group, add=None, words=width, rows=rows, part=part)
     return out
 
 
-def given(inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> dict[str, int]:
-    """POINTERS and INTS of a rank."""
-    boxes = {f"inbox{i}": inboxes[i].data_ptr() if i < len(inboxes) else 0 for i in range(MAX_RANKS)}
-    return build.addresses(state=state, alarm=alarm) | boxes | {"room": inboxes[0].shape[2], "rank": rank}
+def peer_arguments(inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> dict[str, Any]:
+    """POINTERS and INTS of a rank. Inboxes, which lie on other GPUs too, by address."""
+    boxes = [box.data_ptr() for box in inboxes] + [0] * (MAX_RANKS - len(inboxes))
+    return dict(zip((*POINTERS, *INTS), (state, alarm, *boxes, inboxes[0].shape[2], rank), strict=True))
 
 
-def _launch(
-    function: int, x: Tensor, out: Tensor, work: int, inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int,
-    **rest: int,
-) -> None:  # fmt: skip
-    device, world = x.device.index, len(inboxes)
-    arguments = ARGUMENTS.pack(**build.addresses(x=x, out=out), **given(inboxes, state, alarm, rank), **rest)
+def _exchange(
+    function: str, x: Tensor, out: Tensor, work: int, group: tuple[list[Tensor], Tensor, Tensor, int], **rest: Any
+) -> None:
     # A block an SM at most: all of them run at once, and whoever waits keeps nobody from sending.
-    blocks = max(1, min(-(-work // THREADS), build.device(device).sms))
-    kernel = _kernels(world, ITEMS[x.dtype], device)[function]
-    with torch.cuda.device(x.device):  # the driver launches in the current context
-        kernel.launch((blocks, 1, 1), THREADS, 0, 1, torch.cuda.current_stream().cuda_stream, arguments)
+    blocks = max(1, min(-(-work // THREADS), build.device(x.device.index).sms))
+    launch(
+        KERNEL, {"WORLD": len(group[0]), "ITEM": ITEMS[x.dtype]}, Launch((blocks, 1, 1), THREADS, function=function),
+        x=x, out=out, **peer_arguments(*group), **rest,
+    )  # fmt: skip

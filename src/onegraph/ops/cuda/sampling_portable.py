@@ -1,11 +1,9 @@
 """Sampling in two launches on every card since Ampere: how `sampling_portable.cu` is cut over the GPU."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, launcher
 from onegraph.ops.cuda.workspace import Counters
 
 WARPS = 32  # of a block, as in the kernels
@@ -28,23 +26,12 @@ KERNELS = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("portable",),
+    otherwise="Triton's sample",
 )
 ARRIVED = Counters(MAX_ROWS)
 
 
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "Triton's sample")
-
-
-@cache
-def _kernels(device: int) -> tuple[build.Kernel, ...]:
-    ARRIVED.have(device)
-    return KERNELS.load({}, device)
-
-
-def takes(rows: int, width: int) -> bool:
+def supports_shape(rows: int, width: int) -> bool:
     """Whether the kernels here draw from so many rows of logits."""
     return rows <= MAX_ROWS and width <= MAX_WIDTH
 
@@ -56,7 +43,7 @@ def blocks(rows: int, device: build.Device) -> int:
 
 
 def launch(read: dict[str, Tensor], out: Tensor) -> None:
-    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, which `takes` allows."""
+    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, of a shape that `supports_shape` allows."""
     rows, width = read["logits"].shape
     device = out.device.index
     shared_by = blocks(rows, build.device(device))
@@ -68,20 +55,13 @@ def launch(read: dict[str, Tensor], out: Tensor) -> None:
         "bins": LIST * BIN,
         "minima": shared_by * WARPS * LOGIT,
     }
-    bounds, draw = _kernels(device)
     space = torch.empty(rows * sum(sizes.values()), dtype=torch.uint8, device=out.device)
     at, places = space.data_ptr(), {}
     for name, size in sizes.items():
         places[name] = at
         at += rows * size
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(**read, out=out),
-        **places,
-        arrived=ARRIVED.of(device, stream),
-        width=width,
-        part=-(-width // (32 * shared_by)) * 32,
-        blocks=shared_by,
-    )
-    for kernel in (bounds, draw):
-        kernel.launch((rows * shared_by, 1, 1), WARPS * 32, 0, 1, stream, arguments)
+    each = launcher.Launch((rows * shared_by, 1, 1), WARPS * 32)
+    launcher.launch(
+        KERNELS, {}, each, each._replace(function="sample_draw"), **read, **places, out=out, arrived=ARRIVED.of(device),
+        width=width, part=-(-width // (32 * shared_by)) * 32, blocks=shared_by,
+    )  # fmt: skip

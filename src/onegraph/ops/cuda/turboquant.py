@@ -1,12 +1,11 @@
 """Launches `turboquant_write.cu`, a decode step's write; what it does not take goes to Triton's kernel."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from onegraph.ops.calls import TurboQuantWrite
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
@@ -32,17 +31,8 @@ KERNEL = build.Source(
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
     example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0},
+    otherwise="Triton's writes TurboQuant codes",
 )
-
-
-@cache
-def _kernel(dim: int, k_bits: int, v_bits: int, group: int, scale: int, dtype: int, device: int) -> build.Kernel | None:
-    """None where it cannot be built; attention from codes, which needs the same, warns."""
-    defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group, "SCALE": scale, "DTYPE": dtype}
-    try:
-        return KERNEL.load(defines, device)[0]
-    except build.BuildError:
-        return None
 
 
 def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
@@ -52,35 +42,24 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     k_bits, v_bits = (book.numel().bit_length() - 1 for book in (k_codebook, v_codebook))
     batch, length, _ = qkv.shape
     _, kv_heads, page_bytes = cache.shape
-    dim, group, tokens, device = turn.shape[0], heads // kv_heads, batch * length, qkv.device.index
-    kernel = None
+    dim, group, tokens = turn.shape[0], heads // kv_heads, batch * length
     sizes_fit = dim <= MAX_DIM and group <= MAX_GROUP and length <= MAX_LENGTH and 0 < tokens <= MAX_TOKENS
     alike = all(norm is None or norm.dtype == qkv.dtype for norm in (q_norm, k_norm))  # as the kernel reads them
-    if qkv.is_cuda and qkv.dtype in DTYPES and alike and sizes_fit and not exact:
-        kernel = _kernel(dim, k_bits, v_bits, group, SCALES[kind], DTYPES[qkv.dtype], device)
-    if kernel is None:
+    supported = qkv.is_cuda and qkv.dtype in DTYPES and alike and sizes_fit and not exact
+    if not supported or not KERNEL.is_built(qkv.device.index):
         from onegraph.ops.triton.turboquant import turboquant_write as fallback  # compiled as of its import
 
         return fallback(call)
     page_size = page_bytes * 8 // (dim * (k_bits + v_bits) + 32)
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,
-            block_table=block_table, turn=turn, k_codebook=k_codebook, v_codebook=v_codebook, cache=cache, ring=ring,
-            slots=slots, out=out,
-        ),
-        length=length,
-        kv_heads=kv_heads,
-        table_stride=block_table.stride(0),
-        reach=block_table.shape[1] * page_size,
-        max_position=0 if cos is None else len(cos) - 1,
-        page_size=page_size,
-        page_bytes=page_bytes,
-        ring_size=1 if ring is None else ring.shape[1],
-        eps=eps,
+    defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group}
+    defines |= {"SCALE": SCALES[kind], "DTYPE": DTYPES[qkv.dtype]}
+    launch(
+        KERNEL, defines, Launch((kv_heads, tokens, 1), dim * 2),
+        qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,
+        block_table=block_table, turn=turn, k_codebook=k_codebook, v_codebook=v_codebook, cache=cache, ring=ring,
+        slots=slots, out=out, length=length, kv_heads=kv_heads, table_stride=block_table.stride(0),
+        reach=block_table.shape[1] * page_size, max_position=0 if cos is None else len(cos) - 1, page_size=page_size,
+        page_bytes=page_bytes, ring_size=1 if ring is None else ring.shape[1], eps=eps,
     )  # fmt: skip
-    with torch.cuda.device(qkv.device):
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        kernel.launch((kv_heads, tokens, 1), dim * 2, 0, 1, stream, arguments)
     return out, out.new_empty((0, length, 2, kv_heads, dim))

@@ -8,12 +8,12 @@ that with a decode step's write in it.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
+from onegraph.ops.cuda.launcher import Launch, launch
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MAX_DIM, MAX_BATCH = 256, 1024
@@ -120,28 +120,8 @@ KERNELS = build.Source(
     own=build.CLUSTERS,
     clustered=CLUSTERED,
     example=Plan(64, 4, 4, 4, 0, 1).defines(2),
+    otherwise="attention from TurboQuant codes runs unfused",
 )
-
-
-@cache
-def kernels(plan: Plan, stages: int, device: int) -> tuple[build.Kernel, ...]:
-    """`attend` and the merging of one and of four queries a block; where it writes, and in the end where there are
-    clusters, `attend_and_merge`."""
-    functions = () if plan.group else FUNCTIONS
-    together = CLUSTERED if clusters(device) else ()
-    return KERNELS.load(plan.defines(stages), device, plan.shared(stages, 1), (*functions, *together))
-
-
-@cache
-def clusters(device: int) -> bool:
-    """Whether the GPU's form of the kernels has one that runs in clusters."""
-    return not KERNELS.portable(torch.cuda.get_device_capability(device))
-
-
-@cache
-def available(device: int) -> bool:
-    """Whether the kernels can be built for this GPU; warns once where not."""
-    return KERNELS.usable(device, "attention from TurboQuant codes runs unfused")
 
 
 def most_rows(dim: int, clusters: bool) -> int:
@@ -150,9 +130,9 @@ def most_rows(dim: int, clusters: bool) -> int:
     return 16 if clusters or dim <= 128 else 8
 
 
-def takes(q: Tensor) -> bool:
+def supports_input(q: Tensor) -> bool:
     """Whether `attend` computes a call with these queries [B, Q, H, D]."""
-    return q.is_cuda and q.shape[3] <= MAX_DIM and q.shape[0] <= MAX_BATCH and available(q.device.index)
+    return q.is_cuda and q.shape[3] <= MAX_DIM and q.shape[0] <= MAX_BATCH and KERNELS.is_built(q.device.index)
 
 
 def _limit(pairs: int, at_once: int) -> int:
@@ -197,15 +177,15 @@ def attend(
         return out, lse
     pages, kv_heads, _ = cache.shape
     device, group = build.device(q.device.index), heads // kv_heads
-    rows = next((n for n in (4, 8) if length * group <= n), most_rows(dim, clusters(q.device.index)))
+    clustered = not KERNELS.is_portable(q.device.index)
+    rows = next((n for n in (4, 8) if length * group <= n), most_rows(dim, clustered))
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
     plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16).fitting(batch, device)
     stages = plan.stages(batch, device)
-    kernel, *mergers = kernels(plan, stages, q.device.index)
 
     row_tiles = -(-length * group // rows)
     blocks, pairs, reach = device.sms * plan.per_sm, batch * kv_heads * row_tiles, block_table.shape[1] * page_size
-    cluster = _cluster(pairs, plan.per_sm, device) if reach <= SHORT and clusters(q.device.index) else 0
+    cluster = _cluster(pairs, plan.per_sm, device) if reach <= SHORT and clustered else 0
     if cluster < min(rows, length * group):  # else a block would merge several queries
         cluster = 0
     limit = pairs * cluster or min(_limit(pairs, blocks), pairs * -(-reach // (TILE * LEAST)))
@@ -216,28 +196,25 @@ def attend(
     sums = torch.empty(results * 2, dtype=torch.float32, device=q.device)
     work = torch.empty(batch * 2, dtype=torch.int32, device=q.device)
     ring, spare, near_limit, slots = (near.ring, near.spare, near.limit, near.slots) if near else (None, 0, 0, None)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            q=q, cache=cache, block_table=block_table, positions=positions, counts=counts, ends=ends, rotation=rotation,
-            k_codebook=k_codebook, v_codebook=v_codebook, sinks=sinks, partial=partial, sums=sums, work=work, out=out,
-            lse=None if near else lse, ring=ring, slots=slots, q_norm=None, k_norm=None, cos=None, sin=None, turn=None,
-        ),
+    threads, shared = plan.warps * 32, plan.shared(stages, batch)
+    if cluster:
+        grid = kv_heads * cluster, batch * row_tiles, 1
+        launches = [Launch(grid, threads, shared, cluster, "attend_and_merge")]
+    else:
+        queries = batch * length * heads
+        merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
+        parts = 8 + merged + 512 // dim * merged
+        merge = Launch((-(-queries // merged), 1, 1), 256, parts * dim * 4 + 64, function=f"merge_{merged}")
+        launches = [Launch((min(blocks, items), 1, 1), threads, shared, function="attend"), merge]
+    launch(
+        KERNELS, plan.defines(stages), *launches,
+        q=q, cache=cache, block_table=block_table, positions=positions, counts=counts, ends=ends, rotation=rotation,
+        k_codebook=k_codebook, v_codebook=v_codebook, sinks=sinks, partial=partial, sums=sums, work=work, out=out,
+        lse=None if near else lse, ring=ring, slots=slots, q_norm=None, k_norm=None, cos=None, sin=None, turn=None,
         batch=batch, length=length, kv_heads=kv_heads, group=group, table_stride=block_table.stride(0), reach=reach,
         pages=pages, window=window, row_tiles=row_tiles, limit=limit, least=LEAST, recent=recent, spare=spare,
         near_limit=near_limit, ring_size=1 if ring is None else ring.shape[1], ring_tiles=ring_tiles, ring_at=items,
         ahead=length == 1, cluster=cluster, max_position=0, early=1,
         scale=scale * math.log2(math.e), back=dim**-0.5, eps=0.0,
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-    with torch.cuda.device(q.device):
-        threads, shared = plan.warps * 32, plan.shared(stages, batch)
-        if cluster:
-            mergers[2].launch((kv_heads * cluster, batch * row_tiles, 1), threads, shared, cluster, stream, arguments)
-            return out, lse
-        kernel.launch((min(blocks, items), 1, 1), threads, shared, 1, stream, arguments)
-        queries = batch * length * heads
-        merged = 4 if queries >= MANY else 1  # by a block, which reads the rotation once
-        parts = 8 + merged + 512 // dim * merged
-        merge = mergers[merged == 4]
-        merge.launch((-(-queries // merged), 1, 1), 256, parts * dim * 4 + 64, 1, stream, arguments)
     return out, lse

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from onegraph.ops.calls import TurboQuantDecode
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, launcher
 from onegraph.ops.cuda.turboquant import SCALES
 from onegraph.ops.cuda.turboquant_attention import (
-    ARGUMENTS,
+    CLUSTERED,
     DTYPES,
+    KERNELS,
     MAX_BATCH,
     PLACES,
     TILE,
     Plan,
-    available,
-    clusters,
-    kernels,
 )
 
 DIMS = (64, 128)
@@ -37,7 +35,7 @@ TILES = 5  # that a warp has at most: beyond, blocks that follow the lengths bal
 def _clusters(plan: Plan, sizes: tuple[int, ...], device: int) -> dict[int, int]:
     """How many clusters of each size run at once."""
     stages, threads = plan.stages(1, build.device(device)), plan.warps * 32
-    together = kernels(plan, stages, device)[0]
+    together = launcher.kernels(KERNELS, device, *plan.defines(stages).items())[CLUSTERED[0]]
     return {n: build.clusters(together, threads, plan.shared(stages, 1), n) for n in sizes}
 
 
@@ -63,8 +61,8 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         and group <= MAX_GROUP
         and reach <= SHORT
         and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
-        and available(qkv.device.index)
-        and clusters(qkv.device.index)
+        and KERNELS.is_built(qkv.device.index)
+        and not KERNELS.is_portable(qkv.device.index)
     ):
         return None
     bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]
@@ -81,14 +79,13 @@ def decode(call: TurboQuantDecode, plan: Plan, cluster: int, spare: int) -> Tens
     batch, device, (pages, kv_heads, _), ring_size = len(qkv), qkv.device.index, cache.shape, ring.shape[1]
     out = qkv.new_empty((batch, 1, call.heads, dim))
     stages = plan.stages(1, build.device(device))
-    (kernel,) = kernels(plan, stages, device)
-    arguments = ARGUMENTS.pack(
-        **build.addresses(
-            q=qkv, cache=cache, block_table=table, positions=call.positions, counts=call.counts, ends=None,
-            rotation=call.rotation, k_codebook=call.k_codebook, v_codebook=call.v_codebook, sinks=None, partial=None,
-            sums=None, work=None, out=out, lse=None, ring=ring, slots=call.slots, q_norm=call.q_norm,
-            k_norm=call.k_norm, cos=call.cos, sin=call.sin, turn=call.turn,
-        ),
+    grid, shared = (kv_heads * cluster, batch, 1), plan.shared(stages, 1)
+    launcher.launch(
+        KERNELS, plan.defines(stages), launcher.Launch(grid, plan.warps * 32, shared, cluster, CLUSTERED[0]),
+        q=qkv, cache=cache, block_table=table, positions=call.positions, counts=call.counts, ends=None,
+        rotation=call.rotation, k_codebook=call.k_codebook, v_codebook=call.v_codebook, sinks=None, partial=None,
+        sums=None, work=None, out=out, lse=None, ring=ring, slots=call.slots, q_norm=call.q_norm,
+        k_norm=call.k_norm, cos=call.cos, sin=call.sin, turn=call.turn,
         batch=batch, length=1, kv_heads=kv_heads, group=plan.group, table_stride=table.stride(0),
         reach=table.shape[1] * _page_size(call), pages=pages, window=max(call.limit - call.window, 0), row_tiles=1,
         limit=0, least=0, recent=call.window, spare=spare, near_limit=call.limit, ring_size=ring_size,
@@ -96,8 +93,4 @@ def decode(call: TurboQuantDecode, plan: Plan, cluster: int, spare: int) -> Tens
         max_position=0 if call.cos is None else len(call.cos) - 1, early=call.early,
         scale=call.scale * math.log2(math.e), back=dim**-0.5, eps=call.eps,
     )  # fmt: skip
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    with torch.cuda.device(qkv.device):
-        threads, shared = plan.warps * 32, plan.shared(stages, 1)
-        kernel.launch((kv_heads * cluster, batch, 1), threads, shared, cluster, stream, arguments)
     return out

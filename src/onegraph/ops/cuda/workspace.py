@@ -2,7 +2,7 @@
 
 import torch
 
-from onegraph.ops.cuda import build
+from onegraph.ops.cuda import build, launcher
 
 SETS = 64  # of counters, a GPU
 
@@ -21,13 +21,11 @@ class Counters:
         self._places: dict[tuple[int, int, int], int] = {}
         self._given = 0
 
-    def have(self, device: int) -> None:
-        """Sees to the counters of a GPU. Not for the first time inside a capture."""
+    def of(self, device: int) -> int:
+        """Address of the counters of a launch on the current stream. Not for a GPU's first time inside a capture."""
         if device not in self._sets:
             self._sets[device] = build.resident(torch.zeros(SETS * self.size, dtype=torch.int32, device="cpu"), device)
-
-    def of(self, device: int, stream: int) -> int:
-        """Address of the counters of a launch on this stream, the current one."""
+        stream = launcher.raw_stream(device)
         capture = build.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
         key = device, stream, capture
         if key not in self._places:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onegraph.ops.calls import E8PLinear
 from onegraph.ops.triton.activation import swiglu
 from onegraph.ops.triton.hadamard import hadamard_matrix
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
@@ -279,35 +280,22 @@ def decode(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int) 
     return out.view(torch.int8)
 
 
-def linear(
-    x: Tensor,
-    codes: Tensor,
-    residual: Tensor | None,
-    codebook: Tensor,
-    in_scale: Tensor,
-    out_scale: Tensor,
-    bias: Tensor | None,
-    bits: int,
-    add: Tensor | None = None,
-    eps: float | None = None,
-    silu: bool = False,
-    wide: bool = False,
-) -> Tensor:
+def linear(call: E8PLinear) -> Tensor:
     """See `onegraph.ops.e8p.e8p_linear`. What stands around the linear is launched apart, rounded in between."""
-    n, k = codes.shape[0], codes.shape[1] * 8
-    x = x.contiguous()
-    tokens = x.shape[:-1].numel()
-    out = torch.empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    x, residual, n, k, tokens = call.x.contiguous(), call.residual, call.n, call.k, call.tokens
+    shape, dtype = call.result
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     if tokens == 0:
         return out
-    if silu:
+    if call.silu:
         x = swiglu(x)
-    elif eps is not None:
-        x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), eps)
+    elif call.eps is not None:
+        x = rms_norm(x, torch.ones(k, dtype=x.dtype, device=x.device), call.eps)
     with on_device(x):
         path = _small if tokens <= MAX_TOKENS and x.dtype != torch.float32 else _large
-        path(x, codes, residual, _as_rows(codebook), in_scale, out_scale, bias, bits, out, tokens, n, k)
-    return out if add is None else out.add_(add)
+        scales = call.in_scale, call.out_scale, call.bias
+        path(x, call.codes, residual, _as_rows(call.codebook), *scales, call.bits, out, tokens, n, k)
+    return out if call.add is None else out.add_(call.add)
 
 
 def _block(dimension: int) -> int:
