@@ -21,7 +21,7 @@ from models import Decoder
 from on_cpu import compile_run
 from onegraph import LLM, quantize
 from onegraph.check import check_step
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.nvfp4 import E4M3, GROUP, NVFP4, PROMPTS_TOO, swizzle_scales, tiled_shape, unswizzle_scales
@@ -256,7 +256,7 @@ def test_the_engine_shares_no_pages_of_such_prompts(tmp_path: Path) -> None:
     for w4a4 in (False, True):
         model = loaded("NVIDIA NVFP4", tmp_path / "m", decode=False, w4a4=w4a4)
         engines[w4a4] = Engine(model, max_batch=2, max_context=160, page_size=8, chunk=80, capture=False)
-    assert (engines[False].pure_pages, engines[True].pure_pages) == (True, False)
+    assert (engines[False].executor.prefix_cacheable, engines[True].executor.prefix_cacheable) == (True, False)
     together = engines[True].generate(prompts, SamplingParams(max_tokens=6))
     alone = [engines[True].generate([prompt], SamplingParams(max_tokens=6))[0] for prompt in prompts]
     assert together == alone
@@ -290,7 +290,7 @@ def test_steps_may_be_captured(kind: Any, tmp_path: Path) -> None:
     def factory() -> Any:
         with Checkpoint.open(tmp_path / "m") as checkpoint, mock.patch("onegraph.models.llama.check_w4a4"):
             model = Llama.load(checkpoint, "cuda", decode=False, w4a4=True)
-        runner = Engine(model, max_batch=4, max_context=96, page_size=4, chunk=72, capture=False).runner(kind)
+        runner = Engine(model, max_batch=4, max_context=96, page_size=4, chunk=72, capture=False).executor.step(kind)
 
         def step() -> Any:
             with reference_ops():

@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from onegraph.engine.generate import Engine
+    from onegraph.engine.engine import Engine
     from onegraph.engine.soak import read_rounds, soak
     from onegraph.engine.traffic import crowded, soak_traffic
     from onegraph.models.load import CONFIGS, load_decoder, parse_config

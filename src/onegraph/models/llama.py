@@ -163,7 +163,7 @@ class Llama(nn.Module):
         return biased_layers(self)
 
     @property
-    def beside(self) -> list["Llama"]:
+    def ranks(self) -> list["Llama"]:
         """Itself: see `engine.decoder.Decoder`."""
         return [self]
 
@@ -246,7 +246,7 @@ class Llama(nn.Module):
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
         made = make(**sizes)
         if any(each.format.rounds_inputs for each in self.modules() if isinstance(each, Weight)):
-            made.pure_pages = False  # a prompt's tokens went another way than those of a step
+            made.prefix_cacheable = False  # a prompt's tokens went another way than those of a step
         return made
 
 

@@ -97,7 +97,8 @@ class PagedCache:
             comparison.
     """
 
-    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`; a model whose prompts go another way says False
+    prefix_cacheable = True  # see `engine.decoder.Cache`; False where a model computes prompts in another way
+    setting = "exact"
 
     def __init__(
         self,
