@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from onegraph.engine import steps as engine_steps
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
@@ -124,11 +124,11 @@ class Decode:
 
     def __init__(self, engine: Engine, batch: int, context: int) -> None:
         with mock.patch.object(engine_steps, "batch_sizes", lambda largest: [largest]):  # no other is timed
-            self.engine, self.pipeline = engine, engine.runner("decode")
-        for rank in engine._together.steps:
+            self.engine, self.pipeline = engine, engine.executor.step("decode")
+        for rank in engine.executor.ranks:
             for tensor in rank.cache.tensors():
                 tensor.normal_()
-        per_row = engine._cache.parts[0].block_table.shape[1]
+        per_row = engine.executor.cache.parts[0].block_table.shape[1]
         zeros = torch.zeros(batch, dtype=torch.int32)
         rows = {
             "positions": zeros + context,
@@ -141,15 +141,15 @@ class Decode:
             _, self.bucket = self.pipeline.load(drawn=torch.arange(batch), **rows)
 
     def running(self) -> Any:
-        return self.engine.running()
+        return self.engine.executor.running()
 
     def times(self, steps: int) -> None:
         """So many steps, queued one behind the other, to their end."""
         for _ in range(steps):
             self.pipeline.replay(self.bucket)
-        for device in self.engine.devices:
+        for device in self.engine.executor.devices:
             torch.cuda.synchronize(device)
-        self.engine.check()
+        self.engine.executor.check()
 
     def milliseconds(self, steps: int) -> float:
         """Median of a step."""
@@ -272,7 +272,7 @@ def main() -> None:
             for i, device in enumerate(devices)
         ]
         model = Ranks(beside, peers)
-    first = model.beside[0]  # of ranks, which read at the same time, each reads as much
+    first = model.ranks[0]  # of ranks, which read at the same time, each reads as much
     bandwidth = copy_bandwidth(devices[0])
     about = {
         "bench": "deepseek", "model": args.model, "form": args.form, "layers": config.layers, "gpus": args.gpus,

@@ -21,7 +21,7 @@ from step import SHAPES, random_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import machine, with_id
 from onegraph.ops.registry import OPS
@@ -131,7 +131,7 @@ def main() -> int:
         engine = Engine(model, max_batch=args.batch, max_context=args.context + 64)
         drawing = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampling else {}
         engine.generate([list(range(args.context))] * args.batch, SamplingParams(max_tokens=4, **drawing))
-        (runner,) = engine.runner("decode", sampling=args.sampling).stages
+        (runner,) = engine.executor.step("decode", sampling=args.sampling).stages
         rows, step = table(runner, args.batch, copy_bandwidth(model.device))
     print(f"{'op':<32} {'kernel':<48} {'':>5} {'us each':>8} {'us':>8} {'floor':>7}")
     for row in rows:

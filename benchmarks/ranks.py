@@ -23,7 +23,7 @@ from step import SHAPES, RandomCheckpoint, random_model
 from torch import Tensor
 
 from onegraph.engine.bench import bench_step
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.models.config import LlamaConfig
@@ -112,7 +112,7 @@ def agree(model: Ranks, context: int) -> bool:
     engine = Engine(model, max_batch=2, max_context=context)
     prompts = torch.randint(0, model.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1)).tolist()
     engine.generate(prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1))
-    runner: Any = engine.runner("decode", sampling=True)
+    runner: Any = engine.executor.step("decode", sampling=True)
     drawn = [rank.stages[0].inputs["drawn"].cpu() for rank in runner.ranks]
     return all(torch.equal(each, drawn[0]) for each in drawn)
 

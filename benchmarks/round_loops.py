@@ -31,7 +31,7 @@ from step import SHAPES, random_model
 from torch import Tensor
 
 from onegraph.engine.draft import OracleDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.ops.cuda import build
@@ -126,8 +126,8 @@ class State:
     """What a round reads and changes of a row, to begin again `context` tokens into its text."""
 
     def __init__(self, engine: Engine, inputs: dict[str, Tensor], texts: list[list[int]], context: int) -> None:
-        assert engine._speculation is not None
-        self.inputs, self.place = inputs, engine._speculation.ranks[0].place
+        assert engine.executor.speculation is not None
+        self.inputs, self.place = inputs, engine.executor.speculation.ranks[0].state
         self.rows, self.context = len(texts), context
         self.newest = torch.tensor([text[context] for text in texts], device=self.place.device)
         self.history = self.place.history.clone()
@@ -165,9 +165,9 @@ def rows(args: argparse.Namespace, model: Any, drafts: int) -> list[dict[str, An
     with mock.patch.object(GraphPool, "graph", keep):
         engine = Engine(model, **sizes, draft=partial(OracleDrafter, [[0]] * batch, args.chance, vocabulary))
         answers, _ = settle(engine, prompts, params)
-        assert engine._speculation is not None
-        drafter: Any = engine._speculation.ranks[0].drafter
-        runner = engine.runner("decode", drafts=drafts)
+        assert engine.executor.speculation is not None
+        drafter: Any = engine.executor.speculation.ranks[0].drafter
+        runner = engine.executor.step("decode", drafts=drafts)
     stage = runner.stages[0]
     assert stage.pool is not None
     captured = stage._programs[batch][0][0].__self__  # the graph whose replay is this bucket's whole program

@@ -45,7 +45,7 @@ def pretend(engine: Any, step: float) -> None:
 
         return fetched, None
 
-    engine.ahead = 1
+    engine.executor.ahead = 1
     engine.runner = lambda *args, **kwargs: None
     engine.begin = lambda sequence: None
     engine.prefill = lambda sequence, end: report(1, 0, 0.0)

@@ -35,7 +35,7 @@ from onegraph.api.llm import LLM
 from onegraph.engine.bench import step_us
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -56,8 +56,8 @@ def settle(engine: Engine, prompts: list[list[int]], params: list[SamplingParams
     """Answers that the engine writes while its oracle knows them, and after how many tries: what a token's place in a
     round does to its rounding changes a random model's text, and so which drafts are right. Each try tells the oracle
     what the last one wrote, and agrees with the next one further."""
-    assert engine._speculation is not None
-    drafter = engine._speculation.ranks[0].drafter
+    assert engine.executor.speculation is not None
+    drafter = engine.executor.speculation.ranks[0].drafter
     assert isinstance(drafter, OracleDrafter)
     answers = engine.generate(prompts, params)
     for tries in range(1, max(each.max_tokens for each in params) + 2):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.bench import bench_step
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
@@ -135,7 +135,7 @@ def random_model(
 def compiled(shape: str, bits: int, lm_head: int | None, batch: int, kind: str, sampling: bool) -> None:
     """Builds one step of a model of one layer, so that its kernels are in the caches on disk."""
     model = random_model(SHAPES[shape] | {"num_hidden_layers": 1}, bits, lm_head, 2048)
-    Engine(model, max_batch=batch).runner(kind, sampling=sampling)
+    Engine(model, max_batch=batch).executor.step(kind, sampling=sampling)
 
 
 def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: int, compiled: bool) -> Iterator[dict]:
@@ -206,7 +206,7 @@ def transformers_rows(shape: dict[str, Any], context: int, steps: int, batch: in
 def proven(model: Llama, batch: int) -> bool:
     """Whether a replay of the decode step leaves the bits that the eager step leaves: tokens, inputs and KV cache."""
     engine = Engine(model, max_batch=batch, max_context=512)
-    (runner,) = engine.runner("decode").stages
+    (runner,) = engine.executor.step("decode").stages
     width = runner.inputs["table"].shape[1]
 
     def case(seed: int) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ def proven(model: Llama, batch: int) -> bool:
         values["table"] = (1 + torch.arange(batch * width)).view(batch, width).int()
         return values
 
-    cache = engine._cache
+    cache = engine.executor.cache
     state = {f"keys {i}": t[1:] for i, t in enumerate(cache.keys)}
     state |= {f"values {i}": t[1:] for i, t in enumerate(cache.values)}
     return prove(runner, [case(seed) for seed in range(3)], state=state) == []

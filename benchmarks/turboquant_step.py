@@ -23,9 +23,9 @@ from step import SHAPES, random_model
 from torch import Tensor
 
 from onegraph.engine import steps
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
+from onegraph.engine.exact_window import MAX_EXACT_TOKENS
 from onegraph.engine.record import emit, machine
-from onegraph.engine.short import TOGETHER
 from onegraph.formats.turboquant import parse_kv
 from onegraph.formats.turboquant_layout import BLOCK
 from onegraph.models.llama import Llama
@@ -63,10 +63,10 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: 
     """Median milliseconds of a replay up to `context` tokens a row, in an engine with `room` for each, and what its
     cache is."""
     engine = Engine(model, max_batch=batch, max_context=max(context, room), kv=parse_kv(kv))
-    engine._cache.fused = fused
-    exact = context <= engine.short.tokens and batch * (context - STEPS) < TOGETHER
-    runner = engine.runner("decode", exact=exact)
-    fill(engine._cache, exact)
+    engine.executor.cache.fused = fused
+    exact = context <= engine.executor.sizes.exact_window.tokens and batch * (context - STEPS) < MAX_EXACT_TOKENS
+    runner = engine.executor.step("decode", exact=exact)
+    fill(engine.executor.cache, exact)
     inputs = runner.stages[0].inputs
     width = inputs["table"].shape[1]
     rows: dict[str, Tensor] = {name: torch.zeros_like(t, device="cpu") for name, t in inputs.items()}
@@ -74,7 +74,7 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: 
     rows["positions"].fill_(context - STEPS - 1)
     rows["limits"].fill_(context)
     rows["slots"] = torch.arange(1, 1 + batch, dtype=torch.int32)
-    order = torch.randperm(engine._cache.pages - 1).int()
+    order = torch.randperm(engine.executor.cache.pages - 1).int()
     rows["table"] = 1 + order[torch.arange(batch * width) % len(order)].view(batch, width)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
@@ -88,7 +88,7 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: 
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / STEPS)
-    about = {"max_context": engine.max_context, "cache_bytes": engine._cache.nbytes}
+    about = {"max_context": engine.max_context, "cache_bytes": engine.executor.cache.nbytes}
     return statistics.median(times), about if kv == "exact" else about | {"exact_rows": exact}
 
 

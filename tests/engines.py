@@ -2,9 +2,9 @@
 
 import torch
 
-from onegraph.engine import generate
+from onegraph.engine import executor
 from onegraph.engine.choice import PLAIN
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.inputs import row_inputs
 from onegraph.ops.registry import reference_ops
 from test_graph import RecordedPool
@@ -14,7 +14,7 @@ MODES = {"eager": False, "captured": True, "split": "split"}
 
 def maker(mode, model, monkeypatch, **defaults):
     """What makes engines of `mode` for `model`, a fixture's value; `defaults` go over small sizes."""
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
 
     def make(**options):
         sizes = {"max_batch": 4, "max_context": 64, "page_size": 4, "chunk": 8, "capture": MODES[mode]}
@@ -29,14 +29,14 @@ def maker(mode, model, monkeypatch, **defaults):
 def simulated_step(made, kind, *, limit, exact=False):
     """An engine's step of three rows and what brings its inputs, as `check_step` takes them: the ops as plain torch,
     which it sees into."""
-    runner = made.runner(kind, exact=exact)
+    runner = made.executor.step(kind, exact=exact)
     rows = {
         "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
         "limits": torch.tensor([limit, 77, 9], dtype=torch.int32),
-        "table": torch.arange(1, 1 + 3 * made._per_row, dtype=torch.int32).view(3, -1),
+        "table": torch.arange(1, 1 + 3 * made.executor.sizes.per_row, dtype=torch.int32).view(3, -1),
         "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
     }
-    others = row_inputs(3, made._per_row, PLAIN, torch.device("cpu"))
+    others = row_inputs(3, made.executor.sizes.per_row, PLAIN, torch.device("cpu"))
     rows |= {name: tensor.cpu()[:3] * 0 for name, tensor in others.items() if name not in rows}
     g = torch.Generator().manual_seed(0)
     if kind == "decode":

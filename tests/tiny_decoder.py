@@ -78,7 +78,7 @@ class TinyDecoder(nn.Module):
         return self.head(hidden).float() * 3
 
     @property
-    def beside(self):
+    def ranks(self):
         return [self]
 
     def new_cache(self, *, rows, pages, page_size, pages_per_row, kv=None, spare=0) -> PagedCache | TurboQuantCache:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.files import writing
 
@@ -121,7 +121,7 @@ def soak(
     Raises ValueError where the file is of another soak, FloatingPointError where the model gives NaN.
     """
     engine, other = make(True), make(False)
-    if len(engine.model.beside) > 1:
+    if len(engine.model.ranks) > 1:
         raise ValueError("soak: got a model on several ranks; it looks into the state of one")
     room = engine.max_context - prompt
     if room < 2 or steps < 1 or batch < 1:
@@ -173,7 +173,7 @@ def soak(
 
 def allowed(engine: Engine) -> tuple[int, float]:
     """For `judge`: the bytes that an engine's process or device may gain, and its dtype's rounding."""
-    growth = GROWTH if engine.devices[0].type == "cpu" else GPU_GROWTH
+    growth = GROWTH if engine.model.devices[0].type == "cpu" else GPU_GROWTH
     return growth, torch.finfo(engine.model.dtype).eps
 
 
@@ -315,7 +315,7 @@ def _shaken(engine: Engine, roundings: int, seed: int) -> Iterator[None]:
 
 def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0, exact: bool = False) -> Tensor:
     """Logits [V] behind `tokens`, read in chunks as a sequence of its own, the last `single` ones one by one."""
-    pages = torch.arange(1, 1 + engine._per_row, dtype=torch.int32)
+    pages = torch.arange(1, 1 + engine.executor.sizes.per_row, dtype=torch.int32)
     ahead = max(0, len(tokens) - single)
     starts = [*range(0, ahead, chunk), *range(ahead, len(tokens))]
     parts = [(a, tokens[a:b]) for a, b in pairwise([*starts, len(tokens)])]
@@ -324,7 +324,7 @@ def _from_nothing(engine: Engine, tokens: list[int], chunk: int, single: int = 0
 
 def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slot: int, exact: bool = False) -> Tensor:
     """An eager pass over tokens that stand from `position` on, in these pages and this slot: the last logits [V]."""
-    (model,) = engine.model.beside
+    (model,) = engine.model.ranks
     ids = torch.tensor([tokens])
     rows = {
         "table": pages.view(1, -1),
@@ -334,7 +334,9 @@ def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slo
     }
     stream = model.enter(ids.to(model.devices[0]))
     for stage, device in enumerate(model.devices):
-        seen = engine._steps.seen(stage, **{name: value.to(device) for name, value in rows.items()}, exact=exact)
+        seen = engine.executor.ranks[0].seen(
+            stage, **{name: value.to(device) for name, value in rows.items()}, exact=exact
+        )
         if stage:
             stream = stream.to(device)
         stream = model.run(stage, stream, ids.to(device), seen)
@@ -343,7 +345,7 @@ def _logits(engine: Engine, tokens: list[int], position: int, pages: Tensor, slo
 
 def _inputs(engine: Engine) -> list[dict[str, Tensor]]:
     """The buffers of every stage's decode step, sampling."""
-    return [stage.inputs for stage in engine.runner("decode", sampling=True).stages]
+    return [stage.inputs for stage in engine.executor.step("decode", sampling=True).stages]
 
 
 def _error(got: Tensor, want: Tensor) -> float:
@@ -354,7 +356,7 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 def addresses(engine: Engine) -> dict[str, int]:
     """Where every tensor lies that a graph may hold."""
-    found = {f"state {i}": t.data_ptr() for i, t in enumerate(engine._cache.tensors())}
+    found = {f"state {i}": t.data_ptr() for i, t in enumerate(engine.executor.cache.tensors())}
     found |= {f"model's {name}": t.data_ptr() for name, t in engine.model.named_buffers()}
     for i, inputs in enumerate(_inputs(engine)):
         found |= {f"input {name} of stage {i}": t.data_ptr() for name, t in inputs.items()}
@@ -362,7 +364,7 @@ def addresses(engine: Engine) -> dict[str, int]:
 
 
 def memory(engine: Engine) -> list[int]:
-    devices = {t.device for t in engine._cache.tensors()}
+    devices = {t.device for t in engine.executor.cache.tensors()}
     if all(device.type == "cuda" for device in devices):
         for device in devices:
             torch.cuda.synchronize(device)

@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from onegraph.engine.generate import Engine
+    from onegraph.engine.engine import Engine
     from onegraph.models.load import CONFIGS, load_decoder, parse_config
     from tools.rounds import read_rounds, soak
     from tools.traffic import crowded, soak_traffic

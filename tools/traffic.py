@@ -16,12 +16,11 @@ from time import monotonic
 from typing import Any
 
 from onegraph.engine.decoder import Model
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
+from onegraph.engine.exact_window import page_size_of
 from onegraph.engine.inputs import block_table
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import Scheduler
 from onegraph.engine.sequence import Sequence as Request
-from onegraph.engine.short import page_size_of
 from onegraph.formats.turboquant import parse_kv
 from tools.rounds import (
     Round,
@@ -82,10 +81,10 @@ def soak_traffic(
         number = len(rounds)
         kv = kvs[number % len(kvs)]
         engine, other = engines[kv]
-        with engine.running(), closing(Scheduler(engine)) as scheduler:
-            seen = _traffic(scheduler, random.Random(seed * 1_000_003 + number), min(per_round, steps - done))
+        with engine.executor.running(), closing(engine.scheduler.open()) as scheduler:
+            seen = _traffic(engine, random.Random(seed * 1_000_003 + number), min(per_round, steps - done))
             cancelled = sum(request.cancelled for request in seen)
-            drift, noise, plain, shaken = _held(scheduler, other)
+            drift, noise, plain, shaken = _held(engine, other)
             for request in [*scheduler.running, *scheduler.waiting]:
                 scheduler.cancel(request)
             scheduler.step()
@@ -116,16 +115,16 @@ def crowded(model: Model, rows: int, context: int, kv: str, tested: bool) -> dic
 
 
 def _drive(engine: Engine, draw: random.Random, steps: int) -> None:
-    with engine.running(), closing(Scheduler(engine)) as scheduler:
-        _traffic(scheduler, draw, steps)
+    with engine.executor.running(), closing(engine.scheduler.open()):
+        _traffic(engine, draw, steps)
 
 
-def _traffic(scheduler: Scheduler, draw: random.Random, steps: int) -> list[Request]:
+def _traffic(engine: Engine, draw: random.Random, steps: int) -> list[Request]:
     """So many decode steps; every request that was there, those that were cancelled on the way marked so."""
-    seen: list[Request] = []
+    scheduler, seen = engine.scheduler, list[Request]()
     while scheduler.stats.decode_steps < steps:
-        while len(scheduler.running) + len(scheduler.waiting) < scheduler.engine.max_batch + CROWD:
-            seen.append(_request(scheduler.engine, draw))
+        while len(scheduler.running) + len(scheduler.waiting) < engine.max_batch + CROWD:
+            seen.append(_request(engine, draw))
             scheduler.add(seen[-1])
         if draw.random() < CANCELLED:
             scheduler.cancel(draw.choice([*scheduler.running, *scheduler.waiting]))
@@ -148,24 +147,21 @@ def _request(engine: Engine, draw: random.Random) -> Request:
     )
 
 
-def _held(scheduler: Scheduler, other: Engine) -> tuple[float, float, float, int]:
+def _held(engine: Engine, other: Engine) -> tuple[float, float, float, int]:
     """Drift, noise, plain and shaken of the longest rows that decode, the largest of each."""
-    scheduler.settle()
-    engine = scheduler.engine
+    scheduler, per_row = engine.scheduler, engine.executor.sizes.per_row
+    scheduler.drain()
     rows = sorted((s for s in scheduler.running if s.decoding), key=lambda s: s.read)[-ROWS:]
-    found = [
-        row_drift(engine, other, s.tokens(0, s.read), block_table([s], engine._per_row)[0], s.slot, s.exact)
-        for s in rows
-    ]
+    found = [row_drift(engine, other, s.tokens(0, s.read), block_table([s], per_row)[0], s.slot, s.exact) for s in rows]
     return tuple(max(each) for each in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0, 0)
 
 
 def _all_free(engine: Engine) -> None:
     """Raises RuntimeError for pages or slots that nobody has and nobody can have."""
-    allocator = engine._allocator
-    if allocator.free != allocator.capacity or len(engine._slots) != engine.max_batch:
+    allocator, slots = engine.scheduler.allocator, len(engine.scheduler.free_slots)
+    if allocator.free != allocator.capacity or slots != engine.max_batch:
         raise RuntimeError(
-            f"after all requests left {allocator.free} of {allocator.capacity} pages and {len(engine._slots)} of "
+            f"after all requests left {allocator.free} of {allocator.capacity} pages and {slots} of "
             f"{engine.max_batch} slots are free: the scheduler loses some"
         )
 

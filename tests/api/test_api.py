@@ -323,7 +323,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 def test_closing_frees_everything(model: Path) -> None:
     with LLM(model, device="cpu") as llm:
         llm.generate("the", max_tokens=3)
-        held = [weakref.ref(thing) for thing in (llm.engine, llm.engine.model, llm.engine._cache)]
+        held = [weakref.ref(thing) for thing in (llm.engine, llm.engine.model, llm.engine.executor.cache)]
         stream = llm.stream("the", max_tokens=30)
         next(stream)
     assert [ref() for ref in held] == [None] * 3
@@ -378,7 +378,7 @@ def test_deepseek_with_fp8_keys(tmp_path: Path) -> None:
     plain = tiny.write_model(tmp_path / "plain")
     (tmp_path / "m" / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
     with LLM(tmp_path / "m", kv="fp8", max_context=256, device="cpu") as llm:
-        assert llm.engine._cache.windows[0].dtype == torch.uint8
+        assert llm.engine.executor.cache.windows[0].dtype == torch.uint8
         assert len(llm.generate("the thing", max_tokens=4).tokens) == 4
         assert llm.chat("Hi", max_tokens=2).prompt_tokens > 1, "its own encoding, where there is no template"
     with pytest.raises(ValueError, match="a cache of its own kind"):

@@ -174,11 +174,11 @@ def test_an_answer_that_is_left_stays_as_far_as_it_came(llm: LLM) -> None:
 
 def test_an_answer_is_cancelled_between_two_chunks_of_its_question(model: Path) -> None:
     with LLM(model, max_batch=1, max_context=2000, device="cpu") as long:
-        free, asked = long.engine._allocator.free, iter([False, False, True])
+        free, asked = long.engine.scheduler.allocator.free, iter([False, False, True])
         conversation = Conversation(long, params=WARM)
         assert list(conversation.ask("x" * 1400, lambda: next(asked))) == []
-        assert long.stats.prefill_tokens == 2 * long.engine.chunk
-        assert (conversation.messages, long.engine._allocator.free) == ([], free)
+        assert long.stats.prefill_tokens == 2 * long.engine.executor.chunk
+        assert (conversation.messages, long.engine.scheduler.allocator.free) == ([], free)
         assert ask(Conversation(long, params=WARM, max_tokens=6), "Hi") == long.chat("Hi", WARM, max_tokens=6).text
 
 
@@ -344,7 +344,7 @@ def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(
 SLOW = """
 import sys, time
 from onegraph.cli import main
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 prefill = Engine.prefill
 Engine.prefill = lambda *args: time.sleep(0.5) or prefill(*args)
 sys.exit(main())

@@ -122,7 +122,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     with pytest.raises(ValueError, match=r"draft: the tokens of .*words are not the model's"):
         LLM(model, device="cpu", draft=words)
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=tiny.CONFIG["vocab_size"]))
-    target.beside = [target]
+    target.ranks = [target]
     with pytest.raises(ValueError, match=r"draft: .*plain takes texts of 256 tokens, the model is run with .* of 300"):
         drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from models import save_hf
 from onegraph.engine.choice import Choice
 from onegraph.engine.draft import ModelDrafter, NgramDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.ranks import Ranks
 from tiny_decoder import TinyDecoder
@@ -26,7 +26,7 @@ def _factory(*, sampling: bool, draft=None, drafts: int = 0):
 
 
 def _step_of(engine: Engine, choice: Choice, *, drafts: int = 0):
-    steps = engine._steps
+    steps = engine.executor.ranks[0]
     rows = steps.inputs(0, True, choice)
     rows["drawn"].copy_(torch.tensor([5, 9, 2]))
     rows["limits"].copy_(torch.tensor([60, 40, 3]))  # the last row meets its end on the way

@@ -39,7 +39,7 @@ from onegraph.cli.common import (
 )
 from onegraph.cli.generate import budget
 from onegraph.cli.quantize import layer_rate, rates_of
-from onegraph.engine.schedule import Scheduler
+from onegraph.engine.scheduler import Scheduler
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 

@@ -22,11 +22,10 @@ from h200 import H200, PLAIN
 from models import save_e8p, save_hf
 from onegraph import LLM, SamplingParams
 from onegraph.cli.common import UsageError, options
-from onegraph.engine.alone import check_invariant
-from onegraph.engine.decoder import Breakable, Decoder, Taps
+from onegraph.engine.decoder import AuxHiddenStates, Decoder, SplitAttention
 from onegraph.engine.draft import NgramDrafter, OracleDrafter
-from onegraph.engine.generate import Engine
-from onegraph.engine.schedule import Scheduler
+from onegraph.engine.engine import Engine
+from onegraph.engine.per_token import check_invariant
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.nn.attention import PagedCache
@@ -208,7 +207,7 @@ def test_what_a_graph_breaks_at_runs_as_it_was_captured() -> None:
         def attend(self, attention: object, qkv: Tensor) -> Tensor:
             return qkv + invariant.on()
 
-    step = Breakable(Cache()).attend
+    step = SplitAttention(Cache()).attend
 
     def run(x: Tensor) -> Tensor:
         with invariant.batch_invariant():
@@ -276,7 +275,7 @@ def test_a_sequence_that_made_room_goes_on_as_it_was(model: Llama) -> None:
     alone = Engine(model, max_batch=1, **options)
     expected = [alone.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)]
     engine = Engine(model, max_batch=4, pages=45, draft=NgramDrafter, draft_tokens=3, **options)
-    assert not engine.pure_pages
+    assert not engine.executor.prefix_cacheable
     assert engine.generate(PROMPTS, params) == expected
     assert engine.stats.preemptions > 0
 
@@ -286,8 +285,8 @@ def test_what_an_earlier_text_left_is_not_read(model: Llama) -> None:
     options = {"max_batch": 2, "max_context": 96, "page_size": 4, "chunk": 8, "batch_invariant": True}
 
     def answer(engine: Engine, prompt: list[int]) -> list[int]:
-        with engine.running():
-            scheduler = Scheduler(engine)
+        with engine.executor.running():
+            scheduler = engine.scheduler.open()
             sequence = engine.request(prompt, SamplingParams(max_tokens=30))
             scheduler.add(sequence)
             while not scheduler.idle:
@@ -301,8 +300,8 @@ def test_what_an_earlier_text_left_is_not_read(model: Llama) -> None:
     assert used.stats.shared_tokens == 0
 
 
-def read(decoder: Decoder, tokens: Tensor, cache: PagedCache, taps: Taps | None = None) -> Tensor:
-    return decoder.leave(decoder.run(0, decoder.enter(tokens), tokens, Breakable(cache), taps))
+def read(decoder: Decoder, tokens: Tensor, cache: PagedCache, taps: AuxHiddenStates | None = None) -> Tensor:
+    return decoder.leave(decoder.run(0, decoder.enter(tokens), tokens, SplitAttention(cache), taps))
 
 
 def test_rows_do_differ_without_it(tmp_path: Path) -> None:
@@ -314,11 +313,11 @@ def test_rows_do_differ_without_it(tmp_path: Path) -> None:
     found, tapped = [], []
     for wanted in (False, True):
         engine = Engine(model, max_batch=4, max_context=96, page_size=4, batch_invariant=wanted, draft=NgramDrafter)
-        decoder, cache = engine._steps.decoder, engine._cache.view()
+        decoder, cache = engine.executor.ranks[0].decoder, engine.executor.cache.view()
         tokens = torch.arange(32).view(4, 8)
         cache.block_table, cache.slots = torch.arange(1, 97).view(4, 24).int(), torch.arange(4).int()
         cache.positions, cache.counts = torch.zeros(4).int(), torch.full((4,), 8).int()
-        taps: Taps = {0: None, 2: None}
+        taps: AuxHiddenStates = {0: None, 2: None}
         together, alone = read(decoder, tokens, cache, taps), []
         tapped.append(taps)
         for i in range(8):
@@ -350,7 +349,7 @@ def test_what_cannot_be_is_refused(change: dict[str, object], message: str, tmp_
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         model = Llama.load(checkpoint, "cpu", fused=change.get("fused", True))
     if "devices" in change:
-        twice = {"beside": [model, model], "devices": model.devices}
+        twice = {"ranks": [model, model], "devices": model.devices}
         with pytest.raises(ValueError, match=f"batch_invariant: .*{message}"):
             check_invariant(SimpleNamespace(**twice), None)
         return
@@ -365,7 +364,7 @@ def test_references_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         dtype=torch.float32,
     )  # fmt: skip
     model = SimpleNamespace(devices=[torch.device("cuda:0")])
-    model.beside = [model]
+    model.ranks = [model]
     with pytest.raises(ValueError, match="ONEGRAPH_KERNELS is reference"):
         check_invariant(model, cache)
     model.devices = [torch.device("cpu")]

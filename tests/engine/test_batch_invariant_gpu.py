@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models import save_e8p, save_hf
 from onegraph.engine.draft import NgramDrafter, OracleDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8P

@@ -17,7 +17,7 @@ import test_engine_contract
 from engines import MODES, maker
 from onegraph.check.api import check_step
 from onegraph.engine.choice import Choice
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.sampling import greedy, sample
 from onegraph.ops.shaping import OUTPUT, PROMPT, adjust_logits, mask_words, min_p
@@ -185,8 +185,8 @@ def check_logprobs(sequence, logits):
 def test_a_sequence_begins_with_what_prefill_reads(make):
     """The whole answer so far where it resumes; another slot's counts stay."""
     engine = make(max_batch=4)
-    engine.runner("decode", shaping=True)
-    state = engine._steps.choices
+    engine.executor.step("decode", shaping=True)
+    state = engine.executor.ranks[0].choices
     state.begin(1, [9, 9, 100, 3])
     state.begin(3, [7, 7, 5], [5, 6, 6, 6])
     state.begin(3, [7, 7, 5], [5, 6, 6])
@@ -197,9 +197,9 @@ def test_a_sequence_begins_with_what_prefill_reads(make):
 def test_without_such_rows_there_is_no_state_and_no_other_step(make):
     engine = make()
     engine.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.9, top_k=5, seed=1))
-    assert engine._steps.choices is None
-    assert {choice for _, choice, _ in engine._runners} == {Choice(sampling=True)}
-    assert "repetition" not in engine.runner("decode", sampling=True).stages[0].inputs
+    assert engine.executor.ranks[0].choices is None
+    assert {choice for _, choice, _ in engine.executor.groups} == {Choice(sampling=True)}
+    assert "repetition" not in engine.executor.step("decode", sampling=True).stages[0].inputs
 
 
 def test_while_a_row_is_constrained_no_step_is_launched_ahead(make):
@@ -223,7 +223,7 @@ def test_true_from_the_callback_ends_a_prompt(make):
 
     tokens = engine.generate(PROMPTS, SamplingParams(max_tokens=12), on_token=watch)
     assert tokens == said == [expected[0], expected[1][:3], *expected[2:]]
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ ROWS = test_engine_contract.ROWS | {
 
 
 def masks(engine):
-    engine._steps.choices.constrain({3: Parity(SamplingParams(regex="99"))})
+    engine.executor.ranks[0].choices.constrain({3: Parity(SamplingParams(regex="99"))})
 
 
 @pytest.mark.parametrize(

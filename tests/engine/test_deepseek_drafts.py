@@ -12,7 +12,7 @@ from engines import maker
 from onegraph.api.drafting import own_layers
 from onegraph.check import check_step
 from onegraph.engine.draft_heads import BlockDrafter, HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -52,8 +52,10 @@ def test_the_text_is_that_without_drafts(loaded, texts, mode, tokens, kinds, mon
     for params, expected in zip((GREEDY, WARM)[:kinds], texts[:kinds], strict=True):
         assert engine.generate(PROMPTS, params) == expected
     assert engine.stats.drafted_tokens > 0
-    assert engine._speculation.counts == (0, min(tokens, 5) if kind == "dspark" else tokens), "a block is five tokens"
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.executor.speculation.counts == (0, min(tokens, 5) if kind == "dspark" else tokens), (
+        "a block is five tokens"
+    )
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_drafts_are_those_of_the_references(loaded, texts):
@@ -114,9 +116,9 @@ def test_the_rounds_are_proven(loaded, monkeypatch):
     """Replay equals eager on outputs, buffers, windows, rings and what waits."""
     _, model, drafter, _ = loaded
     engine = maker("captured", model, monkeypatch, **SIZES)(draft=drafter, draft_tokens=2)
-    g, place = torch.Generator().manual_seed(0), engine._speculation.place
+    g, place = torch.Generator().manual_seed(0), engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
-    caches = engine._cache, engine._speculation.drafter._cache
+    caches = engine.executor.cache, engine.executor.speculation.drafter.cache
     state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors())}
 
     def reset():
@@ -125,7 +127,7 @@ def test_the_rounds_are_proven(loaded, monkeypatch):
             whole = torch.randint(0, 3, tensor.shape, generator=g)
             tensor.copy_(torch.randn(tensor.shape, generator=g) if tensor.is_floating_point() else whole)
 
-    (runner,) = engine.runner("decode", drafts=2).stages
+    (runner,) = engine.executor.step("decode", drafts=2).stages
     case = round_inputs(g, 60, torch.arange(1, 5).view(2, 2))
     case["drawn"] %= TINY["vocab_size"]
     assert prove(runner, [case], reset=reset, state=state) == []
@@ -139,7 +141,7 @@ def test_the_round_may_be_captured(tmp_path):
         with Checkpoint.open(tmp_path / "m") as checkpoint:
             model = DeepseekV4.load(checkpoint, "cuda", max_context=256)
         engine = Engine(model, **SIZES, draft=own_layers(model, tmp_path / "m"), draft_tokens=2, capture=False)
-        runner = engine.runner("decode", drafts=2)
+        runner = engine.executor.step("decode", drafts=2)
         rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
         rows |= {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % TINY["vocab_size"]}
         runner.load(**rows)

@@ -11,9 +11,9 @@ import torch
 
 from deepseek import continuations, prompts, save_hf
 from onegraph.check import check_step
-from onegraph.engine import generate
+from onegraph.engine import executor
 from onegraph.engine.draft import OracleDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(params=["eager", "captured", "split"])
 def engine(request, model, monkeypatch):
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     engine = Engine(model, **SMALL, capture={"eager": False, "captured": True, "split": "split"}[request.param])
     assert engine.mode == request.param
     return engine
@@ -49,8 +49,8 @@ def test_tokens_are_those_of_transformers(engine):
     expected = continuations(GREEDY.max_tokens)
     assert engine.generate(prompts(), GREEDY) == expected
     assert engine.generate(prompts()[1:2], GREEDY) == expected[1:2]
-    assert sorted(engine._slots) == [1, 2, 3]
-    assert engine._allocator.free == engine._allocator.capacity
+    assert sorted(engine.scheduler.free_slots) == [1, 2, 3]
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 @pytest.mark.parametrize("tokens", [2, 7])
@@ -81,7 +81,7 @@ def rows(n: int, g: torch.Generator) -> dict[str, torch.Tensor]:
 
 def prove_it(engine: Engine) -> None:
     g = torch.Generator().manual_seed(0)
-    state = {f"state {i}": t for i, t in enumerate(engine._cache.tensors())}
+    state = {f"state {i}": t for i, t in enumerate(engine.executor.cache.tensors())}
     start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
 
     def reset():
@@ -89,9 +89,9 @@ def prove_it(engine: Engine) -> None:
             tensor.copy_(start[name])
 
     cases = [{"drawn": torch.randint(0, 97, (n,), generator=g)} | rows(n, g) for n in (3, 1, 2)]
-    assert prove(engine.runner("decode").stages[0], cases, reset=reset, state=state) == []
+    assert prove(engine.executor.step("decode").stages[0], cases, reset=reset, state=state) == []
     cases = [{"tokens": torch.randint(0, 97, (1, 32), generator=g)} | rows(1, g) for _ in range(2)]
-    assert prove(engine.runner("prefill").stages[0], cases, reset=reset, state=state) == []
+    assert prove(engine.executor.step("prefill").stages[0], cases, reset=reset, state=state) == []
 
 
 def test_replay_equals_eager_in_outputs_and_state(engine):
@@ -110,7 +110,7 @@ def decode_target(variant: str, tmp_path, spoil=lambda e: None, ops=reference_op
     def factory():
         engine = Engine(load(tmp_path / "m", "cuda", variant), **SMALL, capture=False)
         spoil(engine)
-        runner = engine.runner("decode")
+        runner = engine.executor.step("decode")
         values = rows(3, torch.Generator().manual_seed(1)) | {"positions": START, "limits": START + 40}
         runner.load(drawn=torch.tensor([5, 6, 7]), **values)
 
@@ -132,15 +132,15 @@ def test_the_decode_step_may_be_captured(variant, tmp_path):
 
 def host_boundary(engine):
     """What a plain port does: look at the position, and compress when a window is full."""
-    attend = engine._cache.attend
-    kind = type(engine._cache)
+    attend = engine.executor.cache.attend
+    kind = type(engine.executor.cache)
 
     def spoiled(cache, attention, q, kv, states, index_q):
         if states is not None and int(cache.positions[0] + 1) % 4:
             states = states * 0
         return attend.__func__(cache, attention, q, kv, states, index_q)
 
-    engine._cache.view = lambda *a: _with(kind.view(engine._cache, *a), spoiled)
+    engine.executor.cache.view = lambda *a: _with(kind.view(engine.executor.cache, *a), spoiled)
 
 
 def _with(cache, attend):

@@ -9,7 +9,8 @@ import torch
 
 import deepseek_published as published
 from deepseek import continuations, prompts, save_hf
-from onegraph.engine import generate
+from onegraph.engine import executor
+from onegraph.engine.engine import Engine
 from onegraph.engine.evaluate import evaluate
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
@@ -19,7 +20,7 @@ from onegraph.models.deepseek_v4_mtp import DeepseekDraft, draft_bytes
 from onegraph.models.deepseek_v4_place import place
 from onegraph.models.prefetch import Prefetch
 from onegraph.runtime.graph import Runner
-from onegraph.runtime.pipeline import DeviceError, Pipeline, check_links, running
+from onegraph.runtime.group import DeviceError, RankGroup, check_links, running
 from test_deepseek_engine import GREEDY, SMALL
 from test_graph import RecordedPool
 
@@ -40,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
@@ -48,20 +49,20 @@ def recorded(monkeypatch):
 def test_stages_give_the_tokens_of_one_device(folder, recorded, mode, devices):
     model = load(folder, ["cpu"] * devices)
     assert [len(stage) for stage in model.stages] == {1: [5], 2: [3, 2], 3: [2, 2, 1], 5: [1] * 5}[devices]
-    engine = generate.Engine(model, **SMALL, capture=MODES[mode])
+    engine = Engine(model, **SMALL, capture=MODES[mode])
     assert engine.generate(prompts(), GREEDY) == continuations(24)
     assert engine.mode == mode
-    assert len(engine.runner("decode").stages) == devices
+    assert len(engine.executor.step("decode").stages) == devices
 
 
 def test_sampling_and_stops_too(folder, recorded):
     one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
     warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
-    expected = generate.Engine(one, **SMALL, capture=False).generate(prompts(), warm)
-    placed = generate.Engine(three, **SMALL, capture=True)
+    expected = Engine(one, **SMALL, capture=False).generate(prompts(), warm)
+    placed = Engine(three, **SMALL, capture=True)
     assert placed.generate(prompts(), warm) == expected
     shaped = replace(warm, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.02)
-    expected_shaped = generate.Engine(one, **SMALL, capture=False).generate(prompts(), shaped)
+    expected_shaped = Engine(one, **SMALL, capture=False).generate(prompts(), shaped)
     assert placed.generate(prompts(), shaped) == expected_shaped != expected
 
 
@@ -87,7 +88,7 @@ def test_a_pipeline_hands_on_what_the_next_stage_takes():
 
     first = Runner(double, {"x": torch.zeros(4), "scale": torch.zeros(4)}, [2, 4], pool=RecordedPool())
     second = Runner(add, {"half": torch.zeros(4), "x": torch.zeros(4)}, [2, 4], pool=RecordedPool())
-    both = Pipeline([first, second], carried="half", shared=["x"])
+    both = RankGroup([[first, second]], carried="half", shared=["x"])
     for rows in (4, 1, 3):
         x, scale = torch.arange(1.0, 1 + rows), torch.full((rows,), 2.0)
         written = second.inputs["half"]._version
@@ -103,18 +104,18 @@ def test_a_pipeline_hands_on_what_the_next_stage_takes():
     with pytest.raises(ValueError, match=r"got \['y'\]"):
         both.load(x=torch.zeros(1), scale=torch.zeros(1), y=torch.zeros(1))
     with pytest.raises(ValueError, match=r"stage 1 takes \['half', 'x'\]; \['stream'\] must be among them"):
-        Pipeline([first, second])
+        RankGroup([[first, second]])
     with pytest.raises(ValueError, match=r"stage 1 takes .*; \['scale'\] must be among them"):
-        Pipeline([first, second], carried="half", shared=["scale"])
+        RankGroup([[first, second]], carried="half", shared=["scale"])
     with pytest.raises(ValueError, match="got none"):
-        Pipeline([])
+        RankGroup([])
 
 
 def test_a_pipeline_of_one_stage_hands_nothing_on():
     def count(x):
         return x.add_(1)
 
-    one = Pipeline([Runner(count, {"x": torch.zeros(2)}, [1, 2], pool=RecordedPool())], shared=["x"])
+    one = RankGroup([[Runner(count, {"x": torch.zeros(2)}, [1, 2], pool=RecordedPool())]], shared=["x"])
     assert one.load(x=torch.tensor([5.0])) == (1, 1)
     for expected in (6.0, 7.0):
         assert one.replay(1).tolist() == [expected]
@@ -251,7 +252,7 @@ def test_a_device_that_fails_is_named():
 def test_two_gpus_give_the_tokens_of_transformers(folder, mode):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    engine = generate.Engine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
+    engine = Engine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
     for _ in range(2):
         assert engine.generate(prompts(), GREEDY) == continuations(24)
-    assert {t.device.index for t in engine._cache.tensors()} == {0, 1}
+    assert {t.device.index for t in engine.executor.cache.tensors()} == {0, 1}

@@ -11,7 +11,7 @@ from eagle import load_head, net_of, overfit, write_head
 from models import save_e8p, save_hf
 from onegraph.api.drafting import own_layers
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -91,9 +91,9 @@ def test_the_text_with_draft_layers_is_that_without(deepseek, capture):
 
 
 def proven(engine, vocabulary, pages, sampling, reach=60):
-    g, place = torch.Generator().manual_seed(0), engine._speculation.place
+    g, place = torch.Generator().manual_seed(0), engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
-    caches = engine._cache, engine._speculation.drafter._cache
+    caches = engine.executor.cache, engine.executor.speculation.drafter.cache
     state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors())}
 
     def reset():
@@ -107,7 +107,7 @@ def proven(engine, vocabulary, pages, sampling, reach=60):
     # Page 0 and ring 0 take what is nobody's, several tokens in one place.
     owned = {name: t if name in ("history", "drafts", "found") else t[1:] for name, t in state.items()}
     for drafts in (0, 3):
-        (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
+        (runner,) = engine.executor.step("decode", sampling=sampling, drafts=drafts).stages
         cases = [round_inputs(g, reach, torch.arange(1, 1 + n * pages).view(n, pages)) for n in (4, 1, 3)]
         for case in cases:
             case["drawn"] %= vocabulary

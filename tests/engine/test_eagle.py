@@ -10,9 +10,8 @@ from engines import MODES, maker
 from models import save_e8p, save_hf
 from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import Scheduler
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.eagle import EagleConfig, EagleHead
@@ -79,7 +78,7 @@ def test_the_text_is_that_without_drafts(make, plain, kind, request):
             assert engine.generate(PROMPTS, params) == expected
             assert engine.generate(PROMPTS[1:2], params[1:2]) == expected[1:2]
         assert engine.stats.drafted_tokens > 0
-        assert engine._allocator.free == engine._allocator.capacity
+        assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +172,8 @@ def test_rows_share_beginnings_and_are_preempted(make, model, plain, trained):
     order = [3, 1, 3, 3, 1]
     for pages in (1 + 64, 1 + 18):
         engine = make(draft=partial(HeadDrafter, trained[1]), pages=pages, draft_tokens=3, max_batch=3)
-        with engine.running():
-            scheduler = Scheduler(engine)
+        with engine.executor.running():
+            scheduler = engine.scheduler.open()
             sequences = [engine.request(PROMPTS[i], GREEDY[i]) for i in order]
             for step in range(1000):
                 if scheduler.idle and step > 12:
@@ -197,8 +196,8 @@ def test_what_a_page_holds_is_known_by_the_token_behind_it(model, whole):
         model, draft=partial(HeadDrafter, whole), draft_tokens=1, max_batch=2, max_context=64, page_size=4, chunk=8
     )
     shared = []
-    with engine.running():
-        scheduler = Scheduler(engine)
+    with engine.executor.running():
+        scheduler = engine.scheduler.open()
         for prompt in ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [1, 2, 3, 4, 5, 6, 7, 8, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8, 9, 3]):
             before = engine.stats.shared_tokens
             scheduler.add(engine.request(prompt, SamplingParams(max_tokens=2)))
@@ -215,9 +214,9 @@ def test_the_rounds_are_proven(make, model, reduced, sampling):
     engine = make(draft=partial(HeadDrafter, reduced), draft_tokens=3)
     if engine.mode == "eager":
         pytest.skip("nothing is replayed")
-    g, place = torch.Generator().manual_seed(0), engine._speculation.place
+    g, place = torch.Generator().manual_seed(0), engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
-    caches = engine._cache, engine._speculation.drafter._cache
+    caches = engine.executor.cache, engine.executor.speculation.drafter.cache
     state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors())}
 
     def reset():
@@ -231,7 +230,7 @@ def test_the_rounds_are_proven(make, model, reduced, sampling):
             tensor.copy_(fresh)
 
     for drafts in (0, 3):
-        (runner,) = engine.runner("decode", sampling=sampling, drafts=drafts).stages
+        (runner,) = engine.executor.step("decode", sampling=sampling, drafts=drafts).stages
         cases = [round_inputs(g, 20, torch.randint(1, 64, (n, 16), generator=g)) for n in (4, 1, 3)]
         assert prove(runner, cases, reset=reset, state=state) == []
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engines import MODES, maker
-from onegraph.engine import generate
-from onegraph.engine.generate import Engine
+from onegraph.engine import executor
+from onegraph.engine.engine import Engine
+from onegraph.engine.exact_window import NEVER_EXACT, Sizes
 from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.sampling import greedy, sample
@@ -78,7 +79,7 @@ def test_more_prompts_than_rows_and_pages(make, model):
     expected = [dense(model, prompt, p) for prompt, p in zip(prompts, params, strict=True)]
     engine = make(max_batch=3, pages=1 + 2 * 9)
     assert engine.generate(prompts, params) == expected
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -105,7 +106,7 @@ def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, seed):
         )
     expected = [dense(model, prompt, wanted) for prompt, wanted in zip(prompts, params, strict=True)]
     assert engine.generate(prompts, params) == expected
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_a_stop_token_ends_its_row_only(make, model):
@@ -137,7 +138,7 @@ def test_chunks_of_any_length_prefill_alike(make, model, chunk):
 def test_what_an_earlier_sequence_left_in_a_page_is_not_seen(make, model):
     engine = make()
     expected = engine.generate(PROMPTS, GREEDY)
-    for cache in (*engine._cache.keys, *engine._cache.values):
+    for cache in (*engine.executor.cache.keys, *engine.executor.cache.values):
         cache.fill_(30.0)  # finite, as all that a model leaves there: NaN ends in an error, which clears the cache
     assert engine.generate(PROMPTS, GREEDY) == expected
 
@@ -161,7 +162,7 @@ def test_an_error_in_the_callback_leaves_the_engine_usable(make):
 
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, GREEDY, on_token=interrupt)
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
     assert engine.generate(PROMPTS, GREEDY) == expected
 
 
@@ -199,8 +200,8 @@ def test_a_stream_that_ends_early_leaves_the_engine_usable(make, end):
         stream.close()
     else:
         del stream
-    assert engine._allocator.free == engine._allocator.capacity
-    assert sorted(engine._slots) == [1, 2]
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
+    assert sorted(engine.scheduler.free_slots) == [1, 2]
     assert engine.generate(PROMPTS, GREEDY) == expected
 
 
@@ -260,12 +261,12 @@ def test_nan_never_passes(make):
     model.embed.weight[bad] = math.nan
     with pytest.raises(FloatingPointError, match="prompt 1: the model gives NaN at position 3"):
         engine.generate([[5], [bad] * 3, [6]], SamplingParams(max_tokens=50))
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
     assert engine.generate(PROMPTS, GREEDY) == expected, "NaN left in a page would spread to its next owner"
 
 
 def test_replays_run_no_python(model, monkeypatch):
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     engine = Engine(model, max_batch=2, max_context=64, page_size=4, capture=True)
     expected = engine.generate(PROMPTS[:2], GREEDY)
     monkeypatch.setattr(model, "run", None)
@@ -294,12 +295,12 @@ def test_the_steps_are_proven(make, sampling):
         for cache in state.values():
             cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)))
 
-    state = {f"keys {i}": k for i, k in enumerate(engine._cache.keys)}
-    state |= {f"values {i}": v for i, v in enumerate(engine._cache.values)}
-    (decode,) = engine.runner("decode", sampling=sampling).stages
+    state = {f"keys {i}": k for i, k in enumerate(engine.executor.cache.keys)}
+    state |= {f"values {i}": v for i, v in enumerate(engine.executor.cache.values)}
+    (decode,) = engine.executor.step("decode", sampling=sampling).stages
     cases = [{"drawn": torch.randint(0, 101, (n,), generator=g)} | rows(n) for n in (4, 1, 3, 2)]
     assert prove(decode, cases, reset=reset, state=state) == []
-    (prefill,) = engine.runner("prefill", sampling=sampling).stages
+    (prefill,) = engine.executor.step("prefill", sampling=sampling).stages
     cases = [{"tokens": torch.randint(0, 101, (1, 8), generator=g)} | rows(1) for _ in range(3)]
     assert prove(prefill, cases, reset=reset, state=state) == []
 
@@ -307,8 +308,8 @@ def test_the_steps_are_proven(make, sampling):
 def test_warm_up_touches_the_sentinel_page_only(make):
     engine = make()
     for kind, sampling in itertools.product(("decode", "prefill"), (False, True)):
-        engine.runner(kind, sampling=sampling)
-    for cache in (*engine._cache.keys, *engine._cache.values):
+        engine.executor.step(kind, sampling=sampling)
+    for cache in (*engine.executor.cache.keys, *engine.executor.cache.values):
         assert cache[1:].count_nonzero() == 0
         assert cache[0].isfinite().all()
 
@@ -380,9 +381,10 @@ def test_wrong_sampling_params_name_the_field(wrong):
 
 
 def test_pages_are_handed_out_once():
-    pages = PageAllocator(6, 16)
-    assert pages.needed(16) == 1
-    assert pages.needed(17) == 2
+    sizes = Sizes(1, 80, 16, 6, 5, 5, NEVER_EXACT)
+    assert sizes.needed(16) == 1
+    assert sizes.needed(17) == 2
+    pages = PageAllocator(sizes.pages)
     first = pages.take(3)
     assert sorted(first) == [1, 2, 3]
     assert pages.take(3) is None

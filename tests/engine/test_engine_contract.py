@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onegraph.check.api import check_step
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.ops.registry import reference_ops
 from tiny_decoder import TinyDecoder
 
@@ -33,7 +33,7 @@ def decode(sampling, spoil=lambda e: None, rows=ROWS, before=lambda e: None, **p
     def factory():
         e = engine()
         spoil(e)
-        runner = e.runner("decode", sampling=sampling, **parts)
+        runner = e.executor.step("decode", sampling=sampling, **parts)
         runner.load(drawn=torch.tensor([5, 6, 7]), **rows)
 
         def inputs(index):
@@ -53,7 +53,7 @@ def prefill(sampling, rows=ROWS, **parts):
     """One chunk after the other: new tokens, position and limit in the same buffers."""
 
     def factory():
-        runner = engine().runner("prefill", sampling=sampling, **parts)
+        runner = engine().executor.step("prefill", sampling=sampling, **parts)
         g = torch.Generator().manual_seed(0)
 
         def inputs(index):
@@ -105,7 +105,7 @@ def host_position(e):
 
 def new_storage(e):
     def rebind(positions):
-        e._cache.keys[0] = e._cache.keys[0] + 1
+        e.executor.cache.keys[0] = e.executor.cache.keys[0] + 1
         return positions
 
     spoil_run(e, rebind)

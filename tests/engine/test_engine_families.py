@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from models import save_e8p
-from onegraph.engine import generate
-from onegraph.engine.generate import Engine
+from onegraph.engine import executor
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
@@ -54,7 +54,7 @@ def test_steps_are_proven_and_texts_are_eager_ones_on_a_gpu(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_proven_and_texts_are_eager_ones(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     check(folder, "cpu", KINDS[kind], sampling=True)
 
 
@@ -96,17 +96,17 @@ def proven(engine: Engine, sampling: bool) -> None:
             "seed": torch.randint(0, 2**60, (n,), generator=g),
         }
 
-    (decode,) = engine.runner("decode", sampling=sampling).stages
+    (decode,) = engine.executor.step("decode", sampling=sampling).stages
     cases = [{"drawn": torch.randint(0, 512, (n,), generator=g)} | rows(n) for n in (2, 1, 2)]
     assert [str(each) for each in prove(decode, cases, reset=reset, state=state)] == []
-    (prefill,) = engine.runner("prefill", sampling=sampling).stages
+    (prefill,) = engine.executor.step("prefill", sampling=sampling).stages
     cases = [{"tokens": torch.randint(0, 512, (1, 32), generator=g)} | rows(1) for _ in range(2)]
     assert [str(each) for each in prove(prefill, cases, reset=reset, state=state)] == []
 
 
 def kept(engine: Engine) -> dict[str, Tensor]:
     """Keys and values by name, but for page 0 and ring 0, which take what padding rows write."""
-    cache = engine._cache
+    cache = engine.executor.cache
     if hasattr(cache, "paged"):
         found = {f"codes {i}": layer.codes[1:] for i, layer in enumerate(cache.layers)}
         return found | {f"ring {i}": layer.ring[1:] for i, layer in enumerate(cache.layers)}

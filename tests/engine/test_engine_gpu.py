@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from onegraph.engine.engine import Engine
 from onegraph.engine.evaluate import evaluate
-from onegraph.engine.generate import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.sampling import greedy, sample
 from onegraph.runtime.prove import prove
@@ -57,8 +57,8 @@ def test_stop_tokens_are_met_a_step_late_and_dropped(model):
 def test_the_steps_are_proven(model, capture, sampling):
     e = engine(model, capture=capture)
     g = torch.Generator().manual_seed(0)
-    state = {f"keys {i}": k for i, k in enumerate(e._cache.keys)}
-    state |= {f"values {i}": v for i, v in enumerate(e._cache.values)}
+    state = {f"keys {i}": k for i, k in enumerate(e.executor.cache.keys)}
+    state |= {f"values {i}": v for i, v in enumerate(e.executor.cache.values)}
     start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
 
     def rows(n):
@@ -81,9 +81,9 @@ def test_the_steps_are_proven(model, capture, sampling):
     # Page 0 takes what padding rows write, several to one place: which of them stays is nobody's business.
     owned = {name: tensor[1:] for name, tensor in state.items()}
     cases = [{"drawn": torch.randint(0, 101, (n,), generator=g)} | rows(n) for n in (5, 1, 3, 2, 4)]
-    assert prove(e.runner("decode", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
+    assert prove(e.executor.step("decode", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
     cases = [{"tokens": torch.randint(0, 101, (1, 32), generator=g)} | rows(1) for _ in range(3)]
-    assert prove(e.runner("prefill", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
+    assert prove(e.executor.step("prefill", sampling=sampling).stages[0], cases, reset=reset, state=owned) == []
 
 
 def test_long_generation_does_not_grow_memory(model):

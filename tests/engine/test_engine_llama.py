@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from models import FAMILIES, save_e8p, save_hf
-from onegraph.engine import generate
-from onegraph.engine.generate import Engine
+from onegraph.engine import executor
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_transformers(variant, tmp_path, monkeypatch):
     hf = save_e8p("smollm2", path, rates={"bits": 3}) if variant == "e8p" else save_hf(variant, path)
     expected = [transformers_tokens(hf, prompt) for prompt in PROMPTS]
     model = load(path)
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     for capture in (False, True, "split"):
         engine = Engine(model, max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture)
         assert engine.generate(PROMPTS, PARAMS) == expected, engine.mode
@@ -70,8 +70,8 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
     tokens = {}
     for capture in (True, "split", False):
         engine = Engine(model, max_batch=4, max_context=96, page_size=8, chunk=16, capture=capture)
-        state = {f"keys {i}": k[1:] for i, k in enumerate(engine._cache.keys)}
-        state |= {f"values {i}": v[1:] for i, v in enumerate(engine._cache.values)}
+        state = {f"keys {i}": k[1:] for i, k in enumerate(engine.executor.cache.keys)}
+        state |= {f"values {i}": v[1:] for i, v in enumerate(engine.executor.cache.values)}
         start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
 
         def reset(state=state, start=start):
@@ -94,10 +94,11 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
             for sampling in (False, True):
                 cases = [{"drawn": torch.randint(0, 131, (n,), generator=g)} | rows(n) for n in (4, 1, 3, 2)]
                 assert (
-                    prove(engine.runner("decode", sampling=sampling).stages[0], cases, reset=reset, state=state) == []
+                    prove(engine.executor.step("decode", sampling=sampling).stages[0], cases, reset=reset, state=state)
+                    == []
                 )
             cases = [{"tokens": torch.randint(0, 131, (1, 16), generator=g)} | rows(1) for _ in range(2)]
-            assert prove(engine.runner("prefill").stages[0], cases, reset=reset, state=state) == []
+            assert prove(engine.executor.step("prefill").stages[0], cases, reset=reset, state=state) == []
         reset()
         tokens[engine.mode] = engine.generate(PROMPTS, PARAMS)
     assert tokens["captured"] == tokens["split"] == tokens["eager"]

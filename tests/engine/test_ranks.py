@@ -11,7 +11,7 @@ from torch import Tensor
 import deepseek
 from engines import maker
 from models import Decoder, save_e8p, save_hf, smollm2_gguf
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -47,10 +47,10 @@ def logits_of(model: Any, rows: list[list[int]]) -> list[Tensor]:
 
 def of_ranks(model: Ranks, rows: list[list[int]]) -> list[Tensor]:
     """The same of all ranks at once, which must agree in all bits."""
-    found: list[Any] = [None] * len(model.beside)
+    found: list[Any] = [None] * len(model.ranks)
 
     def run(rank: int) -> None:
-        found[rank] = logits_of(model.beside[rank], rows)
+        found[rank] = logits_of(model.ranks[rank], rows)
 
     model.peers.arm()
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(found))]
@@ -104,8 +104,8 @@ def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path, monkeyp
     monkeypatch.setattr(e8p_all_reduce, "swap", lambda *args: swaps.append(args[-1]) or swap(*args))
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
-        assert model.beside[0].blocks[0].out.linear.codes.shape == (256, 256 // 8)  # type: ignore[union-attr, operator]
-        assert len(model.beside[1].lm_head.tensors) == (1 if head is None else 4)
+        assert model.ranks[0].blocks[0].out.linear.codes.shape == (256, 256 // 8)  # type: ignore[union-attr, operator]
+        assert len(model.ranks[1].lm_head.tensors) == (1 if head is None else 4)
         (got,) = of_ranks(model, [row])
     assert swaps.count(0) == swaps.count(1) >= 2 * model.config.layers
     with torch.inference_mode():
@@ -120,7 +120,7 @@ def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
         (got,) = of_ranks(model, [row])
-    experts = model.beside[0].blocks[0].mlp.experts
+    experts = model.ranks[0].blocks[0].mlp.experts
     assert (experts.gate_up.out_features, experts.down.in_features) == (256, 128)  # type: ignore[union-attr]
     with torch.inference_mode():
         want = hf(torch.tensor([row])).logits[0]
@@ -184,12 +184,12 @@ def test_the_engine_draws_the_tokens_of_one_device(
     """Four prompts on three rows, in chunks; greedy, sampled, with penalties and log-probabilities."""
     prompts = [text(19), text(3, 1), text(8, 2), text(1, 3)]
     one, more = (maker(mode, model, monkeypatch, max_batch=3, page_size=None, kv=kv)() for model in both)
-    assert one.short == more.short
+    assert one.executor.sizes.exact_window == more.executor.sizes.exact_window
     want, got = one.complete(prompts, PARAMS), more.complete(prompts, PARAMS)
     assert [s.output for s in got] == [s.output for s in want]
     for mine, other in zip(got[2].logprobs, want[2].logprobs, strict=True):
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
-    assert (True in {exact for *_, exact in more._runners}) == (kv is not None and "short" in kv)
+    assert (True in {exact for *_, exact in more.executor.groups}) == (kv is not None and "short" in kv)
     assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
 
 
@@ -217,7 +217,7 @@ def test_a_rank_that_stops_ends_the_run_with_one_error_and_the_next_one_is_right
 def test_after_a_step_that_not_all_ranks_ran_the_next_run_is_right(error: type[BaseException], tmp_path: Path) -> None:
     engine = Engine(hasty(tmp_path), max_batch=2, max_context=64, chunk=8)
     want = engine.generate([text(9)], SamplingParams(max_tokens=8))
-    runner: Any = engine.runner("decode")
+    runner: Any = engine.executor.step("decode")
     second, ran = runner.ranks[1], runner.ranks[1].replay
 
     def fails(bucket: int | None = None) -> Any:
@@ -244,8 +244,8 @@ def test_deepseek_on_ranks_gives_the_tokens_of_one_device(variant: str, ranks: i
         one = DeepseekV4.load(checkpoint)
         model = Ranks.load(checkpoint, ["cpu"] * ranks, kind=DeepseekV4)
     groups = one.config.out_groups // ranks
-    assert [each.blocks[0].attention.groups for each in model.beside] == [groups] * ranks
-    assert model.beside[0].blocks[0].moe.experts.down.in_features == 24 // ranks
+    assert [each.blocks[0].attention.groups for each in model.ranks] == [groups] * ranks
+    assert model.ranks[0].blocks[0].moe.experts.down.in_features == 24 // ranks
     sizes: dict[str, Any] = {"max_batch": 2, "max_context": 160, "chunk": 32}
     engine = Engine(model, **sizes)
     prompts, params = deepseek.prompts()[1:3], PARAMS[:2]

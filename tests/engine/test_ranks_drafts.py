@@ -18,7 +18,7 @@ from onegraph.check import check_step
 from onegraph.engine.choice import PLAIN
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import ranks
@@ -79,21 +79,23 @@ def same_everywhere(engine: Engine) -> None:
     Slot 0 is padding's, whose rows read nothing and tell nothing: what a drafter names there is what each rank came to
     alone, where it was warmed up and first launched with the exchange off.
     """
-    first, *others = engine._speculation.ranks  # type: ignore[union-attr]
+    first, *others = engine.executor.speculation.ranks  # type: ignore[union-attr]
     for other in others:
         for name in ("history", "drafts", "found"):
-            assert torch.equal(getattr(first.place, name)[1:].cpu(), getattr(other.place, name)[1:].cpu()), name
+            assert torch.equal(getattr(first.state, name)[1:].cpu(), getattr(other.state, name)[1:].cpu()), name
     for rank in (first, *others):
         for drafts, found in rank.waiting[:-1]:
-            assert torch.equal(drafts.cpu(), rank.place.drafts.cpu())
-            assert torch.equal(found.cpu(), rank.place.found.cpu())
+            assert torch.equal(drafts.cpu(), rank.state.drafts.cpu())
+            assert torch.equal(found.cpu(), rank.state.found.cpu())
 
 
 def drafts_like(engine: Engine, other: Engine) -> None:
     same_everywhere(engine)
-    assert engine._speculation is not None
-    assert other._speculation is not None
-    assert torch.equal(engine._speculation.place.drafts[1:].cpu(), other._speculation.place.drafts[1:].cpu())
+    assert engine.executor.speculation is not None
+    assert other.executor.speculation is not None
+    assert torch.equal(
+        engine.executor.speculation.state.drafts[1:].cpu(), other.executor.speculation.state.drafts[1:].cpu()
+    )
     assert engine.stats.drafted_tokens == other.stats.drafted_tokens > 0
 
 
@@ -155,8 +157,8 @@ def test_auto_chooses_for_all_ranks(both: tuple[Llama, Ranks], texts: Any) -> No
     """Rounds are timed on all of them together."""
     engine = Engine(both[1], **SIZES, draft=drafter("oracle", both[0], texts[None][0]))
     assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
-    assert engine._speculation is not None
-    assert engine._speculation.measured((2, PLAIN, False))
+    assert engine.executor.speculation is not None
+    assert engine.executor.speculation.measured((2, PLAIN, False))
 
 
 def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
@@ -171,7 +173,7 @@ def test_rounds_of_more_tokens_than_an_inbox_takes_go_in_parts(
     assert engine.generate(PROMPTS, GREEDY) == texts[None][0]
     same_everywhere(engine)
     before = int(model.peers.states[0][ROUNDS])
-    engine.runner("decode", drafts=7).replay(2)
+    engine.executor.step("decode", drafts=7).replay(2)
     assert int(model.peers.states[0][ROUNDS]) - before == 4 * 2 * both[0].config.layers + 8
 
 
@@ -184,7 +186,7 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(
     layers, vocabulary = (0, 1, 2), torch.arange(one.config.vocab_size)
     write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
     rewritten(tmp_path / "head", tmp_path / "bare", lambda name: None if name.startswith("lm_head") else name, dict)
-    heads = [load_head(tmp_path / "bare", target) for target in (one, *model.beside)]
+    heads = [load_head(tmp_path / "bare", target) for target in (one, *model.ranks)]
     assert heads[1].lm_head is None
     engines = [
         Engine(one, **sizes_of(kv), draft=partial(HeadDrafter, heads[0]), draft_tokens=3),
@@ -230,9 +232,9 @@ def test_draft_layers_are_shared_among_ranks(folder: tuple[str, Path], alone: An
     """Groups of heads and experts of the draft layers are cut like the decoder's; drafts are those of one device."""
     load = partial(Ranks.load, devices=["cpu"] * 2, kind=DeepseekV4, max_context=256)
     model = deepseek(folder[1], load)
-    makes = [own_layers(rank, folder[1]) for rank in model.beside]
+    makes = [own_layers(rank, folder[1]) for rank in model.ranks]
     engine = Engine(model, **WIDE, draft=makes, draft_tokens=3)
-    drafter: Any = engine._speculation.ranks[1].drafter  # type: ignore[union-attr]
+    drafter: Any = engine.executor.speculation.ranks[1].drafter  # type: ignore[union-attr]
     block = drafter.head.block if folder[0] == "mtp" else drafter.block.blocks[2]
     assert block.attention.groups == model.config.out_groups // 2
     assert block.moe.experts.down.in_features == model.config.expert_size // 2
@@ -276,7 +278,7 @@ def test_the_round_of_a_stage_may_be_captured(folder: tuple[str, Path], stage: i
         devices = ["cuda:1", "cuda:0"] if stage else ["cuda:0", "cuda:1"]
         model = deepseek(folder[1], partial(DeepseekV4.load, device=devices, max_context=256))
         engine = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=2, capture=False)
-        runner = engine.runner("decode", drafts=2)
+        runner = engine.executor.step("decode", drafts=2)
         rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
         rows |= {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % model.config.vocab_size}
         runner.load(**rows)
@@ -317,7 +319,7 @@ def test_after_a_round_that_not_all_ranks_ran_the_next_run_is_right(tmp_path: Pa
     with pytest.raises(PeerError, match=r"rank 0 \(cpu\) waited for rank 1 \(cpu\) at exchange \d+.*: try again"):
         engine.generate(PROMPTS[:1], params)
     assert engine.generate(PROMPTS[:1], params) == want
-    second: Any = engine.runner("decode", drafts=3)
+    second: Any = engine.executor.step("decode", drafts=3)
     second = second.ranks[1]
     ran, times = second.replay, iter(range(9))
 

@@ -16,7 +16,7 @@ from models import save_hf
 from onegraph.api.drafting import own_layers
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -140,7 +140,7 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
     if kind == "eagle":
         layers, vocabulary = (0, 0, 1), torch.arange(one.config.vocab_size, device="cuda:0")
         head = write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
-        draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.beside]
+        draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.ranks]
     for params in (longer(GREEDY, kv), longer(WARM, kv)):
         want = Engine(one, **sizes).generate(PROMPTS, params)
         if kv is not None:
@@ -173,7 +173,7 @@ def test_draft_layers_draft_over_two_gpus(kind: str, split: str, tmp_path: Path)
     want = Engine(one, **WIDE).generate(LONG, MIXED)
     assert alone.generate(LONG, MIXED) == want
     for capture in (True, False):
-        draft = [own_layers(rank, tmp_path / "m") for rank in model.beside]
+        draft = [own_layers(rank, tmp_path / "m") for rank in model.ranks]
         engine = Engine(model, **WIDE, capture=capture, draft=draft, draft_tokens=3)
         assert engine.generate(LONG, MIXED) == want
         same_everywhere(engine)

@@ -18,13 +18,13 @@ import torch
 import onegraph
 from gpus import devices
 from models import save_hf
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models import ranks
 from onegraph.models.ranks import Ranks
 from onegraph.nn.peers import PeerError, Peers
-from onegraph.runtime.beside import Beside
+from onegraph.runtime.group import RankGroup
 from test_ranks import PARAMS, text
 from test_ranks_gpu import SIZES
 
@@ -69,13 +69,13 @@ def nap(device: torch.device, seconds: float) -> None:
 
 def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:
     """From now on act(number of the step) is called before all ranks' parts of it are launched."""
-    ran, number = Beside.replay, count()
+    ran, number = RankGroup.replay, count()
 
-    def replay(self: Beside, bucket: int | None = None) -> Any:
+    def replay(self: RankGroup, bucket: int | None = None) -> Any:
         act(next(number))
         return ran(self, bucket)
 
-    patch.setattr(Beside, "replay", replay)
+    patch.setattr(RankGroup, "replay", replay)
 
 
 # ------------------------------------------------------------------------------------------------------- one is late
@@ -86,7 +86,7 @@ def test_whoever_is_late_the_tokens_are_the_same(folder: Path, gpus: int, monkey
     """Each rank in turn, by 10 ms before one step in four: prefill and decode, with one step launched ahead."""
     engine = engine_of(folder, gpus)
     want = engine.generate(PROMPTS, PARAMS)
-    places = engine.devices
+    places = engine.executor.devices
 
     def late(device: torch.device, point: int, step: int) -> None:
         if step % 4 == point:
@@ -108,7 +108,7 @@ def test_all_may_be_late_by_turns(folder: Path, gpus: int, monkeypatch: pytest.M
     random = torch.Generator().manual_seed(1)
 
     def late(step: int) -> None:
-        for device, seconds in zip(engine.devices, torch.rand(gpus, generator=random).tolist(), strict=True):
+        for device, seconds in zip(engine.executor.devices, torch.rand(gpus, generator=random).tolist(), strict=True):
             nap(device, seconds / 1000)
 
     for _ in range(3):
@@ -127,14 +127,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocked(patch: pytest.MonkeyPatch, engine: Engine, rank: int, at: int) -> None:
     """What runs on this rank's stream outlasts the others' patience."""
-    before_each_step(patch, lambda step: nap(engine.devices[rank], 4 * PATIENCE) if step == at else None)
+    before_each_step(patch, lambda step: nap(engine.executor.devices[rank], 4 * PATIENCE) if step == at else None)
 
 
 def not_launched(patch: pytest.MonkeyPatch, engine: Engine, rank: int, at: int) -> None:
     """From a step on, this rank runs no more."""
-    ran, number = Beside.replay, count()
+    ran, number = RankGroup.replay, count()
 
-    def replay(self: Beside, bucket: int | None = None) -> Any:
+    def replay(self: RankGroup, bucket: int | None = None) -> Any:
         everyone = self.ranks
         if next(number) >= at:
             self.ranks = [each for i, each in enumerate(everyone) if i != rank]
@@ -143,7 +143,7 @@ def not_launched(patch: pytest.MonkeyPatch, engine: Engine, rank: int, at: int) 
         finally:
             self.ranks = everyone
 
-    patch.setattr(Beside, "replay", replay)
+    patch.setattr(RankGroup, "replay", replay)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -280,15 +280,15 @@ def test_a_hundred_thousand_steps_end_and_ranks_agree(folder: Path) -> None:
     engine = engine_of(folder, 2, max_batch=8, chunk=32)
     rows = range(5700)
     params = [SamplingParams(max_tokens=100 + 13 * (i % 9), temperature=1.0, seed=i) for i in rows]
-    runner: Any = engine.runner("decode", sampling=True)
+    runner: Any = engine.executor.step("decode", sampling=True)
     drawn = [rank.stages[0].inputs["drawn"] for rank in runner.ranks]
-    kept = [torch.zeros(1000, 8, dtype=torch.int64, device=device) for device in engine.devices]
+    kept = [torch.zeros(1000, 8, dtype=torch.int64, device=device) for device in engine.executor.devices]
     told = count()
 
     def look(index: int, token: int) -> None:
         at, now = divmod(next(told), 1000)
         if now == 999:  # not the first ones, which a prompt has given: rows hold what ranks alone made of padding
-            with engine.running():  # who takes tokens works on streams of his own
+            with engine.executor.running():  # who takes tokens works on streams of his own
                 for own, there in zip(kept, drawn, strict=True):
                     own[at].copy_(there)
 

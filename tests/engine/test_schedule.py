@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import GROWTH, Scheduler
+from onegraph.engine.scheduler import GROWTH
 from tiny_decoder import TinyDecoder
 
 OPTIONS = {"max_batch": 3, "max_context": 40, "page_size": 4, "chunk": 8}
@@ -28,7 +28,7 @@ def model(head_dim=16):
 
 def engine(ahead=0, **options):
     made = Engine(model(64 if "kv" in options else 16), **OPTIONS | options)
-    made.ahead = ahead  # of eager steps, too, the tokens may be read later
+    made.executor.ahead = ahead  # of eager steps, too, the tokens may be read later
     return made
 
 
@@ -46,7 +46,7 @@ def run(scheduler):
 
 def whole(e):
     """Whether nobody holds a page, a slot or the engine."""
-    return e._allocator.free == e._allocator.capacity and sorted(e._slots) == [1, 2, 3]
+    return e.scheduler.allocator.free == e.scheduler.allocator.capacity and sorted(e.scheduler.free_slots) == [1, 2, 3]
 
 
 class Machine(RuleBasedStateMachine):
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.engine = engine(self.ahead, **self.options)
-        self.scheduler = Scheduler(self.engine, interleave=self.interleave, share=self.share)
+        self.scheduler = self.engine.scheduler.open(interleave=self.interleave, share=self.share)
         self.requests = []
 
     @rule(
@@ -86,8 +86,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def pages_are_counted(self):
         held = Counter(page for s in self.scheduler.running for page in s.pages)
-        allocator = self.engine._allocator
-        assert {page: n for page, n in enumerate(allocator._users) if n} == held
+        allocator = self.engine.scheduler.allocator
+        assert {page: n for page, n in enumerate(allocator.users) if n} == held
         assert allocator.free == allocator.capacity - len(held)
         assert len({s.slot for s in self.scheduler.running}) == len(self.scheduler.running)
 
@@ -124,7 +124,7 @@ def test_the_youngest_makes_room_and_goes_on_with_the_same_tokens(ahead, kv):
     options = {"pages": 1 + 10} if kv is None else TURBO | {"pages": 1 + 5}
     e = engine(ahead, **options)
     params = SamplingParams(max_tokens=20 if kv is None else 40, temperature=1.0, seed=3, frequency_penalty=0.5)
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         requests = [e.request(prompt, params) for prompt in PROMPTS[:3]]
         for request in requests:
             scheduler.add(request)
@@ -138,7 +138,7 @@ def test_the_youngest_makes_room_and_goes_on_with_the_same_tokens(ahead, kv):
 def test_more_fit_than_pages_for_their_full_length():
     e = engine(pages=1 + 14)
     params = SamplingParams(max_tokens=20, stop=tuple(range(0, 101, 9)))
-    with closing(Scheduler(e, share=False)) as scheduler:
+    with closing(e.scheduler.open(share=False)) as scheduler:
         for prompt in PROMPTS[:3]:
             scheduler.add(e.request(prompt, params))
         scheduler.step()
@@ -147,7 +147,7 @@ def test_more_fit_than_pages_for_their_full_length():
 
 def test_pages_that_nobody_will_need_are_not_kept_back():
     e = engine(pages=1 + 2 * 8)
-    with closing(Scheduler(e, interleave=False)) as scheduler:
+    with closing(e.scheduler.open(interleave=False)) as scheduler:
         for prompt in PROMPTS[:2]:
             scheduler.add(e.request(prompt, SamplingParams(max_tokens=20 - (len(prompt) - 12))))
         run(scheduler)
@@ -158,7 +158,7 @@ def test_prompts_with_the_same_beginning_read_it_once():
     e = engine(max_batch=3)
     params = SamplingParams(max_tokens=4)
     first, second = [*START, 1], [*START, 2, 3]
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         for prompt in (first, second):
             scheduler.add(e.request(prompt, params))
             run(scheduler)
@@ -170,7 +170,7 @@ def test_prompts_with_the_same_beginning_read_it_once():
         assert e.stats.shared_tokens == 12 + 16, "the answer's pages, too"
         assert third.output == alone(tuple(third.prompt), params)
     assert whole(e)
-    with closing(Scheduler(e, share=False)) as scheduler:
+    with closing(e.scheduler.open(share=False)) as scheduler:
         scheduler.add(e.request(first, params))
         run(scheduler)
     assert e.stats.shared_tokens == 0
@@ -183,7 +183,7 @@ def test_prompts_that_come_together_are_read_once(chunk, ahead):
     e = engine(ahead, chunk=chunk)
     params = [SamplingParams(max_tokens=6, temperature=1.0, seed=seed) for seed in (1, 2, 3)]
     prompts = [[*START, 1], [*START, 1], [*START, 2, 3]]
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         requests = [e.request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         for request in requests:
             scheduler.add(request)
@@ -200,7 +200,7 @@ def test_prompts_that_come_together_are_read_once(chunk, ahead):
 def test_codes_are_not_shared():
     """Their pages depend on how a prompt was cut, and the latest tokens lie elsewhere."""
     e = engine(**TURBO)
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         for _ in range(2):
             scheduler.add(e.request(START * 3, SamplingParams(max_tokens=2)))
             run(scheduler)
@@ -209,7 +209,7 @@ def test_codes_are_not_shared():
 
 def test_rows_decode_between_the_chunks_of_a_long_prompt():
     e = engine(1, chunk=2)
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         short = e.request([2], SamplingParams(max_tokens=12))
         scheduler.add(short)
         scheduler.step()
@@ -224,8 +224,8 @@ def test_a_block_table_changes_seldom(monkeypatch):
     e = engine(1, max_context=256, chunk=64)
     calls = []
     for name in ("load", "load_tables"):
-        method = getattr(e, name)
-        monkeypatch.setattr(e, name, lambda rows, name=name, method=method: (calls.append(name), method(rows)))
+        method = getattr(e.executor, name)
+        monkeypatch.setattr(e.executor, name, lambda rows, name=name, method=method: (calls.append(name), method(rows)))
     e.generate([[2], [3, 4]], SamplingParams(max_tokens=200))
     assert calls == ["load", *["load_tables"] * (200 // GROWTH)]
 
@@ -237,7 +237,7 @@ def test_a_nan_ends_its_own_request_and_no_other():
     wanted = [alone(tuple(prompt), params) for prompt in PROMPTS[:2]]
     bad = next(t for t in range(101) if not any(t in p + w for p, w in zip(PROMPTS, wanted, strict=False)))
     damaged.embed.weight[bad] = torch.nan
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         sound = [e.request(prompt, params) for prompt in PROMPTS[:2]]
         for request in (sound[0], lost := e.request([bad, 1], params), sound[1]):
             scheduler.add(request)
@@ -253,7 +253,7 @@ def spoiled(bad, **options):
     damaged = TinyDecoder()
     damaged.embed.weight[bad] = torch.nan
     e = Engine(damaged, **OPTIONS | {"max_batch": 2, "pages": 1 + 10} | options)
-    e._trims = False
+    e.executor.trims = False
     return e
 
 
@@ -266,8 +266,8 @@ def test_what_a_cancelled_prompt_left_reaches_nobody(ahead):
     wanted = alone(tuple(prompt), params)
     bad = next(t for t in range(101) if t not in prompt + wanted)
     e = spoiled(bad)
-    e.ahead = ahead
-    with closing(Scheduler(e)) as scheduler:
+    e.executor.ahead = ahead
+    with closing(e.scheduler.open()) as scheduler:
         scheduler.add(lost := e.request([bad] * 36, SamplingParams(max_tokens=2)))
         for _ in range(3):
             scheduler.step()
@@ -289,8 +289,8 @@ def test_a_nan_reaches_nobody_who_shares_the_beginning(ahead, interleave):
     wanted = [alone(tuple(prompt), params) for prompt in prompts]
     bad = next(t for t in range(101) if not any(t in p + w for p, w in zip(prompts, wanted, strict=True)))
     e = spoiled(bad, chunk=32, max_batch=3, pages=1 + 30)
-    e.ahead = ahead
-    with closing(Scheduler(e, interleave=interleave)) as scheduler:
+    e.executor.ahead = ahead
+    with closing(e.scheduler.open(interleave=interleave)) as scheduler:
         scheduler.add(lost := e.request([*START, bad], params))
         sound = [e.request(prompt, params) for prompt in prompts]
         for request in sound:
@@ -304,7 +304,7 @@ def test_a_nan_reaches_nobody_who_shares_the_beginning(ahead, interleave):
 
 def test_a_nan_ends_a_prompt_at_its_chunk():
     e = spoiled(3)
-    with closing(Scheduler(e)) as scheduler:
+    with closing(e.scheduler.open()) as scheduler:
         scheduler.add(lost := e.request([1, 3] + [1] * 34, SamplingParams(max_tokens=2)))
         run(scheduler)
     assert "NaN at position 8" in str(lost.error)
@@ -317,20 +317,20 @@ def test_a_step_after_the_end_may_have_met_a_nan():
     wanted = alone(tuple(START), params)
     stop = next(t for t in wanted if t not in START + wanted[:1])
     e = spoiled(stop)
-    e.ahead = 1
-    with closing(Scheduler(e)) as scheduler:
+    e.executor.ahead = 1
+    with closing(e.scheduler.open()) as scheduler:
         scheduler.add(e.request(START, SamplingParams(max_tokens=12, stop=(stop,))))
         run(scheduler)
-    with closing(Scheduler(e)):
-        assert all(t.isfinite().all() for t in e._cache.tensors())
+    with closing(e.scheduler.open()):
+        assert all(t.isfinite().all() for t in e.executor.cache.tensors())
 
 
 def test_what_nobody_waited_for_is_cleared_away():
     e = spoiled(3)
-    e.ahead = 1
-    with closing(Scheduler(e)) as scheduler:
+    e.executor.ahead = 1
+    with closing(e.scheduler.open()) as scheduler:
         scheduler.add(e.request([3] * 20, SamplingParams(max_tokens=2)))
         scheduler.step()
-    assert not all(t.isfinite().all() for t in e._cache.tensors())
-    with closing(Scheduler(e)):
-        assert all(t.isfinite().all() for t in e._cache.tensors())
+    assert not all(t.isfinite().all() for t in e.executor.cache.tensors())
+    with closing(e.scheduler.open()):
+        assert all(t.isfinite().all() for t in e.executor.cache.tensors())

@@ -15,9 +15,9 @@ import torch
 
 from deepseek import save_hf
 from fuzz import tiny
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import Scheduler
+from onegraph.engine.scheduler import Scheduler
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.deepseek_v4 import DeepseekV4
 from tiny_decoder import TinyDecoder
@@ -94,7 +94,7 @@ def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
         return engines[-1]
 
     def damage(this, done):
-        tables = engines[0].runner("decode", sampling=True).stages[0].inputs["table"]
+        tables = engines[0].executor.step("decode", sampling=True).stages[0].inputs["table"]
         attend = type(engines[0]._cache).attend
         if done < 600:
             return
@@ -338,7 +338,7 @@ def test_on_a_gpu_captured_steps_leave_the_state_of_eager_ones(deepseek, dtype):
     for capture in (True, False):
         engine = Engine(model, max_batch=2, max_context=512, capture=capture)
         texts.append(engine.generate(prompts, params))
-        states.append(engine._cache.tensors())
+        states.append(engine.executor.cache.tensors())
     assert texts[0] == texts[1]
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
     assert any(t.any() for t in states[0])
@@ -393,15 +393,15 @@ def test_traffic_finds_what_is_lost(tmp_path, monkeypatch):
 
 
 def test_traffic_finds_what_another_wrote_into_a_page(tmp_path, monkeypatch):
-    settle = Scheduler.settle
+    drain = Scheduler.drain
 
     def write(self):
-        settle(self)
+        drain(self)
         for sequence in self.running:
-            for tensor in self.engine._cache.tensors():
+            for tensor in self.executor.cache.tensors():
                 tensor[sequence.pages[0], 1] = 0.5
 
-    monkeypatch.setattr(Scheduler, "settle", write)
+    monkeypatch.setattr(Scheduler, "drain", write)
     verdict = soak_traffic(crowd(TinyDecoder()), kvs=["exact"], per_round=150, steps=150, path=tmp_path / "r.jsonl")
     assert verdict.problems[0].startswith("exact: logits drifted")
 

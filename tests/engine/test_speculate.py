@@ -13,9 +13,8 @@ from engines import MODES, maker
 from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.choice import Choice
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import Scheduler
 from onegraph.nn.linear import dense as linear
 from onegraph.runtime.prove import prove
 from test_engine import GREEDY, PROMPTS, WARM, dense
@@ -69,7 +68,7 @@ def test_the_text_is_that_without_drafts(make, model, kind, params):
         engine = make(draft=drafter(kind, model, texts), draft_tokens=tokens)
         assert engine.generate(PROMPTS, params) == expected
         assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
-        assert engine._allocator.free == engine._allocator.capacity
+        assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -99,7 +98,7 @@ def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, kind, seed):
         draft_tokens=rng.choice([1, 4, 7, "auto"]),
     )
     assert engine.generate(prompts, params) == expected
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_a_drafter_that_is_right_saves_steps(make, model):
@@ -110,7 +109,7 @@ def test_a_drafter_that_is_right_saves_steps(make, model):
         plain = params.max_tokens - 1
         rounds = -(-plain // 4)
         # A round before anything is drafted, one that the host launched meanwhile, and one launched past the end.
-        assert rounds <= engine.stats.decode_steps <= rounds + 2 + engine.ahead
+        assert rounds <= engine.stats.decode_steps <= rounds + 2 + engine.executor.ahead
         assert engine.stats.decode_tokens == plain
 
 
@@ -143,11 +142,11 @@ def test_what_was_rejected_is_never_read(model, kind):
         "other" if kind == "same" else "oracle", model, [[*p, *e] for p, e in zip(PROMPTS, expected, strict=True)]
     )
     engine = Engine(model, draft=chosen, draft_tokens=5, max_batch=4, max_context=64, page_size=4, chunk=8)
-    caches = [engine._cache]
+    caches = [engine.executor.cache]
     if kind == "same":
-        caches.append(engine._speculation.drafter._cache)
-    with engine.running():
-        scheduler = Scheduler(engine)
+        caches.append(engine.executor.speculation.drafter.cache)
+    with engine.executor.running():
+        scheduler = engine.scheduler.open()
         sequences = [engine.request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
         for sequence in sequences:
             scheduler.add(sequence)
@@ -169,8 +168,8 @@ def test_rows_come_and_go_and_are_preempted(make, model):
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     for kind in ("ngram", "same"):
         engine = make(draft=drafter(kind, model), pages=1 + 14, draft_tokens=3, max_batch=3, page_size=4)
-        with engine.running():
-            scheduler = Scheduler(engine)
+        with engine.executor.running():
+            scheduler = engine.scheduler.open()
             sequences = [engine.request(prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
             scheduler.add(sequences[0])
             for step in range(1000):
@@ -300,9 +299,9 @@ def test_the_rounds_are_proven(make, model, kind, choice):
     if engine.mode == "eager":
         pytest.skip("nothing is replayed")
     g = torch.Generator().manual_seed(0)
-    place = engine._speculation.place
+    place = engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
-    caches = [engine._cache, getattr(engine._speculation.drafter, "_cache", engine._cache)]
+    caches = [engine.executor.cache, getattr(engine.executor.speculation.drafter, "cache", engine.executor.cache)]
     state |= {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate([*cache.keys, *cache.values])}
 
     def reset():
@@ -315,9 +314,9 @@ def test_the_rounds_are_proven(make, model, kind, choice):
             tensor.copy_(fresh)
 
     for drafts in (0, 3):
-        (runner,) = engine.runner("decode", **choice._asdict(), drafts=drafts).stages
+        (runner,) = engine.executor.step("decode", **choice._asdict(), drafts=drafts).stages
         if choice.logprobs:
-            state["told"] = engine.choice_state().told
+            state["told"] = engine.executor.choice_states()[0].told
         cases = [round_inputs(g, 20, torch.randint(1, 64, (n, 16), generator=g)) for n in (4, 1, 3)]
         for case in cases if choice.min_p else ():
             case["min_p"] = torch.rand(len(case["seed"]), generator=g)
@@ -366,16 +365,16 @@ def test_auto_finds_out_whether_drafts_pay(model, costs):
     """However dear they are, a drafter that is right is found at once, and one that is wrong costs next to nothing."""
     for right in (True, False):
         engine = Engine(model, draft=partial(ModelDrafter, model), max_batch=1, max_context=64)
-        speculation, (row,) = engine._speculation, [engine.request([1, 2, 3], GREEDY)]
+        speculation, (row,) = engine.executor.speculation, [engine.request([1, 2, 3], GREEDY)]
         at = 1, False, False
-        speculation._seconds[at] = dict(zip((0, 1, 3, 7), costs, strict=True))
+        speculation.seconds[at] = dict(zip((0, 1, 3, 7), costs, strict=True))
         seconds, tokens = 0.0, 0
         for _ in range(1000):
             count = speculation.choose([row], at)
             row.drafts.learn(count, count if right else 0)
-            seconds += speculation._seconds[at][count]
+            seconds += speculation.seconds[at][count]
             tokens += 1 + (count if right else 0)
-        most = max((1 + count) / cost for count, cost in speculation._seconds[at].items()) if right else 1.0
+        most = max((1 + count) / cost for count, cost in speculation.seconds[at].items()) if right else 1.0
         assert tokens / seconds > 0.98 * most
 
 
@@ -383,13 +382,13 @@ def test_auto_weighs_tokens_against_time(model):
     """None where nothing waits, but of a drafter that writes as many as it is asked for; else what gives most."""
     for make_drafter, idle in ((NgramDrafter, 0), (partial(ModelDrafter, model), 7)):
         engine = Engine(model, draft=make_drafter, max_batch=1, max_context=64)
-        speculation, (row,) = engine._speculation, [engine.request([1, 2, 3], GREEDY)]
+        speculation, (row,) = engine.executor.speculation, [engine.request([1, 2, 3], GREEDY)]
         at = 1, False, False
-        speculation._seconds[at] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
+        speculation.seconds[at] = {0: 1.0, 1: 1.05, 3: 1.1, 7: 1.2}
         assert speculation.choose([row], at) == idle
         row.drafts.waiting = 7
         assert speculation.choose([row], at) == 7
-        speculation._seconds[at] = {0: 1.0, 1: 1.4, 3: 2.9, 7: 5.0}
+        speculation.seconds[at] = {0: 1.0, 1: 1.4, 3: 2.9, 7: 5.0}
         assert speculation.choose([row], at) == 1
         tries = 0
         while count := speculation.choose([row], at):
@@ -415,7 +414,7 @@ def test_who_wants_no_more_gets_no_more(make, model):
 
     assert engine.generate(PROMPTS[:1], GREEDY, enough) == [expected[:4]] == [seen]
     assert engine.generate(PROMPTS[:1], GREEDY) == [expected]
-    assert engine._allocator.free == engine._allocator.capacity
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_a_draft_that_gives_nan_changes_no_text(make, monkeypatch):

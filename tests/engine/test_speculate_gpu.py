@@ -80,7 +80,7 @@ def test_the_text_from_codes_is_that_without_drafts(kind, warm, kv):
             e = engine(model, **held(kv), draft=draft, draft_tokens=tokens, capture=capture)
             assert e.generate(PROMPTS, params) == expected, (capture, tokens)
             assert kept_and_not(e) > (5 if kind == "ngram" else 20)
-            assert {exact for *_, exact in e._runners} == ({True, False} if kv == TURNS else {False})
+            assert {exact for *_, exact in e.executor.groups} == ({True, False} if kv == TURNS else {False})
 
 
 @pytest.mark.parametrize("sampling", [False, True])
@@ -110,8 +110,8 @@ def test_rounds_from_codes_are_proven(drafts, dtype):
 
 def proven(e, most, sampling):
     """Replays of rounds of an engine without drafts, and with `most`, equal eager ones."""
-    place = e._speculation.place
-    caches = [e._cache, getattr(e._speculation.drafter, "_cache", e._cache)]
+    place = e.executor.speculation.state
+    caches = [e.executor.cache, getattr(e.executor.speculation.drafter, "cache", e.executor.cache)]
     state = {f"{i} {j}": t for i, cache in enumerate(caches) for j, t in enumerate(cache.tensors()) if t.numel()}
     g = torch.Generator().manual_seed(0)
     start = {
@@ -131,7 +131,7 @@ def proven(e, most, sampling):
     # Page 0 and ring 0 take what is nobody's, several tokens in one place.
     owned = {name: t if name in ("history", "drafts", "found") else t[1:] for name, t in state.items()}
     for drafts in (0, most):
-        (runner,) = e.runner("decode", sampling=sampling, drafts=drafts).stages
+        (runner,) = e.executor.step("decode", sampling=sampling, drafts=drafts).stages
         tables = [1 + torch.randperm(50, generator=g)[: n * 10].view(n, 10) for n in (5, 1, 3)]
         cases = [round_inputs(g, 100, table) for table in tables]
         assert prove(runner, cases, reset=reset, state=owned) == []

@@ -11,7 +11,7 @@ from engines import simulated_step
 from onegraph.check import Verdict
 from onegraph.check.api import check_step
 from onegraph.engine.choice import PLAIN
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.inputs import row_inputs
 from onegraph.engine.params import SamplingParams
 from onegraph.runtime.prove import prove
@@ -88,13 +88,16 @@ def gpu_engine(text: str, **options: Any) -> Engine:
 @pytest.mark.parametrize("text", [*ON_GPU, "turboquant:4,mode=shadow"])
 def test_replay_is_proven_on_a_gpu(text: str) -> None:
     e = gpu_engine(text)
-    layers = [found for found in e._cache.layers if found is not None]
-    state = {f"codes {i}": found.codes for i, found in enumerate(layers)} | {"squares": e._cache.squares}
+    layers = [found for found in e.executor.cache.layers if found is not None]
+    state = {f"codes {i}": found.codes for i, found in enumerate(layers)} | {"squares": e.executor.cache.squares}
     state |= {f"ring {i}": found.ring for i, found in enumerate(layers) if found.ring is not None}
     g = torch.Generator().manual_seed(0)
 
     def rows(n: int) -> dict[str, Tensor]:
-        found = {name: t.cpu()[:n] * 0 for name, t in row_inputs(n, e._per_row, PLAIN, torch.device("cpu")).items()}
+        found = {
+            name: t.cpu()[:n] * 0
+            for name, t in row_inputs(n, e.executor.sizes.per_row, PLAIN, torch.device("cpu")).items()
+        }
         return found | {
             "positions": torch.randint(0, 110, (n,), generator=g).int(),
             "limits": torch.randint(100, 128, (n,), generator=g).int(),
@@ -103,9 +106,11 @@ def test_replay_is_proven_on_a_gpu(text: str) -> None:
         }
 
     decode = [{"drawn": torch.randint(0, 101, (n,), generator=g), **rows(n)} for n in (3, 1, 2, 3)]
-    assert [str(d) for d in prove(e.runner("decode").stages[0], decode, reset=e._cache.reset, state=state)] == []
+    found = prove(e.executor.step("decode").stages[0], decode, reset=e.executor.cache.reset, state=state)
+    assert [str(d) for d in found] == []
     prefill = [{"tokens": torch.randint(0, 101, (1, 16), generator=g), **rows(1)} for _ in range(3)]
-    assert [str(d) for d in prove(e.runner("prefill").stages[0], prefill, reset=e._cache.reset, state=state)] == []
+    found = prove(e.executor.step("prefill").stages[0], prefill, reset=e.executor.cache.reset, state=state)
+    assert [str(d) for d in found] == []
 
 
 @pytest.mark.gpu
@@ -124,7 +129,7 @@ def test_captured_generation_is_the_eager_one_on_a_gpu(text: str) -> None:
 def test_the_step_is_clean_live(text: str) -> None:
     def factory():
         e = engine(text, model={"device": "cuda"}, max_context=64)
-        rows = e._steps.inputs(0, True, PLAIN)
+        rows = e.executor.ranks[0].inputs(0, True, PLAIN)
         rows["drawn"].copy_(torch.tensor([5, 9, 2]))
         rows["limits"].copy_(torch.tensor([60, 40, 3]))
         rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
@@ -132,7 +137,7 @@ def test_the_step_is_clean_live(text: str) -> None:
 
         @torch.no_grad()
         def one():
-            return e._steps.step(0, PLAIN, **rows)
+            return e.executor.ranks[0].step(0, PLAIN, **rows)
 
         return one, lambda index: ()
 

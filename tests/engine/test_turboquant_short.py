@@ -13,10 +13,9 @@ from models import smollm2_gguf
 from onegraph.api.llm import LLM
 from onegraph.check.api import check_step
 from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
+from onegraph.engine.exact_window import ExactWindow, Sizes, page_size_of, sizes_of
 from onegraph.engine.params import SamplingParams
-from onegraph.engine.schedule import Scheduler
-from onegraph.engine.short import Short, Sizes, page_size_of, sizes_of
 from onegraph.formats.turboquant import SHORT, parse_kv
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
@@ -255,6 +254,11 @@ def _by_hand(prompt: tuple[int, ...], count: int, turn: int | None) -> list[int]
     return text[len(prompt) :]
 
 
+def with_sizes(monkeypatch: pytest.MonkeyPatch, *sizes: Any) -> None:
+    """Engines have a cache of these `Sizes`, from the third on."""
+    monkeypatch.setattr("onegraph.engine.engine.sizes_of", lambda *_, rows, context, **__: Sizes(rows, context, *sizes))
+
+
 class Watched:
     """An engine of which it is written down when a sequence began exact and where it turned into codes. Each load is
     of rows that are held alike, and each pass attends in one way."""
@@ -262,7 +266,8 @@ class Watched:
     def __init__(self, made: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns: dict[int, int | None] = {}
         self.calls: list[int] = []
-        load, encode, prefill = made.load, made.encode, made.prefill
+        runs = made.executor
+        load, encode, prefill = runs.load, runs.encode, runs.prefill
 
         def loads(rows: Any) -> None:
             assert len({s.exact for s in rows}) == 1
@@ -279,7 +284,7 @@ class Watched:
             return prefill(sequence, end)
 
         for name, wrapped in (("load", loads), ("encode", encodes), ("prefill", prefills)):
-            monkeypatch.setattr(made, name, wrapped)
+            monkeypatch.setattr(runs, name, wrapped)
 
 
 GREEDY = [SamplingParams(max_tokens=p.max_tokens) for p in PARAMS]
@@ -296,8 +301,8 @@ def test_the_engine_does_what_passes_of_the_model_do(mode: str, monkeypatch: pyt
             assert text == by_hand(prompt, params.max_tokens, watched.turns[i]), i
         assert any(turn is None for turn in watched.turns.values())
         assert any(turn is not None for turn in watched.turns.values())
-        assert made._allocator.free == made._allocator.capacity
-    assert {exact for *_, exact in made._runners} == {True, False}
+        assert made.scheduler.allocator.free == made.scheduler.allocator.capacity
+    assert {exact for *_, exact in made.executor.groups} == {True, False}
 
 
 def test_a_step_attends_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +314,7 @@ def test_a_step_attends_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
         op = getattr(room, name)
         monkeypatch.setattr(room, name, lambda *a, op=op: (seen_ops.append(op.name), op(*a))[1])
     made, steps = engine(), []
-    decode = made.decode
+    decode = made.executor.decode
 
     def watched(reach: int) -> Any:
         seen_ops.clear()
@@ -317,7 +322,7 @@ def test_a_step_attends_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.append(tuple(seen_ops))
         return report
 
-    monkeypatch.setattr(made, "decode", watched)
+    monkeypatch.setattr(made.executor, "decode", watched)
     for some in (PROMPTS[:3], PROMPTS):
         made.generate(some, GREEDY[: len(some)])
     layers = len(model().layers)
@@ -325,7 +330,7 @@ def test_a_step_attends_in_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_together_have_a_length_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onegraph.engine.short.TOGETHER", 70)
+    monkeypatch.setattr("onegraph.engine.exact_window.MAX_EXACT_TOKENS", 70)
     made = engine()
     watched = Watched(made, monkeypatch)
     prompts, params = [PROMPTS[0], PROMPTS[2], PROMPTS[4]], [SamplingParams(max_tokens=40)] * 3
@@ -343,9 +348,9 @@ def test_rows_together_have_a_length_too(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_pages_are_codes_before_somebody_has_none(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight pages, which are enough for three rows in codes: nobody gives up pages for being exact."""
-    monkeypatch.setattr("onegraph.engine.generate.sizes_of", lambda *_, **__: Sizes(256, 9, 1, 4, Short(60, PLACES)))
+    with_sizes(monkeypatch, 256, 9, 1, 4, ExactWindow(60, PLACES))
     made = engine()
-    made.ahead = ahead
+    made.executor.ahead = ahead
     watched = Watched(made, monkeypatch)
     got = made.generate(PROMPTS, GREEDY)
     assert made.stats.preemptions == 0
@@ -353,12 +358,12 @@ def test_pages_are_codes_before_somebody_has_none(ahead: int, monkeypatch: pytes
     assert any(0 < turn < 59 for turn in turns)
     for i, (prompt, params, text) in enumerate(zip(PROMPTS, GREEDY, got, strict=True)):
         assert text == by_hand(prompt, params.max_tokens, watched.turns[i]), i
-    assert made._allocator.free == made._allocator.capacity
+    assert made.scheduler.allocator.free == made.scheduler.allocator.capacity
 
 
 def test_rows_that_grow_are_codes_before_one_gives_up_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five pages for three rows, each of which wants a second one while it is exact."""
-    monkeypatch.setattr("onegraph.engine.generate.sizes_of", lambda *_, **__: Sizes(256, 6, 1, 4, Short(60, PLACES)))
+    with_sizes(monkeypatch, 256, 6, 1, 4, ExactWindow(60, PLACES))
     made = engine()
     watched = Watched(made, monkeypatch)
     prompts = [[5, 9, 2, 77], [3, 3, 3], [99, 98]]
@@ -372,24 +377,24 @@ def test_rows_that_grow_are_codes_before_one_gives_up_its_pages(monkeypatch: pyt
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_gives_up_its_pages_starts_over(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts longer than a page, two rows, three pages: one of them waits, whether it was exact or not."""
-    monkeypatch.setattr("onegraph.engine.generate.sizes_of", lambda *_, **__: Sizes(256, 4, 2, 4, Short(32, PLACES)))
+    with_sizes(monkeypatch, 256, 4, 2, 4, ExactWindow(32, PLACES))
     wide = TinyDecoder(head_dim=64, max_context=512)
     made = Engine(wide, kv=KV, max_batch=2, max_context=400, chunk=64, capture=False)
-    made.ahead = ahead
+    made.executor.ahead = ahead
     prompts = [[5, 9, 2], [7] * 20, [8] * 10]
     got = made.generate(prompts, SamplingParams(max_tokens=290))
     assert [len(text) for text in got] == [290] * 3
     assert made.stats.preemptions > 0
-    assert made._allocator.free == made._allocator.capacity
+    assert made.scheduler.allocator.free == made.scheduler.allocator.capacity
     again = made.generate(prompts, SamplingParams(max_tokens=290))
     assert again == got
 
 
 def test_pages_that_codes_do_not_need_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made, pages = engine(max_batch=1), []
-    encode = made.encode
-    monkeypatch.setattr(made, "encode", lambda rows: (pages.extend(len(s.pages) for s in rows), encode(rows)))
-    scheduler = Scheduler(made)
+    encode = made.executor.encode
+    monkeypatch.setattr(made.executor, "encode", lambda rows: (pages.extend(len(s.pages) for s in rows), encode(rows)))
+    scheduler = made.scheduler.open()
     sequence = made.request(PROMPTS[0], PARAMS[0])
     scheduler.add(sequence)
     while not sequence.done:
@@ -417,7 +422,7 @@ def test_drafts_change_no_text(kind: str, tokens: Any, monkeypatch: pytest.Monke
             assert text == by_hand(PROMPTS[i], params[i].max_tokens, watched.turns[i]), i
         if kind == "told" and tokens != "auto":
             assert drafted.stats.accepted_tokens > 0
-    assert drafted._allocator.free == drafted._allocator.capacity
+    assert drafted.scheduler.allocator.free == drafted.scheduler.allocator.capacity
 
 
 def test_a_nan_is_forgotten_whatever_it_is_read_as() -> None:
@@ -495,15 +500,15 @@ def test_how_large_a_cache_is(
 
 def test_a_page_too_small_for_exact_tokens_holds_codes_alone() -> None:
     made = engine(page_size=16)
-    assert made.short.tokens == 0
+    assert made.executor.sizes.exact_window.tokens == 0
     assert made.generate(PROMPTS[:2], PARAMS[:2]) == expected(KV.replace("60", "0"))[:2]
 
 
 def test_a_cpu_and_who_says_so_keep_codes_alone() -> None:
     for kv in ("turboquant:4", "turboquant:4,short=0"):
         made = engine(kv)
-        assert made.short.tokens == 0
-        assert made._allocator.page_size == 16
+        assert made.executor.sizes.exact_window.tokens == 0
+        assert made.executor.sizes.page_size == 16
 
 
 @pytest.mark.slow
@@ -592,7 +597,7 @@ def test_captured_texts_are_the_eager_ones_on_a_gpu(draft: Any) -> None:
 
     captured = made(capture=True)
     got = captured.generate(PROMPTS, PARAMS)
-    assert {exact for *_, exact in captured._runners} == {True, False}
+    assert {exact for *_, exact in captured.executor.groups} == {True, False}
     assert made(capture=False).generate(PROMPTS, PARAMS) == got
     plain = made(capture=True, kv=None)
     for prompt, one in zip(PROMPTS[:3], PARAMS, strict=False):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models import save_e8p
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401
 
-from onegraph.engine.generate import Engine  # noqa: E402
+from onegraph.engine.engine import Engine  # noqa: E402
 from onegraph.engine.params import SamplingParams  # noqa: E402
 from onegraph.formats.checkpoint import Checkpoint  # noqa: E402
 from onegraph.formats.deepseek_kv import pack_rows, row_bytes, unpack_rows  # noqa: E402

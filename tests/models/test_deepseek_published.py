@@ -29,9 +29,9 @@ from fuzz.run import invoke
 from models import Decoder
 from onegraph.api.size import component_bits, size_of
 from onegraph.check import check_step
-from onegraph.engine import generate
+from onegraph.engine import executor
 from onegraph.engine.ab import costs, exchanged
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, TensorInfo
 from onegraph.formats.dense import DENSE
@@ -265,7 +265,7 @@ def test_a_repackaged_file_is_read_by_its_tensors(form, tmp_path):
 
 def test_the_engine_captures_what_it_computes(form, monkeypatch):
     _, path, want = form
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     model, prompts = load(path), [text(40), text(133), text(7)]
     engines = [Engine(model, **SMALL, capture=capture) for capture in (False, True)]
     eager, captured = (engine.generate(prompts, SamplingParams(max_tokens=6)) for engine in engines)
@@ -280,7 +280,7 @@ def test_the_decode_step_may_be_captured(config, tmp_path):
 
     def factory():
         engine = Engine(load(tmp_path / "m", "cuda"), **SMALL, capture=False)
-        runner = engine.runner("decode")
+        runner = engine.executor.step("decode")
         start = torch.tensor([3, 127, 47], dtype=torch.int32)
         values = rows(3, torch.Generator().manual_seed(1)) | {"positions": start, "limits": start + 40}
         runner.load(drawn=torch.tensor([5, 6, 7]), **values)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import save_e8p, save_hf
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models import memory

@@ -13,9 +13,9 @@ from onegraph.api.size import component_bits, size_of
 from onegraph.api.verify import verify
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
-from onegraph.engine import generate
+from onegraph.engine import executor
 from onegraph.engine.ab import components_of
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.nvfp4 import written_config
 from onegraph.models.config import LlamaConfig
@@ -98,7 +98,7 @@ def test_a_published_checkpoint_in_the_engine(
 ) -> None:
     """Unequal prompts in one batch, captured as eager: the tokens of transformers on what the codes stand for."""
     hf = published("qwen3_moe", tmp_path, fp8, FP8_SAID)
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     engine = Engine(
         load(tmp_path / "coded", decode=False), max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture
     )
@@ -177,7 +177,7 @@ def test_gpt_oss_dequantized_is_the_same_model(tmp_path: Path) -> None:
 def test_gpt_oss_in_the_engine(capture: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpt_oss(tmp_path / "m")
     hf = dequantized(tmp_path / "m")
-    monkeypatch.setattr(generate, "GraphPool", lambda device: RecordedPool())
+    monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
     engine = Engine(load(tmp_path / "m"), max_batch=2, max_context=64, page_size=8, chunk=16, capture=capture)
     assert engine.generate(PROMPTS, PARAMS) == [transformers_tokens(hf, prompt) for prompt in PROMPTS]
 

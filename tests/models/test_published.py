@@ -13,7 +13,7 @@ from models import Decoder
 from onegraph.api.verify import verify
 from onegraph.check import check_step
 from onegraph.engine.ab import costs, exchanged
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
@@ -178,7 +178,7 @@ def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     def factory() -> Any:
         with Checkpoint.open(tmp_path / "m") as checkpoint:
             model = Llama.load(checkpoint, "cuda", decode=False)
-        runner = Engine(model, max_batch=4, max_context=48, page_size=4, chunk=8, capture=False).runner("decode")
+        runner = Engine(model, max_batch=4, max_context=48, page_size=4, chunk=8, capture=False).executor.step("decode")
         runner.load(drawn=torch.tensor([5, 6, 7]), **ROWS)
 
         def step() -> Any:

@@ -11,8 +11,8 @@ import torch
 from fuzz import tiny
 from models import hf_model, save_hf
 from onegraph.cli.__main__ import main
+from onegraph.engine.engine import Engine
 from onegraph.engine.evaluate import evaluate
-from onegraph.engine.generate import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import EXACT, parse_kv
 from onegraph.models.llama import BIAS, Llama, biased_layers
@@ -53,7 +53,7 @@ def test_layers_whose_keys_are_mostly_a_bias_stay_exact(tmp_path: Path) -> None:
     for text in ("turboquant:4,mode=shadow,window=0", "turboquant:4,window=16,biased=coded"):
         assert Engine(model, max_batch=2, max_context=64, kv=text).kv == text, "asked for otherwise"
     with Checkpoint.open(tmp_path / "m") as checkpoint:
-        ranks = Ranks.load(checkpoint, ["cpu", "cpu"]).beside
+        ranks = Ranks.load(checkpoint, ["cpu", "cpu"]).ranks
     assert [biased_layers(rank) for rank in ranks] == [[], [1, 2]], "each looks at its own heads"
     assert [rank.biased for rank in ranks] == [[1, 2], [1, 2]], "and all keep the same layers"
 

@@ -13,7 +13,7 @@ from models import Decoder, save_e8p
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.engine.draft import NgramDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.chain import Chain, ChainedLlama, chained
 from onegraph.models.llama import Llama

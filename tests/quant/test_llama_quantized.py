@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models import Decoder, save_e8p, save_hf
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from onegraph.nn.peers import PeerError
 from onegraph.ops.norm import rms_norm
-from onegraph.runtime import pipeline
+from onegraph.runtime import group
 from onegraph.runtime.graph import CaptureError, GraphPool, Runner, split_point
 from onegraph.runtime.transfer import LONG, Download, Upload, until
 
@@ -399,9 +399,9 @@ def test_what_is_long_in_coming_is_looked_after():
 
 def test_a_missing_rank_is_not_waited_for(monkeypatch):
     """Its error goes by the question which GPU still answers: the missing one may never."""
-    monkeypatch.setattr(pipeline, "_answers", lambda pool: pytest.fail("it asked"))
+    monkeypatch.setattr(group, "_answers", lambda pool: pytest.fail("it asked"))
     pool = SimpleNamespace(running=nullcontext, device=torch.device("cuda:1"))
-    with pytest.raises(PeerError), pipeline.running([pool]):
+    with pytest.raises(PeerError), group.running([pool]):
         raise PeerError("rank 0 waited for rank 1")
 
 

@@ -283,7 +283,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
     with LLM(model, max_batch=2, max_context=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
         worker.start()
-        prompt, built = llm.tokenizer.encode("the"), len(llm.engine._runners)
+        prompt, built = llm.tokenizer.encode("the"), len(llm.engine.executor.groups)
 
         async def ask(**how: Any) -> None:
             _, pieces = worker.submit([llm.engine.request(prompt, SamplingParams(max_tokens=3, **how))], ())
@@ -293,7 +293,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         for temperature, penalty, top in product((0, 1), (0, 1), (None, 2)):
             asyncio.run(ask(temperature=temperature, frequency_penalty=penalty, logprobs=top))
         worker.close()
-        assert len(llm.engine._runners) - built == later
+        assert len(llm.engine.executor.groups) - built == later
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -24,7 +24,7 @@ from onegraph.api.provenance import versions
 from onegraph.api.room import refuse_existing
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.chain import ChainedLlama

@@ -48,7 +48,7 @@ def drafters(
     Raises ValueError, whose message says "draft", where there is no such drafter, it cannot be read, or the two do not
     go together.
     """
-    ranks: list[Rank] = list(model.beside)
+    ranks: list[Rank] = list(model.ranks)
     if name == NGRAM:
         return [NgramDrafter for _ in ranks]
     if name == MTP:
@@ -145,4 +145,4 @@ def second(
             )
             for i, rank in enumerate(ranks)
         ]
-    return [partial(ModelDrafter, model.beside[0]) for model in drafting]  # each itself
+    return [partial(ModelDrafter, model.ranks[0]) for model in drafting]  # each itself

@@ -21,10 +21,10 @@ from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import is_index, require, require_callable, require_count, require_flag
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
+from onegraph.engine.exact_window import page_size_of
 from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
-from onegraph.engine.short import page_size_of
 from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv

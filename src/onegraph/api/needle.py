@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 
 ROOM = 16  # tokens of context behind the question

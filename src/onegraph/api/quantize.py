@@ -28,7 +28,7 @@ from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import require_callable, require_path
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
 from onegraph.formats.e8p import resolve_rates

@@ -168,7 +168,7 @@ def answer(llm: LLM, conversation: Conversation, text: str) -> None:
             first = one_line(dropped[0], 60)
             say(f"[the context of {llm.max_context} tokens is full: forgot {turns}, from {first!r} on]")
         written = show(pieces)
-    report(llm.stats, 1 if written or not stopped() else 0, llm.device, llm.engine.drafts)
+    report(llm.stats, 1 if written or not stopped() else 0, llm.device, llm.engine.executor.speculation is not None)
     if stopped():
         if not written:
             say("[stopped before the answer began: the question is forgotten]")

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from onegraph.engine.decoder import Model
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import Row, machine
 
@@ -74,7 +74,7 @@ def bench_step(
 def step_us(engine: Engine, batch: int, *, sampling: bool, drafts: int = 0) -> float:
     """Median microseconds of a replay of the decode step, or of a round that reads so many drafts, one after the other,
     on the state of the last `generate`."""
-    runner = engine.runner("decode", sampling=sampling, drafts=drafts)
+    runner = engine.executor.step("decode", sampling=sampling, drafts=drafts)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     with runner.running():
@@ -85,5 +85,5 @@ def step_us(engine: Engine, batch: int, *, sampling: bool, drafts: int = 0) -> f
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 100)
-    engine.check()
+    engine.executor.check()
     return statistics.median(times)

@@ -176,8 +176,9 @@ class ChoiceState:
         a row; what it returns waits for them."""
         return self._downloads[kind].start(self.told[:rows])
 
-    def logprob(self, told: Tensor, token: int, wanted: int) -> TokenLogprob:
-        """A row of what `fetch` gave, with `wanted` of the likeliest."""
-        drawn, *rest = told.tolist()
-        values, ids = rest[:wanted], rest[self.top : self.top + wanted]
-        return TokenLogprob(token, drawn, tuple(zip(map(int, ids), values, strict=True)))
+
+def token_logprob(told: Tensor, token: int, wanted: int) -> TokenLogprob:
+    """A row of what `ChoiceState.fetch` gives, with `wanted` of the likeliest."""
+    drawn, *rest = told.tolist()
+    values, ids = rest[:wanted], rest[len(rest) // 2 :][:wanted]
+    return TokenLogprob(token, drawn, tuple(zip(map(int, ids), values, strict=True)))

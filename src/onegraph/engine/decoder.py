@@ -11,14 +11,15 @@ from onegraph.nn.peers import Peers
 from onegraph.ops.invariant import kept
 from onegraph.runtime.graph import split_point
 
-Taps = dict[int, Tensor | None]  # by layer: `Decoder.run` puts the hidden states behind those that are keys here
+# By layer: `Decoder.run` fills in the hidden states behind each key.
+AuxHiddenStates = dict[int, Tensor | None]
 
 
 class Cache(Protocol):
     """The state of all sequences: what `Decoder.new_cache` makes. Each of `parts` lies on one stage's device, and a
     `view` of it has `block_table`, `positions`, `counts` and `slots` to set before a pass (`nn.attention.PagedCache`).
 
-    pure_pages: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
+    prefix_cacheable: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
     whichever sequence and pass wrote it. Such pages may be shared, and a prefill writes what decoding would have.
     setting: how keys and values are stored, as `--kv` says it.
     """
@@ -27,7 +28,7 @@ class Cache(Protocol):
     def setting(self) -> str: ...
 
     @property
-    def pure_pages(self) -> bool: ...
+    def prefix_cacheable(self) -> bool: ...
 
     @property
     def parts(self) -> list[Any]: ...
@@ -39,7 +40,7 @@ class Model(Protocol):
     """What an engine runs.
 
     Attributes:
-        beside: the ranks that run every step together, each a decoder with its share of every layer; of most models the
+        ranks: that run every step together, each a decoder with its share of every layer; of most models the
             model itself, alone. peers: what several exchange through, None of one.
         config: with `vocab_size`.
         dtype: of activations. devices: of each rank's stages.
@@ -48,7 +49,7 @@ class Model(Protocol):
     """
 
     @property
-    def beside(self) -> Sequence["Decoder"]: ...
+    def ranks(self) -> Sequence["Decoder"]: ...
     @property
     def peers(self) -> Peers | None: ...
     @property
@@ -84,7 +85,7 @@ class Decoder(Model, Protocol):
     # the only stage it may be anything.
     def enter(self, tokens: Tensor) -> Any: ...  # int64 [B, Q] -> stream
     # -> stream, perhaps in place. taps: of this stage's layers, those that are keys get what is behind them [B, Q, D].
-    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any, taps: Taps | None = None) -> Any: ...
+    def run(self, stage: int, stream: Any, tokens: Tensor, cache: Any, taps: AuxHiddenStates | None = None) -> Any: ...
     def leave(self, stream: Any) -> Tensor: ...  # -> hidden after the final norm [B, Q, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [..., D] -> float32 [..., V]
     def stream_shape(self, rows: int, length: int) -> tuple[int, ...]: ...
@@ -98,7 +99,7 @@ class Decoder(Model, Protocol):
 
 
 @dataclass(frozen=True)
-class Breakable:
+class SplitAttention:
     """Attends through `cache`, a part of what the model made, so that a split mode can break there; a plain call
     elsewhere."""
 

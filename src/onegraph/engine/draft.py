@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import draw
-from onegraph.engine.decoder import Breakable, Decoder
+from onegraph.engine.decoder import Decoder, SplitAttention
+from onegraph.engine.exact_window import Sizes
 from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
 from onegraph.ops.draft import ngram_drafts
 from onegraph.ops.step import begin_step
@@ -25,17 +26,14 @@ MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the new
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a drafter works, of one engine: sizes as `Decoder.new_cache` takes them, and the state of all slots.
+class DraftState:
+    """What a drafter works on, of one engine: sizes of a cache like the target's, and the state of all slots.
 
     history: int64 [slots, max_context], tokens by position, UNKNOWN behind the newest. drafts: int64 [slots, count],
-    found: int32 [slots]: what a drafter writes, and how many of them count. Slot 0 belongs to nobody.
+    found: int32 [slots]: what a drafter writes, and how many of them count. Slot 0 belongs to no sequence.
     """
 
-    rows: int
-    pages: int
-    page_size: int
-    pages_per_row: int
+    sizes: Sizes
     kv: TurboQuantConfig | None
     device: torch.device
     history: Tensor
@@ -46,6 +44,17 @@ class Place:
     def count(self) -> int:
         """Drafts of a round at most."""
         return self.drafts.shape[1]
+
+    @property
+    def cache_sizes(self) -> dict[str, int]:
+        """As `Decoder.new_cache` takes them, for a cache with the target's pages and slots."""
+        return {
+            "rows": self.sizes.rows,
+            "pages": self.sizes.pages,
+            "page_size": self.sizes.page_size,
+            "pages_per_row": self.sizes.coded,
+            "spare": MOST,
+        }
 
     def write(self, slots: Tensor, drafts: Seq[Tensor], found: Tensor) -> Tensor:
         """The drafts, int64 [B] each in their order, are those of the rows' slots int64 [B], and found int32 [B] of
@@ -64,7 +73,7 @@ def view(cache: Any, positions: Tensor, counts: Tensor, table: Tensor, slots: Te
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class TargetOutputs:
     """What the target made of the tokens that it read, in the basis in which the model itself computes.
 
     stream: behind its last layer, as `Decoder.run` returns it. hidden: [B, Q, D] behind each layer that was asked for.
@@ -86,7 +95,7 @@ class Pass:
     counts: Tensor
     table: Tensor
     slots: Tensor
-    made: Made | None = None
+    made: TargetOutputs | None = None
 
     def seen(self, cache: Any) -> Any:
         """A part of a cache as these rows see it."""
@@ -118,19 +127,19 @@ class Rows:
 
 
 class Drafter(Protocol):
-    """Made by a call with a `Place`.
+    """Made by a call with a `DraftState`.
 
-    pure_pages: as a cache's; True where it keeps nothing of its own. ahead: what it keeps of a token depends on the
-    token behind that, too. steady: it drafts whatever it is asked for, and each draft costs time, so that no more are
-    asked for than shall be read; else it finds what there is at no price. most: drafts of a round that it can name.
+    prefix_cacheable: as a cache's; True where it keeps nothing of its own. needs_next_token: what it keeps of a token
+    depends on the token behind that, too. steady: it always drafts as many tokens as requested, and each costs time, so
+    that no more are requested than will be read; else drafts are free. most: drafts of a round that it can name.
     layers: of the target, behind which it asks for hidden states, with each `Pass`; None where it asks for nothing, and
     nothing is computed.
     """
 
     @property
-    def pure_pages(self) -> bool: ...
+    def prefix_cacheable(self) -> bool: ...
     @property
-    def ahead(self) -> bool: ...
+    def needs_next_token(self) -> bool: ...
     @property
     def steady(self) -> bool: ...
     @property
@@ -148,22 +157,22 @@ class Drafter(Protocol):
         """Forget everything, after a NaN."""
 
 
-MakeDrafter = Callable[[Place], Drafter]
+MakeDrafter = Callable[[DraftState], Drafter]
 
 
 class NgramDrafter:
     """Drafts from the text itself: see `onegraph.ops.draft.ngram_drafts`. Keeps nothing of its own."""
 
-    pure_pages, ahead, steady, most, layers = True, False, False, MOST, None
+    prefix_cacheable, needs_next_token, steady, most, layers = True, False, False, MOST, None
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, state: DraftState) -> None:
+        self._state = state
 
     def read(self, passed: Pass) -> None:
         """The host has written all of the prompt into the history."""
 
     def draft(self, rows: Rows) -> Tensor:
-        at, slots, limits = self._place, rows.inputs["slots"], rows.inputs["limits"]
+        at, slots, limits = self._state, rows.inputs["slots"], rows.inputs["limits"]
         found: Tensor = ngram_drafts(at.history, slots, rows.positions, limits, at.drafts, at.found, LONGEST, SHORTEST)
         return found
 
@@ -183,33 +192,32 @@ class ModelDrafter:
     Raises ValueError where the two do not go together.
     """
 
-    ahead, steady, most, layers = False, True, MOST, None
+    needs_next_token, steady, most, layers = False, True, MOST, None
 
-    def __init__(self, model: Decoder, place: Place) -> None:
-        if model.devices != [place.device]:
-            raise ValueError(f"draft: the drafting model is on {model.devices}; allowed is the target's {place.device}")
-        context = place.history.shape[1]
+    def __init__(self, model: Decoder, state: DraftState) -> None:
+        if model.devices != [state.device]:
+            raise ValueError(f"draft: the drafting model is on {model.devices}; allowed is the target's {state.device}")
+        context = state.history.shape[1]
         if model.max_context < context:
             raise ValueError(
                 f"draft: the drafting model was loaded for {model.max_context} tokens; the engine's max_context is "
                 f"{context}: load it for as many"
             )
-        self.model, self._place = model, place
-        sizes = {"rows": place.rows, "pages": place.pages, "page_size": place.page_size}
+        self.model, self._state = model, state
         try:
-            self._cache = model.new_cache(**sizes, pages_per_row=place.pages_per_row, kv=place.kv, spare=MOST)
+            self.cache = model.new_cache(**state.cache_sizes, kv=state.kv)
         except ValueError as error:
             raise ValueError(f"draft: {error}") from None
 
     @property
-    def pure_pages(self) -> bool:
-        return self._cache.pure_pages
+    def prefix_cacheable(self) -> bool:
+        return self.cache.prefix_cacheable
 
     def read(self, passed: Pass) -> None:
         self._pass(passed)
 
     def draft(self, rows: Rows) -> Tensor:
-        at, inputs = self._place, rows.inputs
+        at, inputs = self._state, rows.inputs
         own, limits = inputs["slots"].long(), inputs["limits"]
         # The token before the newest is read with it: where all drafts were right, nobody has read the last of them.
         before = at.history[own, (rows.positions.long() - 1).clamp(min=0)]
@@ -228,10 +236,10 @@ class ModelDrafter:
         return at.write(own, drafts, rows.found)
 
     def reset(self) -> None:
-        self._cache.reset()
+        self.cache.reset()
 
     def _pass(self, passed: Pass) -> Tensor:
-        return self.model(passed.tokens, Breakable(passed.seen(self._cache.parts[0])))
+        return self.model(passed.tokens, SplitAttention(passed.seen(self.cache.parts[0])))
 
 
 class OracleDrafter:
@@ -244,13 +252,13 @@ class OracleDrafter:
         vocabulary: tokens of the model.
     """
 
-    pure_pages, ahead, steady, most, layers = True, False, False, MOST, None
+    prefix_cacheable, needs_next_token, steady, most, layers = True, False, False, MOST, None
 
-    def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, place: Place) -> None:
-        self._place, self._vocabulary = place, vocabulary
-        size = len(texts), place.history.shape[1] + 2 * MOST
+    def __init__(self, texts: Seq[Seq[int]], chance: float, vocabulary: int, state: DraftState) -> None:
+        self._state, self._vocabulary = state, vocabulary
+        size = len(texts), state.history.shape[1] + 2 * MOST
         self._right = torch.rand(size, generator=torch.Generator().manual_seed(0)) < chance
-        self._names = torch.zeros(size, dtype=torch.int64, device=place.device)
+        self._names = torch.zeros(size, dtype=torch.int64, device=state.device)
         self.know(texts)
 
     def know(self, texts: Seq[Seq[int]]) -> None:
@@ -264,7 +272,7 @@ class OracleDrafter:
         """It has read everything."""
 
     def draft(self, rows: Rows) -> Tensor:
-        at, own = self._place, rows.inputs["slots"].long()
+        at, own = self._state, rows.inputs["slots"].long()
         text = rows.inputs["seed"] % len(self._names)
         step = torch.arange(1, rows.count + 1, device=own.device)
         names = self._names[text.unsqueeze(1), rows.positions.unsqueeze(1) + step]

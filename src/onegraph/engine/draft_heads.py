@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import draw
-from onegraph.engine.decoder import Breakable, Cache
-from onegraph.engine.draft import MOST, Pass, Place, Rows, view
+from onegraph.engine.decoder import Cache, SplitAttention
+from onegraph.engine.draft import MOST, DraftState, Pass, Rows, view
 from onegraph.ops.step import begin_step
 
 
@@ -39,7 +39,7 @@ class Head(Keeper, Protocol):
     def vocabulary(self) -> Tensor | None: ...
 
     def features(self, stream: Any, hidden: Mapping[int, Tensor | None]) -> Tensor:
-        """Of the target's tokens [B, Q, ...], from `Made.stream` and `Made.hidden`."""
+        """Of the target's tokens [B, Q, ...], from `TargetOutputs.stream` and `TargetOutputs.hidden`."""
 
     def __call__(self, tokens: Tensor, features: Tensor, cache: Any) -> Tensor:
         """tokens int64 [B, Q], the one behind each of features [B, Q, ...] -> features of these."""
@@ -63,23 +63,21 @@ class Block(Keeper, Protocol):
     def draft(self, known: Tensor, cache: Any, draw: Callable[[Tensor, int], Tensor]) -> list[Tensor]: ...
 
 
-def _cache(keeper: Keeper, place: Place) -> Cache:
-    return keeper.new_cache(
-        rows=place.rows, pages=place.pages, page_size=place.page_size, pages_per_row=place.pages_per_row, spare=MOST
-    )
+def _cache(keeper: Keeper, state: DraftState) -> Cache:
+    return keeper.new_cache(**state.cache_sizes)
 
 
 class HeadDrafter:
     """Drafts one token after the other with a `Head`, with the target's random numbers where tokens are drawn."""
 
-    ahead, steady, most = True, True, MOST
+    needs_next_token, steady, most = True, True, MOST
 
-    def __init__(self, head: Head, place: Place) -> None:
-        self.head, self._place, self._cache = head, place, _cache(head, place)
+    def __init__(self, head: Head, state: DraftState) -> None:
+        self.head, self._state, self.cache = head, state, _cache(head, state)
 
     @property
-    def pure_pages(self) -> bool:
-        return self._cache.pure_pages
+    def prefix_cacheable(self) -> bool:
+        return self.cache.prefix_cacheable
 
     @property
     def layers(self) -> Sequence[int]:
@@ -99,19 +97,19 @@ class HeadDrafter:
         for i in range(rows.count):
             if i:
                 counts, after = begin_step(places, rows.inputs["limits"], 1)
-                seen = view(self._cache.parts[0], places, counts, rows.table, slots)
-                features, places = self.head(drafts[-1].unsqueeze(1), features, Breakable(seen)), after
+                seen = view(self.cache.parts[0], places, counts, rows.table, slots)
+                features, places = self.head(drafts[-1].unsqueeze(1), features, SplitAttention(seen)), after
             drafts.append(self._name(features, places + 1, rows))
-        return self._place.write(slots.long(), drafts, rows.found)
+        return self._state.write(slots.long(), drafts, rows.found)
 
     def reset(self) -> None:
-        self._cache.reset()
+        self.cache.reset()
 
     def _read(self, passed: Pass) -> Tensor:
         """Entries of the target's own tokens."""
         assert passed.made is not None
         features = self.head.features(passed.made.stream, passed.made.hidden)
-        return self.head(passed.made.following, features, Breakable(passed.seen(self._cache.parts[0])))
+        return self.head(passed.made.following, features, SplitAttention(passed.seen(self.cache.parts[0])))
 
     def _name(self, features: Tensor, at: Tensor, rows: Rows) -> Tensor:
         """The token int64 [B] that shall stand at positions int32 [B], from features [B, 1, ...]."""
@@ -128,14 +126,14 @@ class HeadDrafter:
 class BlockDrafter:
     """Drafts with a `Block`: as many tokens as it names, no more."""
 
-    ahead, steady = False, True
+    needs_next_token, steady = False, True
 
-    def __init__(self, block: Block, place: Place) -> None:
-        self.block, self._place, self._cache = block, place, _cache(block, place)
+    def __init__(self, block: Block, state: DraftState) -> None:
+        self.block, self._state, self.cache = block, state, _cache(block, state)
 
     @property
-    def pure_pages(self) -> bool:
-        return self._cache.pure_pages
+    def prefix_cacheable(self) -> bool:
+        return self.cache.prefix_cacheable
 
     @property
     def layers(self) -> Sequence[int]:
@@ -148,7 +146,7 @@ class BlockDrafter:
 
     def read(self, passed: Pass) -> None:
         assert passed.made is not None
-        self.block.read(passed.made.hidden, passed.seen(self._cache.parts[0]))
+        self.block.read(passed.made.hidden, passed.seen(self.cache.parts[0]))
 
     def draft(self, rows: Rows) -> Tensor:
         assert rows.read is not None
@@ -157,13 +155,13 @@ class BlockDrafter:
         drafts: list[Tensor] = []
         if rows.count:
             one = torch.ones_like(rows.positions)
-            seen = view(self._cache.parts[0], rows.positions, one, rows.table, slots)
+            seen = view(self.cache.parts[0], rows.positions, one, rows.table, slots)
 
             def name(logits: Tensor, i: int) -> Tensor:
                 return draw(logits, rows.positions + 1 + i, inputs, sampling=rows.sampling)
 
             drafts = self.block.draft(rows.drawn, seen, name)[: rows.count]
-        return self._place.write(slots.long(), drafts, rows.found)
+        return self._state.write(slots.long(), drafts, rows.found)
 
     def reset(self) -> None:
-        self._cache.reset()
+        self.cache.reset()

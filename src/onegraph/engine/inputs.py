@@ -1,10 +1,15 @@
-"""The inputs of a step: static buffers on the device, and the host's side of them."""
+"""The inputs of a step: static buffers on the device, and the host's side of them; and what it reports."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice, row_buffers, row_values
 from onegraph.engine.sequence import Sequence
+
+# What waits for a step's tokens, and for log-probabilities of them.
+Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]
 
 
 def row_inputs(rows: int, per_row: int, choice: Choice, device: torch.device) -> dict[str, Tensor]:

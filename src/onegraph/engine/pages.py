@@ -10,32 +10,24 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-from onegraph.engine.short import LONG, Short
-
 
 class PageAllocator:
     """Hands out page numbers of a cache with `pages` pages; page 0 is the sentinel that padding writes to.
 
-    short: how rows lie in pages while they are exact."""
+    users: sequences that have each page."""
 
-    def __init__(self, pages: int, page_size: int, short: Short = LONG):
-        self.page_size, self.short = page_size, short
+    def __init__(self, pages: int) -> None:
         self.capacity = pages - 1
         self._free = list(range(pages - 1, 0, -1))
-        self._users = [0] * pages
+        self.users = [0] * pages
         self._known: dict[bytes, int] = {}  # digest -> page
         self._digests: dict[int, bytes] = {}  # the same the other way round
-        self._unused: OrderedDict[int, None] = OrderedDict()  # known pages that nobody has, the next to go first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # known pages without a user, the next to go first
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Pages without a user."""
         return len(self._free) + len(self._unused)
-
-    def needed(self, tokens: int, exact: bool = False) -> int:
-        """Pages that hold so many tokens of a row; of one that is exact both before and after it turns into codes."""
-        pages = -(-tokens // self.page_size)
-        return max(pages, self.short.pages(tokens)) if exact else pages
 
     def take(self, count: int) -> list[int] | None:
         """So many pages, or None while too few are free. What is known to be in a page goes last."""
@@ -50,7 +42,7 @@ class PageAllocator:
             if (page := self._known.get(digest)) is None:
                 break
             self._unused.pop(page, None)
-            self._users[page] += 1
+            self.users[page] += 1
             pages.append(page)
         return pages
 
@@ -61,11 +53,11 @@ class PageAllocator:
 
     def give_back(self, pages: Seq[int]) -> None:
         for page in reversed(pages):  # of known ones the end of a text goes first: its beginning is likelier to return
-            self._users[page] -= 1
-            assert self._users[page] >= 0, "a page was given back twice"
-            if self._users[page] == 0 and page in self._digests:
+            self.users[page] -= 1
+            assert self.users[page] >= 0, "a page was given back twice"
+            if self.users[page] == 0 and page in self._digests:
                 self._unused[page] = None
-            elif self._users[page] == 0:
+            elif self.users[page] == 0:
                 self._free.append(page)
 
     def forget(self) -> None:
@@ -81,7 +73,7 @@ class PageAllocator:
         else:
             page, _ = self._unused.popitem(last=False)
             del self._known[self._digests.pop(page)]
-        self._users[page] = 1
+        self.users[page] = 1
         return page
 
 
@@ -89,7 +81,7 @@ def extend_digests(digests: list[bytes], tokens: Seq[int], page_size: int, ahead
     """Appends to `digests` so that each full page of `tokens` has its own: of all tokens up to the page's end, and of
     as many behind it as its content depends on (`ahead`).
 
-    SHA-256, not Python's hash: who could make two texts collide would read another's keys and values.
+    SHA-256, not Python's hash: a client that could make two texts collide would read another's keys and values.
     """
     for end in range((len(digests) + 1) * page_size, len(tokens) + 1 - ahead, page_size):
         before = digests[-1] if digests else b""

@@ -2,31 +2,20 @@
 
 Which drafts wait for a row lies in its slot's state, so a round of any size may follow any other. Of a model in stages
 all read the same tokens: the last stage alone knows which were kept and what waits for the next round, and the others
-get copies when a round is done (`runtime/pipeline.py`). Ranks beside one another have each its own: all come to the
+get copies when a round is done (`runtime/group.py`). Tensor-parallel ranks have each its own: all come to the
 same, from the same bits.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.choice import draw
-from onegraph.engine.draft import UNKNOWN, Drafter, MakeDrafter, Place
+from onegraph.engine.draft import UNKNOWN, Drafter, DraftState, MakeDrafter
+from onegraph.engine.exact_window import Sizes
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.runtime.transfer import Upload
-
-
-class Sizes(TypedDict):
-    """Of an engine: context: tokens of a sequence; the rest as `Place`."""
-
-    context: int
-    rows: int
-    pages: int
-    page_size: int
-    pages_per_row: int
-    kv: TurboQuantConfig | None
 
 
 class RoundState:
@@ -37,23 +26,20 @@ class RoundState:
         count: drafts of a round at most.
 
     Attributes:
-        waiting: of each stage `drafts` and `found` as `Place` has them; the last stage's are the place's own.
+        state: what the drafter works on. waiting: of each stage `drafts` and `found` as `DraftState` has them; the last
+            stage's are the state's own.
     """
 
     def __init__(
         self,
         make: MakeDrafter,
         devices: Sequence[torch.device],
+        sizes: Sizes,
         *,
         count: int,
-        context: int,
-        rows: int,
-        pages: int,
-        page_size: int,
-        pages_per_row: int,
         kv: TurboQuantConfig | None,
     ) -> None:
-        slots, last = rows + 1, devices[-1]
+        slots, last = sizes.rows + 1, devices[-1]
         self.waiting: list[tuple[Tensor, Tensor]] = [
             (
                 torch.zeros(slots, count, dtype=torch.int64, device=device),
@@ -62,20 +48,17 @@ class RoundState:
             for device in devices
         ]
         drafts, found = self.waiting[-1]
-        history = torch.zeros(slots, context, dtype=torch.int64, device=last)
-        self.place = Place(
-            rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row, kv=kv, device=last,
-            history=history, drafts=drafts, found=found,
-        )  # fmt: skip
-        self.drafter: Drafter = make(self.place)
-        self._text = Upload(torch.zeros(context, dtype=torch.int64, device=last))
+        history = torch.zeros(slots, sizes.context, dtype=torch.int64, device=last)
+        self.state = DraftState(sizes=sizes, kv=kv, device=last, history=history, drafts=drafts, found=found)
+        self.drafter: Drafter = make(self.state)
+        self._text = Upload(torch.zeros(sizes.context, dtype=torch.int64, device=last))
 
     # Within a step: the capture contract holds here.
 
     def following(self, slots: Tensor, positions: Tensor, length: int, new: Tensor) -> Tensor:
         """The tokens int64 [B, length] behind those of a prompt that rows read from positions int32 [B] on: as the text
         knows them, and where it ends the one drawn, new int64 [B]."""
-        history = self.place.history
+        history = self.state.history
         step = torch.arange(1, length + 1, device=positions.device)
         at = (positions.unsqueeze(1) + step).clamp(max=history.shape[1] - 1)
         known = history[slots.long().unsqueeze(1), at]
@@ -86,14 +69,14 @@ class RoundState:
     def begin(self, slot: int, text: Tensor) -> None:
         """The tokens int64 [context] that are known of a slot's text, UNKNOWN behind them; nothing waits."""
         self._text(text)
-        self.place.history[slot].copy_(self._text.target)
+        self.state.history[slot].copy_(self._text.target)
         for _, found in self.waiting:
             found[slot].zero_()
 
     def load(self, inputs: Mapping[str, Tensor], rows: int) -> None:
         """The rows' newest tokens, which the host has just loaded into a step's inputs, are part of their texts."""
         slots, positions = inputs["slots"][:rows].long(), inputs["positions"][:rows].long()
-        self.place.history.index_put_((slots, positions), inputs["drawn"][:rows])
+        self.state.history.index_put_((slots, positions), inputs["drawn"][:rows])
 
 
 def draw_each(logits: Tensor, places: Tensor, inputs: Mapping[str, Tensor], *, sampling: bool) -> Tensor:

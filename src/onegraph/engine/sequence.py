@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.choice import Constrain, Constraint
-from onegraph.engine.pages import PageAllocator
+from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
 
 
@@ -95,8 +95,7 @@ def make_sequences(
     params: SamplingParams | Seq[SamplingParams] | None,
     *,
     vocabulary: int,
-    max_context: int,
-    allocator: PageAllocator,
+    sizes: Sizes,
     constrain: Constrain | None = None,
 ) -> list[Sequence]:
     """A `Sequence` for each prompt; raises ValueError (got / allowed / what to do) for the first that cannot run."""
@@ -108,8 +107,8 @@ def make_sequences(
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         tokens = _tokens(index, prompt, vocabulary)
-        sequence = Sequence(index, tokens, wanted, seed, wanted.most(max_context - len(tokens)))
-        _check_size(sequence, max_context, allocator)
+        sequence = Sequence(index, tokens, wanted, seed, wanted.most(sizes.context - len(tokens)))
+        _check_size(sequence, sizes)
         _check_text(sequence, constrain)
         if constrain is not None and wanted.constrained:
             sequence.constraint = constrain(wanted)
@@ -145,8 +144,8 @@ def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
         raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
 
 
-def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) -> None:
-    length, asked = len(sequence.prompt), sequence.params.max_tokens
+def _check_size(sequence: Sequence, sizes: Sizes) -> None:
+    max_context, length, asked = sizes.context, len(sequence.prompt), sequence.params.max_tokens
     if length + sequence.most > max_context:
         room = max_context - length
         cure = f"set max_tokens to {room} or less" if room > 0 else "shorten the prompt"
@@ -159,9 +158,9 @@ def _check_size(sequence: Sequence, max_context: int, allocator: PageAllocator) 
             f"prompt {sequence.index}: {found}; the context is {max_context}: {cure}, or make the engine with a larger "
             "max_context"
         )
-    pages = allocator.needed(sequence.limit)
-    if pages > allocator.capacity:
+    pages = sizes.needed(sequence.limit)
+    if pages > sizes.pages - 1:
         raise ValueError(
-            f"prompt {sequence.index}: {sequence.limit} tokens need {pages} pages of {allocator.page_size}; the cache "
-            f"has {allocator.capacity} besides the sentinel: make the engine with pages={pages + 1} or more"
+            f"prompt {sequence.index}: {sequence.limit} tokens need {pages} pages of {sizes.page_size}; the cache "
+            f"has {sizes.pages - 1} besides the sentinel: make the engine with pages={pages + 1} or more"
         )

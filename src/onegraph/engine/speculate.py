@@ -12,20 +12,21 @@ what it has read: none where nothing was found, and with `auto` as many as pay.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from typing import Literal, Unpack
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice
 from onegraph.engine.decoder import Decoder
-from onegraph.engine.draft import MOST, UNKNOWN, Drafter, MakeDrafter, Place
+from onegraph.engine.draft import MOST, UNKNOWN, Drafter, DraftState, MakeDrafter
+from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import Stats
-from onegraph.engine.rounds import RoundState, Sizes
+from onegraph.engine.rounds import RoundState
 from onegraph.engine.sequence import Sequence
+from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.chain import ChainedLlama
-from onegraph.runtime.beside import Beside
-from onegraph.runtime.pipeline import Pipeline
+from onegraph.runtime.group import RankGroup
 
 AUTO = (0, 1, 3, 7)  # drafts of a round that `auto` chooses among: a graph each
 
@@ -55,39 +56,40 @@ class Speculation:
         tokens: drafts of a round, or "auto", which reads `most` of them at most.
 
     Attributes:
-        counts: `draft_counts`, as far as the drafter goes.
+        counts: `draft_counts`, as far as the drafter goes. seconds: of a round, by count.
     """
 
     def __init__(self, ranks: Seq[RoundState], tokens: DraftTokens, most: int = MOST) -> None:
         self.ranks, self.auto = list(ranks), tokens == "auto"
         most = min(self.drafter.most, most if self.auto else MOST)
         self.counts = tuple(sorted({min(count, most) for count in draft_counts(tokens)}))
-        self._seconds: dict[At, dict[int, float]] = {}  # of a round, by count
+        self.seconds: dict[At, dict[int, float]] = {}
 
     @classmethod
     def of(
-        cls, beside: Seq[Decoder], draft: MakeDrafter | Seq[MakeDrafter], tokens: DraftTokens, **sizes: Unpack[Sizes]
-    ) -> "Speculation":
+        cls, ranks: Seq[Decoder], draft: MakeDrafter | Seq[MakeDrafter], tokens: DraftTokens, sizes: Sizes,
+        kv: TurboQuantConfig | None,
+    ) -> "Speculation":  # fmt: skip
         """Of a model's ranks. draft: what makes each one's drafter, or one that makes all of them.
 
         Raises ValueError for a count of drafters or of drafts that cannot be.
         """
-        makes = [draft] * len(beside) if callable(draft) else list(draft)
-        if len(makes) != len(beside):
+        makes = [draft] * len(ranks) if callable(draft) else list(draft)
+        if len(makes) != len(ranks):
             raise ValueError(
-                f"draft: got {len(makes)} drafters for {len(beside)} ranks; give one for each, or one for all of them"
+                f"draft: got {len(makes)} drafters for {len(ranks)} ranks; give one for each, or one for all of them"
             )
         count = draft_counts(tokens)[-1]
-        ranks = zip(makes, beside, strict=True)
-        states = [RoundState(make, rank.devices, count=count, **sizes) for make, rank in ranks]
+        pairs = zip(makes, ranks, strict=True)
+        states = [RoundState(make, rank.devices, sizes, count=count, kv=kv) for make, rank in pairs]
         # A round's tokens beyond those that a chain takes make each linear a launch of its own again.
-        most = min((rank.most - 1 for rank in beside if isinstance(rank, ChainedLlama)), default=MOST)
+        most = min((rank.most - 1 for rank in ranks if isinstance(rank, ChainedLlama)), default=MOST)
         return cls(states, tokens, most)
 
     @property
-    def place(self) -> Place:
+    def state(self) -> DraftState:
         """The first rank's."""
-        return self.ranks[0].place
+        return self.ranks[0].state
 
     @property
     def drafter(self) -> Drafter:
@@ -97,16 +99,16 @@ class Speculation:
     def begin(self, sequence: Sequence) -> None:
         """All that is known of a text, before the first pass over it in its slot."""
         known = sequence.tokens(0, sequence.length)
-        text = torch.full(self.place.history.shape[1:], UNKNOWN)
+        text = torch.full(self.state.history.shape[1:], UNKNOWN)
         text[: len(known)] = torch.tensor(known)
         for rank in self.ranks:
             rank.begin(sequence.slot, text)
         sequence.drafts.waiting = 0
 
-    def load(self, runner: Pipeline | Beside, rows: int) -> None:
+    def load(self, runner: RankGroup, rows: int) -> None:
         """The rows' newest tokens, which the host has just loaded into a step's inputs, are part of their texts."""
-        for rank, pipeline in zip(self.ranks, runner.ranks, strict=True):
-            rank.load(pipeline.stages[-1].inputs, rows)
+        for rank, stages in zip(self.ranks, runner.ranks, strict=True):
+            rank.load(stages[-1].inputs, rows)
 
     def learn(self, rows: list[Sequence], count: int, report: Tensor, stats: Stats) -> Tensor:
         """From a round's report on the host, int64 [B, W + 1]: its tokens [B, W]; what else it says is remembered."""
@@ -130,7 +132,7 @@ class Speculation:
             return 0
         if not self.auto:
             return self.counts[-1]
-        seconds = self._seconds[at]
+        seconds = self.seconds[at]
 
         def gain(count: int) -> float:
             return (
@@ -140,8 +142,8 @@ class Speculation:
         return max(self.counts, key=gain)
 
     def measured(self, at: At) -> bool:
-        """Whether it is known what rounds cost there."""
-        return len(self._seconds.get(at, ())) == len(self.counts)
+        """Whether the costs of rounds are known there."""
+        return len(self.seconds.get(at, ())) == len(self.counts)
 
     def measure(self, at: At, count: int, run: Callable[[], object], wait: Callable[[], object]) -> None:
         """What a round of so many drafts costs: `run` runs one on rows that stand still. Attention to long contexts and
@@ -154,7 +156,7 @@ class Speculation:
             run()
             wait()
             found.append(perf_counter() - started)
-        self._seconds.setdefault(at, {})[count] = min(found)
+        self.seconds.setdefault(at, {})[count] = min(found)
 
     def reset(self) -> None:
         """After a NaN, or where ranks parted."""

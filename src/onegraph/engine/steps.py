@@ -12,91 +12,72 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from onegraph.engine.alone import Alone
 from onegraph.engine.choice import Choice, ChoiceState, draw
-from onegraph.engine.decoder import Breakable, Cache, Decoder, Taps
-from onegraph.engine.draft import Made, Pass, Rows, view
+from onegraph.engine.decoder import AuxHiddenStates, Cache, Decoder, SplitAttention
+from onegraph.engine.draft import Pass, Rows, TargetOutputs, view
+from onegraph.engine.exact_window import Sizes
 from onegraph.engine.inputs import batch_sizes, row_inputs
+from onegraph.engine.per_token import PerTokenDecoder
 from onegraph.engine.rounds import RoundState, draw_each
-from onegraph.engine.short import LONG, Short
 from onegraph.ops.calls import BROKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
 from onegraph.ops.step import begin_step, finish_step
 from onegraph.runtime.graph import GraphPool, Runner
-from onegraph.runtime.pipeline import Pipeline
 
 
 class Steps:
-    """Of one engine.
-
-    Attributes:
-        choices: made when a row first asks for penalties, a constraint or log-probabilities.
-        decoder: what decode steps run: the model, or a form of it.
-        width: pages of a row that attention looks at; length: tokens of a prefill step. Fixed where steps are captured.
+    """Of one rank.
 
     Args:
         rounds: what decode steps that check drafts keep; None where they read a token of each row. counts: drafts that
-            they may read. rows: of a decode step at most. per_row: pages of each, coded: of each in codes, None: all
-            of them; short: when a row is not. chunk: tokens of a prefill step.
-            split: capture around attention. invariant: what a decode step computes of a token does not depend on the
-            tokens and rows beside it.
+            they may read. chunk: tokens of a prefill step. split: capture around attention. invariant: what a decode
+            step computes of a token does not depend on the tokens and rows in the same step.
+
+    Attributes:
+        choices: made when a row first needs penalties, a constraint or log-probabilities.
+        decoder: what decode steps run: the model, or a form of it.
+        width: pages of a row that attention reads; length: tokens of a prefill step. Fixed where steps are captured.
     """
 
     def __init__(
         self,
         model: Decoder,
         cache: Cache,
+        sizes: Sizes,
         rounds: RoundState | None = None,
         counts: Sequence[int] = (0,),
         *,
-        rows: int,
-        per_row: int,
         chunk: int,
         split: bool,
         invariant: bool = False,
-        coded: int | None = None,
-        short: Short = LONG,
     ) -> None:
-        self.model, self.cache, self.rounds, self.counts = model, cache, rounds, counts
-        self.rows, self.per_row, self.chunk, self.split = rows, per_row, chunk, split
-        self.coded, self.short = per_row if coded is None else coded, short
+        self.model, self.cache, self.sizes, self.rounds, self.counts = model, cache, sizes, rounds, counts
+        self.chunk, self.split = chunk, split
         on_cpu = model.devices[0].type == "cpu"
         self.invariant = invariant and not on_cpu
-        self.decoder = cast(Decoder, Alone(model)) if invariant and on_cpu else model
+        self.decoder = cast(Decoder, PerTokenDecoder(model)) if invariant and on_cpu else model
         self.choices: ChoiceState | None = None
-        self.width, self.length = per_row, chunk
+        self.width, self.length = sizes.per_row, chunk
 
-    def build(self, decoding: bool, choice: Choice, exact: bool, pools: Sequence[GraphPool]) -> dict[int, Pipeline]:
-        """Of rows that are exact for being short, or of others, by count of drafts; all of them at once, because they
-        share their inputs. These are zeros: no row has a sequence, so that warm-up touches nothing but the sentinel
-        page."""
+    def build(self, decoding: bool, choice: Choice, exact: bool, pools: Sequence[GraphPool]) -> dict[int, list[Runner]]:
+        """Stages of a step, by count of drafts, for exact rows or for others; all counts at once, because they share
+        their inputs. These are zeros: no row has a sequence, so that warm-up touches nothing but the sentinel page."""
         stages = range(len(self.model.devices))
         inputs = [self.inputs(stage, decoding, choice) for stage in stages]
-        counts: Sequence[int] = (0,)
-        shared: tuple[str, ...] = ("drawn",) if decoding else ()
-        state: Sequence[Sequence[Tensor]] = ()
-        if decoding and self.rounds is not None:
-            # Where the last stage alone knows how far a row has come, it tells the others.
-            shared, state = ("drawn", "positions"), self.rounds.waiting
-            counts = (0,) if choice.shaping else self.counts
+        counts = self.counts if decoding and self.rounds is not None and not choice.shaping else (0,)
         return {
-            count: Pipeline(
-                [
-                    Runner(
-                        self.of(stage, decoding, choice, count, exact),
-                        inputs[stage] | self._carried(stage, decoding, count),
-                        batch_sizes(self.rows) if decoding else None,
-                        capture=bool(pools),
-                        pool=pools[stage] if pools else None,
-                        split="attention" if self.split else (),
-                    )
-                    for stage in stages
-                ],
-                carried="stream",
-                shared=shared,
-                state=state,
-            )
+            count: [
+                Runner(
+                    self.of(stage, decoding, choice, count, exact),
+                    inputs[stage] | self._carried(stage, decoding, count),
+                    batch_sizes(self.sizes.rows) if decoding else None,
+                    capture=bool(pools),
+                    pool=pools[stage] if pools else None,
+                    split="attention" if self.split else (),
+                )
+                for stage in stages
+            ]
             for count in reversed(counts)  # the others fit into the memory of the largest
         }
 
@@ -109,9 +90,9 @@ class Steps:
     def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step, but for what the stage before hands on."""
         device = self.model.devices[stage]
-        inputs = row_inputs(self.rows if decoding else 1, self.per_row, choice, device)
+        inputs = row_inputs(self.sizes.rows if decoding else 1, self.sizes.per_row, choice, device)
         if decoding:
-            inputs["drawn"] = torch.zeros(self.rows, dtype=torch.int64, device=device)
+            inputs["drawn"] = torch.zeros(self.sizes.rows, dtype=torch.int64, device=device)
         else:
             inputs["tokens"] = torch.zeros(1, self.chunk, dtype=torch.int64, device=device)
         return inputs
@@ -120,7 +101,7 @@ class Steps:
         """What the stage before hands on, of all tokens of a step."""
         if not stage:
             return {}
-        rows, length = (self.rows, 1 + drafts) if decoding else (1, self.chunk)
+        rows, length = (self.sizes.rows, 1 + drafts) if decoding else (1, self.chunk)
         shape, device = self.model.stream_shape(rows, length), self.model.devices[stage]
         return {"stream": torch.zeros(shape, dtype=self.model.dtype, device=device)}
 
@@ -154,8 +135,8 @@ class Steps:
             made = None
             if taps is not None:
                 following = self.rounds.following(slots, positions, tokens.shape[1], new)
-                made = Made(stream=stream, hidden=taps, following=following)
-            table = table[:, : self.coded]
+                made = TargetOutputs(stream=stream, hidden=taps, following=following)
+            table = table[:, : self.sizes.coded]
             self.rounds.drafter.read(
                 Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
             )
@@ -189,30 +170,30 @@ class Steps:
             else:
                 first, logits = self._draw(model, hidden, counts, places.view(-1), inputs, choice)
                 new = first.unsqueeze(1)
-        place, drafter, table = self.rounds.place, self.rounds.drafter, table[:, : self.coded]
-        report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, place.history)
+        state, drafter, table = self.rounds.state, self.rounds.drafter, table[:, : self.sizes.coded]
+        report, taken = accept_drafts(new, logits, tokens, counts, slots, drawn, positions, state.history)
         read = None
         if taps is not None:
-            made = Made(stream=stream, hidden=taps, following=new)
+            made = TargetOutputs(stream=stream, hidden=taps, following=new)
             read = Pass(
                 tokens=tokens, positions=positions - taken, counts=taken, table=table, slots=slots, made=made
             )  # fmt: skip
         rows = Rows(
             positions=positions, drawn=drawn, table=table, inputs=inputs | {"limits": limits},
-            sampling=choice.sampling, count=drafts if drafter.steady else place.count, read=read,
+            sampling=choice.sampling, count=drafts if drafter.steady else state.count, read=read,
         )  # fmt: skip
         return torch.cat((report, drafter.draft(rows).unsqueeze(1)), dim=1)
 
-    def _taps(self) -> Taps | None:
-        """Where the model puts the hidden states that the drafter asks for; None where nobody asks for any."""
+    def _taps(self) -> AuxHiddenStates | None:
+        """Where the model puts the hidden states that the drafter reads; None where it reads none."""
         layers = None if self.rounds is None else self.rounds.drafter.layers
         return None if layers is None else dict.fromkeys(layers)
 
     def _run(
         self, model: Decoder, stage: int, stream: Any, tokens: Tensor, table: Tensor, positions: Tensor, counts: Tensor,
-        slots: Tensor, exact: bool, taps: Taps | None,
+        slots: Tensor, exact: bool, taps: AuxHiddenStates | None,
     ) -> Any:  # fmt: skip
-        cache = Breakable(self.seen(stage, positions, counts, table, slots, exact))
+        cache = SplitAttention(self.seen(stage, positions, counts, table, slots, exact))
         if not taps:
             return model.run(stage, stream, tokens, cache)
         return model.run(stage, stream, tokens, cache, taps)
@@ -220,9 +201,9 @@ class Steps:
     def seen(
         self, stage: int, positions: Tensor, counts: Tensor, table: Tensor, slots: Tensor, exact: bool = False
     ) -> Any:
-        """A stage's part of the cache, as rows see it that are in codes, or exact for being short."""
-        if self.short.tokens:
-            table = table[:, : self.short.pages(self.short.tokens) if exact else self.coded]
+        """A stage's part of the cache, as exact rows or others see it."""
+        if (window := self.sizes.exact_window).tokens:
+            table = table[:, : window.pages(window.tokens) if exact else self.sizes.coded]
         part = view(self.cache.parts[stage], positions, counts, table, slots)
         return part.exactly() if exact else part
 

@@ -64,7 +64,7 @@ class ChainedLlama(nn.Module):
             return getattr(super().__getattr__("model"), name)
 
     @property
-    def beside(self) -> list[ChainedLlama]:
+    def ranks(self) -> list[ChainedLlama]:
         """Itself."""
         return [self]
 

@@ -143,7 +143,7 @@ class DeepseekV4(nn.Module):
         self.eval()
 
     @property
-    def beside(self) -> list["DeepseekV4"]:
+    def ranks(self) -> list["DeepseekV4"]:
         """Itself: its stages stand one behind the other."""
         return [self]
 

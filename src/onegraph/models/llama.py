@@ -158,7 +158,7 @@ class Llama(nn.Module):
         return biased_layers(self)
 
     @property
-    def beside(self) -> list["Llama"]:
+    def ranks(self) -> list["Llama"]:
         """Itself: see `engine.decoder.Decoder`."""
         return [self]
 

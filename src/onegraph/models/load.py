@@ -98,7 +98,7 @@ def load_decoder(
         own["drafts"] = draft_bytes(checkpoint, dtype) if drafts else 0
         if split == "tensor" and len(devices) > 1:
             ranks = Ranks.load(checkpoint, devices, dtype, kind=DeepseekV4, **own)
-            for rank in ranks.beside:
+            for rank in ranks.ranks:
                 rank.fp8_kv = fp8_kv
             return ranks
         model = DeepseekV4.load(checkpoint, devices, dtype, **own)

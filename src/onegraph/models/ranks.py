@@ -1,4 +1,4 @@
-"""A model on several devices beside one another: each runs every layer on its share of the weights.
+"""A tensor-parallel model on several devices: each runs every layer on its share of the weights.
 
 Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
 embedding are on every rank, and so is what a rank draws, from the same bits. Of DeepSeek-V4, so are the latent keys,
@@ -28,17 +28,17 @@ class Ranks:
     """Build it with `Ranks.load`. It generates through an engine alone, which runs all ranks at once.
 
     Attributes:
-        beside: the ranks, each a model of one stage on a device of its own.
+        ranks: each a model of one stage on a device of its own.
     """
 
-    def __init__(self, beside: Sequence[Any], peers: Peers) -> None:
-        self.beside, self.peers = list(beside), peers
-        first = self.beside[0]  # what is the same on all ranks
+    def __init__(self, ranks: Sequence[Any], peers: Peers) -> None:
+        self.ranks, self.peers = list(ranks), peers
+        first = self.ranks[0]  # what is the same on all ranks
         self.config, self.dtype, self.embed = first.config, first.dtype, first.embed
         self.max_context, self.page_size = first.max_context, first.page_size
         if isinstance(first, Llama):  # each has looked at its own heads
-            biased = sorted({i for rank in self.beside for i in rank.biased})
-            for rank in self.beside:
+            biased = sorted({i for rank in self.ranks for i in rank.biased})
+            for rank in self.ranks:
                 rank.biased = biased
 
     @classmethod
@@ -59,22 +59,22 @@ class Ranks:
         places = [torch.device(device) for device in devices]
         config = CONFIGS[kind].from_dict(checkpoint.config)
         peers = peers_for(config, places, dtype)
-        beside = [
+        built = [
             kind.load(
                 checkpoint, place, dtype, peer=peers.rank(i), progress=one_progress(progress, i, len(places)), **options
             )
             for i, place in enumerate(places)
         ]
-        return cls(beside, peers)
+        return cls(built, peers)
 
     @property
     def devices(self) -> list[torch.device]:
         """Of each rank."""
-        return [device for rank in self.beside for device in rank.devices]
+        return [device for rank in self.ranks for device in rank.devices]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """All ranks' weights."""
-        for i, rank in enumerate(self.beside):
+        for i, rank in enumerate(self.ranks):
             for name, tensor in rank.named_buffers():
                 yield f"rank {i}: {name}", tensor
 

@@ -34,7 +34,7 @@ class DeepseekCache:
             stays in `dtype`.
     """
 
-    pure_pages = False  # windows and the compressors' latest tokens lie in slots
+    prefix_cacheable = False  # windows and the compressors' latest tokens lie in slots
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class DeepseekCache:
 class PlacedCache:
     """The caches of a model that is placed over several devices, one for each stage."""
 
-    pure_pages = False
+    prefix_cacheable = False
 
     def __init__(self, parts: list[DeepseekCache]) -> None:
         self.parts = parts

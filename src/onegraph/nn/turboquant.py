@@ -119,7 +119,7 @@ class TurboQuantCache:
     tokens, a window larger than the pool.
     """
 
-    pure_pages = False  # a chunk's tokens see each other exactly, later ones through codes and the slot's ring
+    prefix_cacheable = False  # a chunk's tokens see each other exactly, later ones through codes and the slot's ring
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.choice import CHOICES
 from onegraph.engine.params import Stats
-from onegraph.engine.schedule import Scheduler
+from onegraph.engine.scheduler import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.text import Answer, Piece, Writer
 
@@ -121,7 +121,7 @@ class Worker:
     @property
     def pages(self) -> tuple[int, int]:
         """Pages of the cache that somebody has, and all."""
-        allocator = self.llm.engine._allocator
+        allocator = self.llm.engine.scheduler.allocator
         return allocator.capacity - allocator.free, allocator.capacity
 
     @property
@@ -132,13 +132,14 @@ class Worker:
     # The engine's thread.
 
     def _run(self) -> None:
-        engine = self.llm.engine
+        engine, executor = self.llm.engine, self.llm.engine.executor
         why = "the server is shutting down"
         try:
-            with engine.running(), closing(Scheduler(engine)) as scheduler:
-                for choice, exact in product(self._choices, (False, True)[: 1 + bool(engine.short.tokens)]):
-                    engine.runner("decode", **choice._asdict(), exact=exact)
-                    engine.runner("prefill", **choice._asdict(), exact=exact)
+            with executor.running(), closing(engine.scheduler.open()) as scheduler:
+                may_be_exact = (False, True) if executor.sizes.exact_window.tokens else (False,)
+                for choice, exact in product(self._choices, may_be_exact):
+                    executor.step("decode", **choice._asdict(), exact=exact)
+                    executor.step("prefill", **choice._asdict(), exact=exact)
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._obey(scheduler):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import onegraph.integrations.hf  # noqa: F401  registers the method
 from models import save_e8p
 from onegraph.api.verify import verify
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.digests import SUMS, format_sums, read_sums, sha256

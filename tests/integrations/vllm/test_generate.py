@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from models import save_e8p, smollm2_gguf
-from onegraph.engine.generate import Engine
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8P

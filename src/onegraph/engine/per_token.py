@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.engine.decoder import Breakable, Cache, Decoder, Model, Taps
+from onegraph.engine.decoder import AuxHiddenStates, Cache, Decoder, Model, SplitAttention
 from onegraph.engine.draft import view
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.experts import Experts
@@ -19,8 +19,8 @@ from onegraph.ops import family
 def check_invariant(model: Model, cache: Cache) -> None:
     """Raises ValueError for what is run by how many tokens there are, and cannot be otherwise."""
     why = None
-    if len(model.beside) > 1 or len(model.devices) > 1:
-        why = f"the model is on {sum(len(rank.devices) for rank in model.beside)} devices; allowed is one"
+    if len(model.ranks) > 1 or len(model.devices) > 1:
+        why = f"the model is on {sum(len(rank.devices) for rank in model.ranks)} devices; allowed is one"
     elif not isinstance(cache, PagedCache):
         why = f"the KV cache is {cache.setting!r}; allowed is an exact one of a model of the Llama kind"
     elif not cache.fused:
@@ -33,7 +33,7 @@ def check_invariant(model: Model, cache: Cache) -> None:
         raise ValueError(f"batch_invariant: {why}")
 
 
-class Alone:
+class PerTokenDecoder:
     """A decoder of one stage whose passes are made token by token from embedding to logits, a row's in their order.
     What stands between `run` and `leave` is what the model's own `leave` gave."""
 
@@ -47,7 +47,9 @@ class Alone:
         """tokens int64 [B, Q], as they are."""
         return tokens
 
-    def run(self, stage: int, stream: Tensor, tokens: Tensor, cache: Breakable, taps: Taps | None = None) -> Tensor:
+    def run(
+        self, stage: int, stream: Tensor, tokens: Tensor, cache: SplitAttention, taps: AuxHiddenStates | None = None
+    ) -> Tensor:
         """As `Decoder.run` and `leave` -> [B, Q, D]."""
         model, whole = self._model, cache.cache
         found, tapped = [], []
@@ -57,7 +59,7 @@ class Alone:
             own = view(whole, whole.positions[one] + i, counts, whole.block_table[one], whole.slots[one])
             token, kept = tokens[one, i : i + 1], None if taps is None else dict.fromkeys(taps)
             given = () if kept is None else (kept,)
-            found.append(model.leave(model.run(stage, model.enter(token), token, Breakable(own), *given)))
+            found.append(model.leave(model.run(stage, model.enter(token), token, SplitAttention(own), *given)))
             tapped.append(kept or {})
         if taps is not None:
             taps.update({layer: _joined([each[layer] for each in tapped], tokens) for layer in taps})
