@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-import test_deepseek_dspark as dspark
 import test_deepseek_mtp as mtp
-from deepseek_published import TINY, TINY_DSPARK, make, plain, write
+from deepseek_published import TINY, make, plain, write
 from engines import maker
 from onegraph.api.drafting import own_layers
 from onegraph.check import check_step
-from onegraph.engine.draft_heads import BlockDrafter, HeadDrafter
+from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
@@ -24,44 +23,41 @@ PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(30, 56))]
 GREEDY = [SamplingParams(max_tokens=12)] * 3
 WARM = [SamplingParams(max_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=i) for i in range(3)]
 SIZES = {"max_batch": 2, "max_context": 256, "page_size": 128, "chunk": 16}
-CONFIGS = {"mtp": TINY, "dspark": TINY_DSPARK}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def loaded(request, tmp_path_factory):
-    """(kind, decoder, what makes the drafter, the checkpoint's numbers)."""
-    config, path = CONFIGS[request.param], tmp_path_factory.mktemp(request.param) / "m"
-    _, dense = make(config)
-    write(path, plain(config), dense)
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """(decoder, what makes the drafter, the checkpoint's numbers)."""
+    path = tmp_path_factory.mktemp("mtp") / "m"
+    _, dense = make(TINY)
+    write(path, plain(TINY), dense)
     with Checkpoint.open(path) as checkpoint:
         model = DeepseekV4.load(checkpoint, max_context=256)
-    return request.param, model, own_layers(model, path), dense
+    return model, own_layers(model, path), dense
 
 
 @pytest.fixture(scope="module")
 def texts(loaded):
-    engine = Engine(loaded[1], **SIZES)
+    engine = Engine(loaded[0], **SIZES)
     return engine.generate(PROMPTS, GREEDY), engine.generate(PROMPTS, WARM)
 
 
 @pytest.mark.parametrize(("mode", "tokens", "kinds"), [("eager", 7, 2), ("captured", 2, 1)])
 def test_the_text_is_that_without_drafts(loaded, texts, mode, tokens, kinds, monkeypatch):
-    """Three texts through two slots; rounds wider than DSpark's block, windows of 16 that wrap."""
-    kind, model, drafter, _ = loaded
+    """Three texts through two slots; windows of 16 that wrap."""
+    model, drafter, _ = loaded
     engine = maker(mode, model, monkeypatch, **SIZES)(draft=drafter, draft_tokens=tokens)
-    for params, expected in zip((GREEDY, WARM)[:kinds], texts[:kinds], strict=True):
-        assert engine.generate(PROMPTS, params) == expected
+    for params, text in zip((GREEDY, WARM)[:kinds], texts[:kinds], strict=True):
+        assert engine.generate(PROMPTS, params) == text
     assert engine.stats.drafted_tokens > 0
-    assert engine.executor.speculation.counts == (0, min(tokens, 5) if kind == "dspark" else tokens), (
-        "a block is five tokens"
-    )
+    assert engine.executor.speculation.counts == (0, tokens)
     assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
 def test_drafts_are_those_of_the_references(loaded, texts):
     """Each that was written at any place of any text, the first of a block and those that go on from it, against a
     plain reference over the whole text."""
-    kind, model, drafter, dense = loaded
+    model, drafter, dense = loaded
     seen = []
 
     def watched(place):
@@ -83,10 +79,10 @@ def test_drafts_are_those_of_the_references(loaded, texts):
     Engine(model, **SIZES, draft=watched, draft_tokens=3).generate(PROMPTS, GREEDY)
     assert len(seen) > 20
     for known, drafts in seen[::3]:
-        assert drafts == (expected_mtp if kind == "mtp" else expected_dspark)(model, dense, known, len(drafts))
+        assert drafts == expected(model, dense, known, len(drafts))
 
 
-def expected_mtp(model, dense, known, count):
+def expected(model, dense, known, count):
     text, reference = torch.tensor(known), mtp.Reference(dense)
     cache = model.new_cache(rows=1, pages=3, page_size=128, pages_per_row=2)
     cache.block_table.copy_(torch.tensor([[1, 2]]))
@@ -101,20 +97,9 @@ def expected_mtp(model, dense, known, count):
     return found
 
 
-def expected_dspark(model, dense, known, count):
-    layers = TINY_DSPARK["dspark_target_layer_ids"]
-    cache = model.new_cache(rows=1, pages=3, page_size=128, pages_per_row=2)
-    cache.block_table.copy_(torch.tensor([[1, 2]]))
-    cache.counts.fill_(len(known) - 1)
-    taps, tokens = dict.fromkeys(layers), torch.tensor([known[:-1]])
-    with torch.inference_mode():
-        model.run(0, model.enter(tokens), tokens, cache, taps)
-        return dspark.drafts(dense, torch.cat([taps[i][0] for i in layers], 1), known[-1])[0][:count]
-
-
 def test_the_rounds_are_proven(loaded, monkeypatch):
     """Replay equals eager on outputs, buffers, windows, rings and what waits."""
-    _, model, drafter, _ = loaded
+    model, drafter, _ = loaded
     engine = maker("captured", model, monkeypatch, **SIZES)(draft=drafter, draft_tokens=2)
     g, place = torch.Generator().manual_seed(0), engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
@@ -173,6 +158,6 @@ def test_a_checkpoint_without_draft_layers_is_refused(tmp_path):
 
 
 def test_which_drafter_a_checkpoint_gives(loaded):
-    kind, _, drafter, _ = loaded
+    _, drafter, _ = loaded
     assert isinstance(drafter, partial)
-    assert drafter.func is {"mtp": HeadDrafter, "dspark": BlockDrafter}[kind]
+    assert drafter.func is HeadDrafter

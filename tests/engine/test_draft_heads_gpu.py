@@ -39,11 +39,10 @@ def eagle(tmp_path_factory):
     return model, load_head(write_head(path / "head", net, LAYERS, vocabulary), model)
 
 
-@pytest.fixture(scope="module", params=["mtp", "dspark"])
-def deepseek(request, tmp_path_factory):
-    config = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}[request.param]
-    path = tmp_path_factory.mktemp(request.param) / "m"
-    published.write(path, published.plain(config), published.make(config)[1])
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mtp") / "m"
+    published.write(path, published.plain(published.TINY), published.make(published.TINY)[1])
     with Checkpoint.open(path) as checkpoint:
         model = DeepseekV4.load(checkpoint, "cuda:0", max_context=256)
     return model, own_layers(model, path)

@@ -200,17 +200,16 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(
 
 # --------------------------------------------------------------------------------------------------------- DeepSeek-V4
 
-CONFIGS = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}
 LONG = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(30, 56))]
 MIXED = [replace(params, max_tokens=9) for params in (GREEDY[0], WARM[1], GREEDY[2])]
 WIDE: dict[str, Any] = {"max_batch": 2, "max_context": 256, "page_size": 128, "chunk": 16}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    config, path = CONFIGS[request.param], tmp_path_factory.mktemp(request.param) / "m"
-    published.write(path, published.plain(config), published.make(config)[1])
-    return request.param, path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mtp") / "m"
+    published.write(path, published.plain(published.TINY), published.make(published.TINY)[1])
+    return path
 
 
 def deepseek(path: Path, load: Callable[[Checkpoint], Any]) -> Any:
@@ -219,48 +218,44 @@ def deepseek(path: Path, load: Callable[[Checkpoint], Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: tuple[str, Path]) -> tuple[list[list[int]], Engine]:
+def alone(folder: Path) -> tuple[list[list[int]], Engine]:
     """Texts without drafts, and an engine with them, of one device."""
-    model = deepseek(folder[1], partial(DeepseekV4.load, max_context=256))
-    drafted = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=3)
+    model = deepseek(folder, partial(DeepseekV4.load, max_context=256))
+    drafted = Engine(model, **WIDE, draft=own_layers(model, folder), draft_tokens=3)
     found = Engine(model, **WIDE).generate(LONG, MIXED)
     assert drafted.generate(LONG, MIXED) == found
     return found, drafted
 
 
-def test_draft_layers_are_shared_among_ranks(folder: tuple[str, Path], alone: Any) -> None:
+def test_draft_layers_are_shared_among_ranks(folder: Path, alone: Any) -> None:
     """Groups of heads and experts of the draft layers are cut like the decoder's; drafts are those of one device."""
     load = partial(Ranks.load, devices=["cpu"] * 2, kind=DeepseekV4, max_context=256)
-    model = deepseek(folder[1], load)
-    makes = [own_layers(rank, folder[1]) for rank in model.ranks]
+    model = deepseek(folder, load)
+    makes = [own_layers(rank, folder) for rank in model.ranks]
     engine = Engine(model, **WIDE, draft=makes, draft_tokens=3)
     drafter: Any = engine.executor.speculation.ranks[1].drafter  # type: ignore[union-attr]
-    block = drafter.head.block if folder[0] == "mtp" else drafter.block.blocks[2]
+    block = drafter.head.block
     assert block.attention.groups == model.config.out_groups // 2
     assert block.moe.experts.down.in_features == model.config.expert_size // 2
     assert engine.generate(LONG, MIXED) == alone[0]
     drafts_like(engine, alone[1])
 
 
-@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
 @pytest.mark.parametrize("mode", ["eager", "split"])
 def test_stages_read_what_the_last_one_drafted(
-    folder: tuple[str, Path], alone: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, alone: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers one behind the other, the draft layer with the last ones."""
-    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
-    engine = maker(mode, model, monkeypatch, **WIDE)(draft=own_layers(model, folder[1]), draft_tokens=3)
+    model = deepseek(folder, partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
+    engine = maker(mode, model, monkeypatch, **WIDE)(draft=own_layers(model, folder), draft_tokens=3)
     assert engine.generate(LONG, MIXED) == alone[0]
     if mode == "eager":  # else a round was launched ahead
         drafts_like(engine, alone[1])
     same_everywhere(engine)
 
 
-@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
-def test_stages_check_drafts_of_others_too(
-    folder: tuple[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 3, max_context=256))
+def test_stages_check_drafts_of_others_too(folder: Path, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deepseek(folder, partial(DeepseekV4.load, device=["cpu"] * 3, max_context=256))
     known = [[*prompt, *answer] for prompt, answer in zip(LONG, alone[0], strict=True)]
     draft = partial(OracleDrafter, known, 0.7, model.config.vocab_size)
     engine = maker("captured", model, monkeypatch, **WIDE)(draft=draft, draft_tokens=5)
@@ -269,15 +264,14 @@ def test_stages_check_drafts_of_others_too(
     same_everywhere(engine)
 
 
-@pytest.mark.parametrize("folder", ["mtp"], indirect=True)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_the_round_of_a_stage_may_be_captured(folder: tuple[str, Path], stage: int) -> None:
+def test_the_round_of_a_stage_may_be_captured(folder: Path, stage: int) -> None:
     """`onegraph check`, in simulation: nothing of it is on another GPU than its own, cuda:0."""
 
     def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
         devices = ["cuda:1", "cuda:0"] if stage else ["cuda:0", "cuda:1"]
-        model = deepseek(folder[1], partial(DeepseekV4.load, device=devices, max_context=256))
-        engine = Engine(model, **WIDE, draft=own_layers(model, folder[1]), draft_tokens=2, capture=False)
+        model = deepseek(folder, partial(DeepseekV4.load, device=devices, max_context=256))
+        engine = Engine(model, **WIDE, draft=own_layers(model, folder), draft_tokens=2, capture=False)
         runner = engine.executor.step("decode", drafts=2)
         rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
         rows |= {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % model.config.vocab_size}
@@ -292,16 +286,6 @@ def test_the_round_of_a_stage_may_be_captured(folder: tuple[str, Path], stage: i
     report = check_step(factory, steps=4, gpus=2)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
     assert report.facts["replay equals eager"]
-
-
-@pytest.mark.parametrize("folder", ["dspark"], indirect=True)
-def test_stages_that_do_not_have_what_drafts_go_on_from_are_refused(folder: tuple[str, Path]) -> None:
-    model = deepseek(folder[1], partial(DeepseekV4.load, device=["cpu"] * 2, max_context=256))
-    words = (
-        r"draft: 'mtp' goes on from what is behind layer 1, which 2 GPUs in the split by layers .*, 2 to 3: use fewer"
-    )
-    with pytest.raises(ValueError, match=words):
-        own_layers(model, folder[1])
 
 
 # ----------------------------------------------------------------------------------------------- what goes wrong

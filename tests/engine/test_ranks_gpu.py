@@ -158,11 +158,10 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
         assert engine.stats.accepted_tokens > 12
 
 
-@pytest.mark.parametrize(("kind", "split"), [("mtp", "tensor"), ("mtp", "layer"), ("dspark", "tensor")])
-def test_draft_layers_draft_over_two_gpus(kind: str, split: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["tensor", "layer"])
+def test_draft_layers_draft_over_two_gpus(split: str, tmp_path: Path) -> None:
     """DeepSeek-V4's, cut like its decoder or beside its last layers."""
-    config = {"mtp": published.TINY, "dspark": published.TINY_DSPARK}[kind]
-    published.write(tmp_path / "m", published.plain(config), published.make(config)[1])
+    published.write(tmp_path / "m", published.plain(published.TINY), published.make(published.TINY)[1])
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         one = DeepseekV4.load(checkpoint, "cuda:0", max_context=256)
         if split == "tensor":

@@ -12,7 +12,7 @@ from models import Decoder
 from onegraph.check import check_step
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.deepseek_v4_mtp import DeepseekDraft, shared_embedding
+from onegraph.models.deepseek_v4_mtp import DeepseekDraft, draft_bytes, shared_embedding
 from onegraph.ops.registry import reference_ops
 
 SPARE = 8
@@ -381,5 +381,23 @@ def test_stages_of_dspark_are_no_such_layer(tmp_path):
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = DeepseekV4.load(checkpoint, max_context=64)
         assert model.config.drafts == 3
-        with pytest.raises(ValueError, match=r"mtp\.\* are 3 stages of DSpark; load them as .*DSparkDraft"):
-            DeepseekDraft.load(checkpoint, model)
+        for load in (lambda: DeepseekDraft.load(checkpoint, model), lambda: draft_bytes(checkpoint, torch.float32)):
+            with pytest.raises(ValueError, match=r"mtp\.\* are 3 stages of DSpark, which do not run here"):
+                load()
+
+
+def test_taps_are_the_streams_mean_behind_a_layer(loaded, monkeypatch):
+    model, draft, _ = loaded
+    tokens = torch.tensor([random(23, torch.Generator().manual_seed(1))])
+
+    def run(taps):
+        cache = Drafter(model, draft, 1).cache
+        cache.counts.fill_(23)
+        with torch.inference_mode():
+            return model.run(0, model.enter(tokens), tokens, cache, taps)[0]
+
+    taps = dict.fromkeys([1, 2, 3])
+    run(taps)
+    for layer, tap in taps.items():
+        monkeypatch.setattr(model, "stages", [range(layer + 1)])
+        assert torch.equal(run(None).mean(1), tap[0])

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft import MakeDrafter, ModelDrafter, NgramDrafter
-from onegraph.engine.draft_heads import BlockDrafter, HeadDrafter
+from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.deepseek_v4 import DeepseekV4
-from onegraph.models.deepseek_v4_dspark import DSparkDraft
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
@@ -61,7 +60,7 @@ def drafters(
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
-    """The draft layers that DeepSeek-V4's checkpoints carry: one (`mtp.0`), or DSpark's stages."""
+    """The draft layer that DeepSeek-V4's checkpoints carry (`mtp.0`)."""
     if not isinstance(model, DeepseekV4):
         raise ValueError(
             f"draft: {MTP!r} are the draft layers of DeepSeek-V4; a {model.config.model_type!r} has none that run "
@@ -69,15 +68,7 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
         )
     if not model.config.drafts:
         raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
-    spark, last = model.config.dspark, model.stages[-1]
-    if spark is not None and (early := [layer for layer in spark.layers if layer not in last]):
-        raise ValueError(
-            f"draft: {MTP!r} goes on from what is behind layer {early[0]}, which {len(model.stages)} GPUs in the split "
-            f"by layers leave in front of the last one's, {last[0]} to {last[-1]}: use fewer GPUs or the tensor split"
-        )
     with Checkpoint.open(path) as checkpoint, _told():
-        if spark is not None:
-            return partial(BlockDrafter, DSparkDraft.load(checkpoint, model))
         return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
 
 

@@ -64,12 +64,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class DSpark:
-    """How DSpark drafts: from the streams behind which `layers`, how many tokens a `block`, which token stands for one
-    that is not known (`noise`), and the rank of the Markov head."""
+    """What sizes DSpark's draft stages, which published files hold and nothing here runs: the decoder's `layers` whose
+    streams they take, and the rank of the Markov head."""
 
     layers: tuple[int, ...]
-    block: int
-    noise: int
     rank: int
 
 
@@ -182,7 +180,7 @@ class DeepseekV4Config:
             main=main,
             compress=compress,
             drafts=_drafts(fields, layers),
-            dspark=_dspark(fields, layers, vocabulary),
+            dspark=_dspark(fields, layers),
             eos=end_of_text(config.get("eos_token_id"), vocabulary),
             quantization=parse_quantization(config.get("quantization_config")),
         )
@@ -238,18 +236,13 @@ def _drafts(fields: Fields, layers: int) -> int:
     )
 
 
-def _dspark(fields: Fields, layers: int, vocabulary: int) -> DSpark | None:
+def _dspark(fields: Fields, layers: int) -> DSpark | None:
     if fields.get("dspark_block_size") is None:
         return None
     taps = fields.get("dspark_target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int and 0 <= i < layers for i in taps):
         raise ValueError(f"dspark_target_layer_ids is {short(taps)}; it must list layers below {layers}")
-    return DSpark(
-        layers=tuple(taps),
-        block=fields.integer("dspark_block_size", high=64),
-        noise=fields.integer("dspark_noise_token_id", low=0, high=vocabulary - 1),
-        rank=fields.integer("dspark_markov_rank", high=2**16),
-    )
+    return DSpark(layers=tuple(taps), rank=fields.integer("dspark_markov_rank", high=2**16))
 
 
 def _hashed(fields: Fields, layers: int) -> tuple[bool, ...]:

@@ -54,12 +54,22 @@ class DraftFamily:
         return official(name)
 
 
+def draft_config(checkpoint: Checkpoint) -> DeepseekV4Config:
+    """Raises ValueError where the draft stages are DSpark's, which compute something else."""
+    config = DeepseekV4Config.from_dict(checkpoint.config)
+    if config.dspark is not None:
+        raise ValueError(
+            f"{checkpoint.path}: mtp.* are {config.drafts} stages of DSpark, which do not run here; draft with 'ngram'"
+        )
+    return config
+
+
 def draft_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """What the draft stages of a checkpoint take on a device besides what is the decoder's; 0 where it has none.
 
     Raises ValueError (CheckpointError among them) that names what is missing or wrong.
     """
-    config = DeepseekV4Config.from_dict(checkpoint.config)
+    config = draft_config(checkpoint)
     if not config.drafts:
         return 0
     loader = Loader(checkpoint, DraftFamily(config), dtype)
@@ -142,15 +152,10 @@ class DeepseekDraft(nn.Module):
     def load(cls, checkpoint: Checkpoint, model: DeepseekV4) -> "DeepseekDraft":
         """Reads the draft layer that belongs to `model`, in the precision in which the checkpoint has it.
 
-        Raises ValueError (CheckpointError among them) that names what is missing or wrong; for a checkpoint without a
-        draft layer; and for DSpark's stages, which compute something else.
+        Raises ValueError (CheckpointError among them) that names what is missing or wrong, and for a checkpoint without
+        a draft layer.
         """
-        config = DeepseekV4Config.from_dict(checkpoint.config)
-        if config.dspark is not None:
-            raise ValueError(
-                f"{checkpoint.path}: mtp.* are {config.drafts} stages of DSpark; load them as "
-                "models.deepseek_v4_dspark.DSparkDraft"
-            )
+        config = draft_config(checkpoint)
         if config.drafts != 1:
             raise ValueError(f"{checkpoint.path}: config.json tells of {config.drafts} draft layers; supported is 1")
         loader = draft_loader(checkpoint, config, model)

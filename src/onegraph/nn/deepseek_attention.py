@@ -135,10 +135,6 @@ class DeepseekAttention(nn.Module):
         q, index = queries(low).split((width, queries.out_features - width), dim=2)
         return q, index
 
-    def keys(self, x: Tensor) -> Tensor:
-        """x [B, Q, D] -> kv [B, Q, head_dim] as its linear gives it, of tokens that are attended to and do not ask."""
-        return self._low(x)[1]
-
     def _low(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low, kv = self.qkv_a(x).split((self.q_norm.shape[0], self.head_dim), dim=2)
         return low, kv

@@ -12,7 +12,6 @@ from torch import Tensor
 from onegraph.formats.deepseek_kv import row_bytes
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
-from onegraph.ops.deepseek_block import deepseek_block_attention, deepseek_remember
 from onegraph.ops.deepseek_index import deepseek_index
 from onegraph.ops.deepseek_prepare import deepseek_prepare
 
@@ -174,24 +173,6 @@ class DeepseekCache:
             q, kv, self.windows[i], a.sinks, a.cos, a.sin, self.slots, *rows, self.entries[i], selected,
             0 if a.compressor is None else a.compressor.ratio, a.window, a.scale,
         )  # fmt: skip
-
-    def remember(self, attention: DeepseekAttention, kv: Tensor) -> None:
-        """Writes keys [B, Q, head_dim], as `DeepseekAttention.keys` gives them, of tokens that do not ask."""
-        a = attention
-        _, kv = deepseek_qkv(kv, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
-        deepseek_remember(kv, self.windows[a.index], self.slots, self.positions, self.counts)
-
-    def attend_block(
-        self, attention: DeepseekAttention, q: Tensor, kv: Tensor, states: Tensor | None, index_q: Tensor | None
-    ) -> Tensor:
-        """As `attend` for a block of drafts behind what the window holds: each sees the window that ends in front of
-        the block, and the whole block, what follows it too. Nothing is written."""
-        a = attention
-        q, kv = deepseek_qkv(q, kv, a.kv_norm, a.eps, a.cos, a.sin, self.positions, self.fp8)
-        ring = self.windows[a.index]
-        return deepseek_block_attention(
-            q, kv, ring, a.sinks, a.cos, a.sin, self.slots, self.positions, a.window, a.scale
-        )
 
 
 class PlacedCache:
