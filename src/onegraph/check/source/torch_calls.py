@@ -74,7 +74,7 @@ def _other(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         return ExtObj(name)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
         return Dict(None, in_step=machine.at.in_step)
-    if name == "contexttables.ExitStack":
+    if name == "contextlib.ExitStack":
         line, column = place(node)
         return ExtObj(name, f"{machine.at.file.path}:{line}:{column}", machine.at.in_step)
     if name == "itertools.count":
