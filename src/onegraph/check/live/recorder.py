@@ -142,28 +142,15 @@ class Recorder(compat.TorchDispatchMode):
     ) -> tuple[str, hazards.Hazard | None]:
         """What this op would be blamed for, if it turns out to break the capture."""
         if name in ("aten::copy_", "aten::_to_copy"):
-            if not args[0].numel():
-                return "op", None  # of nothing, nothing is copied
-            if name == "aten::copy_":
-                if not hosts:
-                    return "op", None
-                to_device = args[0].is_cuda
-                non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-                pinned = hosts[0].is_pinned()
-            else:
-                target = kwargs.get("device")
-                if device and (target is None or torch.device(target).type == "cuda"):
-                    return "op", None
-                to_device, non_blocking = not device, bool(kwargs.get("non_blocking"))
-                pinned = hosts[0].is_pinned() if to_device else non_blocking
-            where = self.roots.where(chain)
-            operation = frames.opname(*where) if where else ""
-            hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=operation)
-            return ("h2d" if to_device else "d2h"), hazard
+            target = kwargs.get("device")
+            return hazards.of_transfer(
+                name, args, kwargs, hosts, target=None if target is None else torch.device(target),
+                to_device=args[0].is_cuda, on_device=bool(device), is_pinned=Tensor.is_pinned,
+                opname=lambda: self.roots.opname(chain),
+            )  # fmt: skip
         hazard = hazards.of_op(func, name, args, kwargs, hosts)
         if hazard is not None and hazard.code == "CG101":
-            where = self.roots.where(chain)
-            hazard = hazards.branch(hazard, frames.opname(*where) if where else "")
+            hazard = hazards.branch(hazard, self.roots.opname(chain))
         return "op", hazard
 
     def _record(

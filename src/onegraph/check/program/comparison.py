@@ -150,10 +150,8 @@ class EagerComparison:
         errors may come from running them a second time."""
         world = self.world
         chain = frames.chain_of_error(error, call_body.__code__)
-        findings = Findings(
-            capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
-        )
-        place = findings.locate(chain)
+        findings = findings_of(world, capture)
+        place = world.roots.place(chain)
         where = f" at {os.path.basename(place.path)}:{place.line}" if place is not None else ""
         reason, detail = f"{RAISE} {type(error).__name__}{where}", told(error).removeprefix(type(error).__name__)
         code = "CG201" if self._guards(capture, error) else "CG212" if self._refuses(capture, record, chain) else ""
@@ -239,8 +237,7 @@ class _Eager(StepCheck):
     def findings(self, record: Step, verdict: Verdict, table: StorageTable, pinned: set[int]) -> list[Finding]:
         """What this step and the replay in its place show. `pinned`: positions of copies that read fresh memory."""
         capture, number = self.capture, self.number
-        steps = {capture.number: capture.step, number: record}
-        findings = Findings(capture_view(self.world, capture), self.roots, steps, table.names, capture.place)
+        findings = findings_of(self.world, capture, {number: record}, table.names)
         stored = capture.region.stored if capture.region is not None else ()
         self.changed = {number: {n: c for n, c in self.changed[number].items() if n not in stored}}
         self.steps, self.verdicts = {}, {number: verdict}  # code of the record is a twin of what was captured
@@ -293,7 +290,15 @@ def _newer(before: Any, now: Any) -> bool:
     return type(now) is type(before) and isinstance(now, int | float | complex)
 
 
-class capture_view:
+def findings_of(
+    world: ProgramWorld, capture: Capture, others: dict[int, Step] | None = None, names: dict[int, str] | None = None
+) -> Findings:
+    """Collects what is found of a capture, and of `others`: steps that its replays stand for."""
+    steps = {capture.number: capture.step, **(others or {})}
+    return Findings(_Watched(world, capture), world.roots, steps, names or capture.names, capture.place)
+
+
+class _Watched:
     """What `Findings` asks of whatever watched a capture."""
 
     def __init__(self, world: ProgramWorld, capture: Capture) -> None:

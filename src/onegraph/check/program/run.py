@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from onegraph.check.program import launch
-from onegraph.check.program.comparison import AGAIN, EagerComparison, capture_view
+from onegraph.check.program.comparison import AGAIN, EagerComparison, findings_of
 from onegraph.check.program.graphs import Recorder, graphs
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
-from onegraph.check.report import CheckError, Finding, Report, Severity, one_per_place, relative
+from onegraph.check.report import CheckError, Finding, Report, Severity, one_per_place
 from onegraph.check.simulate import compiled, frames, memory, threads
 from onegraph.check.simulate.cuda import machine
-from onegraph.check.simulate.findings import Findings
 from onegraph.check.simulate.records import RawFinding, Step
 from onegraph.check.simulate.unknown import told
 
@@ -64,7 +63,7 @@ def _report(target: str, world: ProgramWorld, comparison: EagerComparison) -> Re
     drawn = next((report for report in reports if report.timeline), reports[0])
     captures = [_facts(world, capture) for capture in world.captures]
     facts: dict[str, Any] = {"compiled calls": len(world.calls), "captures": captures, "memory": _memory(world)}
-    if unknown := told({source: _place(world, chain) for source, chain in world.unknowns.sources.items()}):
+    if unknown := told({source: world.roots.line(chain) for source, chain in world.unknowns.sources.items()}):
         facts["unknown"] = unknown
     findings = one_per_place((f for report in reports for f in report.findings), _both)
     replays = sum(capture.replays for capture in world.captures)
@@ -73,9 +72,7 @@ def _report(target: str, world: ProgramWorld, comparison: EagerComparison) -> Re
 
 def _of_capture(world: ProgramWorld, capture: Capture, compared: list[tuple[int, Finding]]) -> Report:
     """What its own run, its replays and comparisons show."""
-    findings = Findings(
-        capture_view(world, capture), world.roots, {capture.number: capture.step}, capture.names, capture.place
-    )
+    findings = findings_of(world, capture)
     findings.of_running(s for s in world.raw_findings if s.step == capture.number)
     replayed = any(other.replays for other in world.captures)
     failed = any(f.severity is Severity.ERROR for f in (*findings.found.values(), *(f for _, f in compared)))
@@ -102,21 +99,13 @@ def _of_functions(world: ProgramWorld) -> list[Report]:
     code = getattr(inspect.unwrap(call.function), "__code__", None)
     home = frames.place(code, 0) if code is not None else frames.Place("<compiled>", 1, 1, "")
     step = Step(FUNCTIONS, ops=call.ops)
-    view = Capture(FUNCTIONS, step, home)
-    findings = Findings(capture_view(world, view), world.roots, {FUNCTIONS: step}, call.names, home)
+    view = Capture(FUNCTIONS, step, home, names=call.names)
+    findings = findings_of(world, view)
     skipped = compiled.skips(world.calls, FUNCTIONS)
     findings.of_running(skipped)
     if not any(s.happens == compiled.NO_GRAPH for s in skipped):  # without a graph nothing is overwritten
         findings.of_running(replace(s, step=FUNCTIONS) for s in world.late)
     return [findings.report("", len(world.calls))]
-
-
-def _place(world: ProgramWorld, chain: frames.Chain) -> str:
-    where = world.roots.where(chain)
-    if where is None:
-        return ""
-    at = frames.place(*where)
-    return f"{relative(at.path)}:{at.line}"
 
 
 def _worded(finding: Finding, number: int) -> Finding:
@@ -161,11 +150,6 @@ def _memory(world: ProgramWorld) -> dict[str, Any]:
     if not needs:
         return {}
     capture, need = max(needs, key=lambda pair: pair[1].peak)
-
-    def locate(chain: frames.Chain) -> frames.Place | None:
-        where = world.roots.where(chain)
-        return frames.place(*where) if where else None
-
     reserved = sum(pool.reserved for pool in world.pools.values())
-    needed = memory.told(need, capture.step, locate) | {"pool": reserved}
+    needed = memory.told(need, capture.step, world.roots.place) | {"pool": reserved}
     return needed | {"pools": len(world.pools), "graphs": len(needs)}

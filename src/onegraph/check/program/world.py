@@ -16,6 +16,7 @@ from onegraph.check.report import SILENT, Severity
 from onegraph.check.rules.errors import NOT_PERMITTED, PREVIOUS_ERROR
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import RawFinding, Step, tensors_in
 from onegraph.check.simulate.replay import REFUSALS
 from onegraph.check.simulate.streams import Streams
@@ -103,7 +104,7 @@ class Capture:
 class ProgramStreams(Streams):
     """`Streams` that count what waits outside of captures, too."""
 
-    def wait(self, world: World, *given: Any) -> None:
+    def wait(self, world: Machine, *given: Any) -> None:
         if isinstance(world, ProgramWorld):
             world.waits += 1
         super().wait(world, *given)

@@ -1,10 +1,8 @@
 """How long kernels may be interpreted: a launch takes a thousand times what it takes on a GPU, and steps have many."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
+from onegraph.check.simulate.machine import Machine
 
 LONGEST = 3.0
 """Seconds of this thread that a step's kernels may have taken when one that was never run to its end is tried."""
@@ -32,7 +30,7 @@ class Budget:
     spent: dict[int, float] = field(default_factory=dict)
     wasted: float = 0.0
 
-    def left(self, world: "World", *, proven: bool) -> float:
+    def left(self, world: Machine, *, proven: bool) -> float:
         """Seconds for the next launch. `proven`: its kernel was run to its end before."""
         purse = _purse(world)
         spent = self.spent.get(purse, 0.0)
@@ -41,7 +39,7 @@ class Budget:
             return most - spent
         return max(min(most - spent, LONGEST - spent, STEP - self.wasted), LEAST)
 
-    def took(self, world: "World", seconds: float) -> None:
+    def took(self, world: Machine, seconds: float) -> None:
         """A launch was interpreted to its end."""
         purse = _purse(world)
         self.spent[purse] = self.spent.get(purse, 0.0) + seconds
@@ -52,5 +50,5 @@ def for_replay(captured: float) -> float:
     return REPLAY * captured + LEAST
 
 
-def _purse(world: "World") -> int:
+def _purse(world: Machine) -> int:
     return world.step if world.phase == "step" else -1

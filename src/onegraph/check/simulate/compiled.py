@@ -10,7 +10,7 @@ in other calls, each of which is recorded as a graph of its own.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -18,11 +18,9 @@ from onegraph.check import containers
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import OpRecord, RawFinding
 from onegraph.check.simulate.state import Snapshot
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 MOST_CALLS = 8
 """Calls of one function that are looked at."""
@@ -75,7 +73,7 @@ class _Held(Snapshot):
         yield from super()._visit(name, value, roots)
 
 
-def watched(world: "World", function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def watched(world: Machine, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`function(*args, **kwargs)` in a running step, noted in `world.calls` for `skips`."""
     step = world.current
     if step is None or world.hosts is not None or sum(c.function is function for c in world.calls) >= MOST_CALLS:

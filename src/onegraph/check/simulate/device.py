@@ -5,16 +5,14 @@
 on `inner`. Views share `inner`'s storage, so aliasing is right by construction.
 """
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check import compat
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 
 class StorageRecord:
@@ -32,6 +30,26 @@ class StorageRecord:
         self.number, self.nbytes, self.born, self.phase, self.place = number, nbytes, born, phase, place
 
 
+class Owner(Protocol):
+    """What a tensor asks of the machine that it is on."""
+
+    phase: str
+    step: int
+    saves: bool
+
+    def off(self) -> AbstractContextManager[None]: ...
+
+    def wrap(self, inner: Tensor, index: int | None = None) -> "DeviceTensor": ...
+
+    def record_of(self, inner: Tensor) -> StorageRecord: ...
+
+    def host_read(self, kind: str, message: str, tensor: "DeviceTensor") -> None: ...
+
+    def pointer_escapes(self, tensor: "DeviceTensor") -> None: ...
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
 class DeviceTensor(Tensor):
     """See the module.
 
@@ -41,12 +59,12 @@ class DeviceTensor(Tensor):
 
     inner: Tensor  # type: ignore[assignment]  # torch's stubs have a method of this name
     record: StorageRecord
-    world: "World"
+    world: "Owner"
     made: int
     __torch_function__ = compat.no_torch_function_of_its_own
 
     @staticmethod
-    def __new__(cls, inner: Tensor, world: "World", index: int) -> "DeviceTensor":
+    def __new__(cls, inner: Tensor, world: "Owner", index: int) -> "DeviceTensor":
         # Never a tensor of inference mode: torch cannot make one a view of a tensor that was made outside of it, which
         # on a GPU it need not, because there its own kernels make the view.
         with torch.inference_mode(False):

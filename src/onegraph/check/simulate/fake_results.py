@@ -1,7 +1,7 @@
 """What an op gives where nothing here can compute it: zeros of the shapes that its fake tells."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,14 +10,12 @@ from onegraph.check.declared import capturable
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import UNWRITTEN, map_tensors, results_said
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 
 def result(
-    world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
+    world: Machine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain
 ) -> tuple[Any, bool]:
     """(what an op gives on plain CPU tensors, whether that had to be invented).
 
@@ -39,7 +37,7 @@ def result(
     return (out if known else _zeros(_faked(world, func, args, kwargs, chain))), True
 
 
-def _faked(world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
+def _faked(world: Machine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], chain: frames.Chain) -> Any:
     """Shapes and dtypes of the op's results, from its fake. Raises CheckError where it has none."""
     name = func._schema.name
 

@@ -61,14 +61,14 @@ class Findings:
                 continue
             if raw.step > captured and self.world.asked_capturing and raw.code not in _ALWAYS:
                 continue
-            self._add(raw, self.locate(raw.chain), construct=raw.construct)
+            self._add(raw, self.roots.place(raw.chain), construct=raw.construct)
 
     def of_comparison(self, raw_findings: Iterable[RawFinding]) -> None:
         groups: dict[tuple[str, frames.Chain, int], list[RawFinding]] = {}
         for raw in raw_findings:
             groups.setdefault((raw.code, raw.chain, raw.position), []).append(raw)
         for (code, chain, _), group in sorted(groups.items(), key=lambda item: not item[0][1]):
-            place = self.locate(chain)
+            place = self.roots.place(chain)
             if place is None and any(f.severity is Severity.ERROR for f in self.found.values()):
                 continue  # inside of torch alone, as a backward pass is: what is known already may be why
             known = self.found.get((code, place.path, place.line)) if place else None
@@ -78,7 +78,7 @@ class Findings:
             numbers = {s.step: s.note[1] for s in group if s.note}
             if group[0].note:
                 numbers[self.world.captured_step] = group[0].note[0]
-            origin = traced(numbers, self.steps, self.locate)
+            origin = traced(numbers, self.steps, self.roots.place)
             if known is not None and code in ("CG102", "CG103"):
                 self._replace(
                     known, values=values[:_MOST_VALUES], message=f"{known.message}; its contents change{origin}"
@@ -121,7 +121,7 @@ class Findings:
                 raw.values = ()  # what it did in other steps is no part of it
                 if any(f.severity is Severity.ERROR for f in self.found.values()):
                     raw.severity = Severity.WARNING  # what is known already may be why a replay differs
-                self._add(raw, self.locate(asked[0]))
+                self._add(raw, self.roots.place(asked[0]))
                 continue
             if raw.code != "CG202" and self._read_here(place, raw.values, raw.message):
                 continue  # the host read is the cause and is named already
@@ -207,10 +207,6 @@ class Findings:
             raw = RawFinding(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
             self._add(raw, self.home)
 
-    def locate(self, chain: frames.Chain) -> frames.Place | None:
-        where = self.roots.where(chain)
-        return frames.place(*where) if where else None
-
     def _add(self, raw: RawFinding, place: frames.Place | None, *, construct: str = "") -> None:
         place = place or self.home
         construct = construct or _unlooked(raw)
@@ -249,7 +245,7 @@ class Findings:
         if raw.code == "CG401" and isinstance(raw.note, str):
             first = self.opaque.setdefault(raw.note, place)
             return Cause(path=first.path, line=first.line, code="CG401") if first[:2] != place[:2] else None
-        read = self.locate(raw.cause) if raw.cause else None
+        read = self.roots.place(raw.cause) if raw.cause else None
         if read is None:
             return None
         codes = sorted(CAUSES)
@@ -265,7 +261,7 @@ class Findings:
 
     def report(self, target: str, steps: int) -> Report:
         captured = self.steps[self.world.captured_step]
-        places = (self.locate(op.chain) for op in captured.ops)
+        places = (self.roots.place(op.chain) for op in captured.ops)
         ran = frozenset((at.path, at.line) for at in places if at is not None)
         link(self.found, self.traces, self.steps, self.world.captured_step, ran)
         timeline = []
@@ -274,7 +270,7 @@ class Findings:
         for code, path, line in self.found:
             by_place.setdefault((path, line), []).append(code)
         for index, op in enumerate(captured.ops):
-            place = self.locate(op.chain) or frames.Place("", 0, 0, "")
+            place = self.roots.place(op.chain) or frames.Place("", 0, 0, "")
             kind = "sync" if op.name == "aten._local_scalar_dense.default" else op.kind
             timeline.append(
                 Event(
@@ -307,7 +303,7 @@ class Findings:
         if not before - since:
             return []
         first, later = (
-            {(at.path, at.line) for at in map(self.locate, chains) if at is not None} for chains in (before, since)
+            {(at.path, at.line) for at in map(self.roots.place, chains) if at is not None} for chains in (before, since)
         )
         return sorted(first - later)
 

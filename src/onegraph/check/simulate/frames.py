@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from onegraph.check.places import package_of
-from onegraph.check.report import Frame
+from onegraph.check.report import Frame, relative
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -204,6 +204,19 @@ class Roots:
     def where(self, calls: Chain) -> tuple[CodeType, int] | None:
         """The innermost frame of the user; the innermost frame of all where none is."""
         return next((c for c in calls if self.owns(c[0])), calls[0] if calls else None)
+
+    def place(self, calls: Chain) -> Place | None:
+        where = self.where(calls)
+        return place(*where) if where else None
+
+    def opname(self, calls: Chain) -> str:
+        where = self.where(calls)
+        return opname(*where) if where else ""
+
+    def line(self, calls: Chain) -> str:
+        """The place as people read it, "path:line"."""
+        at = self.place(calls)
+        return f"{relative(at.path)}:{at.line}" if at else ""
 
 
 def frames(calls: Chain, roots: Roots) -> tuple[Frame, ...]:

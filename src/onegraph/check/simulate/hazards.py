@@ -1,6 +1,7 @@
 """What a single op, looked at by itself, would do to a capture."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,29 @@ def _index(name: str, args: tuple[Any, ...], hosts: list[Tensor]) -> Hazard | No
     if put and len(args) > 2 and any(args[2] is h for h in hosts):
         return Hazard("CG103", "a host scalar is assigned through an index tensor, which copies it over", PAGEABLE)
     return None
+
+
+def of_transfer(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], hosts: list[Tensor], *, target: torch.device | None,
+    to_device: bool, on_device: bool, is_pinned: Callable[[Tensor], bool], opname: Callable[[], str],
+) -> tuple[str, Hazard | None]:  # fmt: skip
+    """(kind, hazard) of `copy_` and `_to_copy`. `to_device`: whether the first argument is on the device; `on_device`:
+    whether any is; `hosts`: those on the host. `target`: the device that is asked for."""
+    if not args[0].numel():
+        return "op", None  # of nothing, nothing is copied
+    non_blocking = bool(kwargs.get("non_blocking"))
+    if name == "aten::copy_":
+        if not hosts:
+            return "op", None
+        non_blocking = non_blocking or (len(args) > 2 and bool(args[2]))
+        pinned = is_pinned(hosts[0])
+    else:
+        if on_device and (target is None or target.type == "cuda"):
+            return "op", None
+        to_device = not on_device
+        pinned = is_pinned(hosts[0]) if to_device else non_blocking
+    hazard = of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=opname())
+    return ("h2d" if to_device else "d2h"), hazard
 
 
 def of_copy(*, to_device: bool, pinned: bool, non_blocking: bool, opname: str) -> Hazard | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from onegraph.check.declared import capturable, key_of, name_of
 from onegraph.check.simulate import frames, interpret, recording, specialized
 from onegraph.check.simulate.budget import Budget, for_replay
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import Argument, OpRecord
 from onegraph.check.simulate.unknown import Given
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 Code = tuple[CodeType, str]
 
@@ -98,7 +96,7 @@ class _Launch:
     given: tuple[Given, ...] | None = None
 
 
-def launch(world: "World", kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
+def launch(world: Machine, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
     """Run one launch on the simulated device. Raises what Triton raises for wrong arguments."""
     chain = world.chain(3)
     arguments, options = bound(kernel, args, kwargs)
@@ -142,7 +140,7 @@ def _sizes(grid: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _sorted(
-    world: "World", kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...], chain: frames.Chain
+    world: Machine, kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...], chain: frames.Chain
 ) -> _Launch:
     virtual: list[DeviceTensor] = []
     place = 0
@@ -163,7 +161,7 @@ def _sorted(
     return _Launch(kernel, name_of(kernel), key_of(kernel), grid, arguments, plain, virtual, chain)
 
 
-def _memory(world: "World", made: _Launch) -> interpret.Memory:
+def _memory(world: Machine, made: _Launch) -> interpret.Memory:
     """Storages that were there before this step are kept as they were, for the referee to go back to."""
     replayed = world.phase == "step" and world.current is not None and world.step > world.captured_step
     undo = id(made.kernel) not in world.kernels.proven
@@ -191,7 +189,7 @@ def tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def _owner(world: "World", address: int) -> Tensor | None:
+def _owner(world: Machine, address: int) -> Tensor | None:
     """A tensor of the living storage that holds `address`."""
     for key in list(world.storages.records):
         storage = compat.storage_by_address(key)
@@ -200,7 +198,7 @@ def _owner(world: "World", address: int) -> Tensor | None:
     return None
 
 
-def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str:
+def _interpreted(world: Machine, made: _Launch, memory: interpret.Memory) -> str:
     """Run it; why that could not be, or "". What it had written until then is put back."""
     kernels, kernel = world.kernels, made.kernel
     if reason := kernels.why_not(kernel):
@@ -220,20 +218,20 @@ def _interpreted(world: "World", made: _Launch, memory: interpret.Memory) -> str
     return ""
 
 
-def opaque(world: "World", made: _Launch, reason: str) -> None:
+def opaque(world: Machine, made: _Launch, reason: str) -> None:
     """A launch that nothing could look into: what it would have written is not known."""
     what = f"Triton kernel {_short(made.name)}"
     world.opaque(made.key, f"{what} ({reason})", made.chain)
     _unknown(world, made, what)
 
 
-def _unknown(world: "World", made: _Launch, what: str) -> None:
+def _unknown(world: Machine, made: _Launch, what: str) -> None:
     grid = [Argument("grid", made.grid)] if made.grid else []
     recording.launched(world, made.kernel, made.name, made.chain, made.virtual, (*_scalars(made), *grid), made.given)
     world.unknown([t.inner for t in made.virtual], what, made.chain)
 
 
-def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> None:
+def foreign(world: Machine, kernel: Any, name: str, given: tuple[Any, ...]) -> None:
     """A launch of a kernel that is not Triton's, where it was given tensors of the device: nothing looks into it."""
     virtual: list[DeviceTensor] = []
     scalars: list[Any] = []
@@ -246,7 +244,7 @@ def foreign(world: "World", kernel: Any, name: str, given: tuple[Any, ...]) -> N
     _unknown(world, made, f"kernel {name}")
 
 
-def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
+def _record(world: Machine, made: _Launch, memory: interpret.Memory) -> None:
     step = world.current
     assert step is not None
     virtual = made.virtual
@@ -284,7 +282,7 @@ def _record(world: "World", made: _Launch, memory: interpret.Memory) -> None:
 class _Again:
     """A replay of a launch: the same on the storages that it had, within `limit` seconds."""
 
-    world: "World"
+    world: Machine
     kernel: Any
     grid: tuple[int, ...]
     followed: list[Tensor]
@@ -303,12 +301,12 @@ class _Again:
         return True
 
 
-def _external(world: "World", record: StorageRecord) -> int:
+def _external(world: Machine, record: StorageRecord) -> int:
     """Its number, or -1 where the running step made it."""
     return -1 if record.born == world.step and record.phase == "step" else record.number
 
 
-def _records(world: "World", tensors: list[Tensor]) -> list[StorageRecord]:
+def _records(world: Machine, tensors: list[Tensor]) -> list[StorageRecord]:
     by_address = {}
     for key, record in list(world.storages.records.items()):
         storage = compat.storage_by_address(key)

@@ -1,23 +1,21 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.unknown import Given
-    from onegraph.check.simulate.world import World
+from onegraph.check.simulate.unknown import Given
 
 
 def launched(
-    world: "World", func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...],
-    given: tuple["Given", ...] | None = None,
+    world: Machine, func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...],
+    given: tuple[Given, ...] | None = None,
 ) -> None:  # fmt: skip
     """Write down a launch that cannot be run: whatever it was given, it may have written. `given`: as `World.given`
     told before it; None: as it is now."""
@@ -47,7 +45,7 @@ def launched(
     world.current.ops.append(op)
 
 
-def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: Writes) -> None:
+def keep(world: Machine, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Writes) -> None:
     """Copy on write: what an older storage held before this step, for the referee to go back to."""
     assert world.current is not None
     targets = [args[i] for i in writes.positions if i < len(args)]
@@ -56,7 +54,7 @@ def keep(world: "World", args: tuple[Any, ...], kwargs: dict[str, Any], writes: 
         keep_one(world, target)
 
 
-def keep_one(world: "World", target: Tensor) -> None:
+def keep_one(world: Machine, target: Tensor) -> None:
     """The same of one tensor that is about to be written."""
     assert world.current is not None
     key = storage_of(target)
@@ -68,7 +66,7 @@ def keep_one(world: "World", target: Tensor) -> None:
 
 
 def record(
-    world: "World",
+    world: Machine,
     func: Any,
     kind: str,
     chain: frames.Chain,
@@ -124,7 +122,7 @@ def turns(func: Any) -> bool:
 
 
 def uses(
-    world: "World", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    world: Machine, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
     outs: list[Tensor], fresh: tuple[bool, ...],
 ) -> Iterator[tuple[int, bool, Tensor]]:  # fmt: skip
     """(storage number, whether it is written, the part of it) of all on the device that an op reads or writes."""
@@ -154,7 +152,7 @@ def freeze(step: Step, tensor: Tensor) -> None:
 
 
 def _remember(
-    world: "World", op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
+    world: Machine, op: OpRecord, args: tuple[Any, ...], kwargs: dict[str, Any], virtual: list[DeviceTensor],
     hosts: list[Tensor], outs: list[Tensor], fresh: tuple[bool, ...],
 ) -> None:  # fmt: skip
     if op.kind == "h2d":
@@ -178,7 +176,7 @@ def _remember(
         )
 
 
-def compare(world: "World", op: OpRecord, step: Step, outs: list[Tensor]) -> None:
+def compare(world: Machine, op: OpRecord, step: Step, outs: list[Tensor]) -> None:
     """Keep this op's results if it differs from the captured step's op at the same position."""
     assert world.reference is not None
     at = len(step.ops)

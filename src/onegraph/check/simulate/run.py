@@ -11,7 +11,7 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.declared import nameless
 from onegraph.check.protocol import Given, StepCheck, checked_count
-from onegraph.check.report import SILENT, CheckError, Report, Severity, relative
+from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, guarded
 from onegraph.check.simulate.compare import StorageTable
@@ -214,13 +214,6 @@ class _Simulation(StepCheck):
     def end(self, record: Step) -> None:
         self.world.phase = "idle"
 
-    def _place(self, chain: frames.Chain) -> str:
-        where = self.roots.where(chain)
-        if where is None:
-            return ""
-        place = frames.place(*where)
-        return f"{relative(place.path)}:{place.line}"
-
     # pinned memory: a captured copy reads it again at every replay
 
     def _pinned_contents(self) -> dict[int, Tensor]:
@@ -300,8 +293,8 @@ class _Simulation(StepCheck):
         self.conclude(findings, raw, captured, later, table, self.refreshed)
         report = findings.report(self.target, self.count)
         report.facts.update({**self.facts_of_replays(), "simulation seconds": round(seconds, 3)})
-        report.facts["memory"] = memory.facts(captured, findings.locate)
-        if unknown := told({source: self._place(chain) for source, chain in world.unknowns.sources.items()}):
+        report.facts["memory"] = memory.facts(captured, self.roots.place)
+        if unknown := told({source: self.roots.line(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
         if words := nameless(compat.ops()):
             report.facts["declared"] = words

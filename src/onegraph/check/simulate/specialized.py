@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -11,9 +11,7 @@ from onegraph.check.rules.errors import NOT_PERMITTED
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor
 from onegraph.check.simulate.interpret import constexprs
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
+from onegraph.check.simulate.machine import Machine
 
 LOADS = "no error with CUDA 13's driver; older ones refuse to load a module while a stream is capturing"
 """Measured on an H200 with driver 580, torch 2.11 and Triton 3.6: captures and replays well."""
@@ -31,7 +29,7 @@ class Compiled:
         self.tuned: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     def launched(
-        self, world: "World", kernel: Any, name: str, arguments: dict[str, Any], options: dict[str, Any],
+        self, world: Machine, kernel: Any, name: str, arguments: dict[str, Any], options: dict[str, Any],
         chain: frames.Chain,
     ) -> None:  # fmt: skip
         """Note a launch; a finding where the captured step is the first to want this code."""
@@ -93,7 +91,7 @@ def _kind(constant: bool, value: Any, parameter: Any) -> str:
     return f"of {width}" + (", divisible by 16" if value % 16 == 0 and not unaligned else ", not divisible by 16")
 
 
-def tune(world: "World", tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def tune(world: Machine, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`Autotuner.run` without a GPU to time on: the first config that its pruning keeps stands for the fastest.
 
     The arguments are left as tuning leaves them (`reset_to_zero`), without the runs in between.
@@ -110,7 +108,7 @@ def tune(world: "World", tuner: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
-def _tuned(world: "World", tuner: Any, kwargs: dict[str, Any]) -> Any:
+def _tuned(world: Machine, tuner: Any, kwargs: dict[str, Any]) -> Any:
     key = _tuning_key(tuner, kwargs)
     if key in tuner.cache:  # as the user filled it
         return tuner.cache[key]
@@ -141,7 +139,7 @@ def _tuning_key(tuner: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*key, *(str(value.dtype) for value in given.values() if hasattr(value, "dtype")))
 
 
-def _tuned_in_capture(world: "World", tuner: Any, key: tuple[Any, ...], known: list[tuple[Any, ...]]) -> None:
+def _tuned_in_capture(world: Machine, tuner: Any, key: tuple[Any, ...], known: list[tuple[Any, ...]]) -> None:
     name = tuner.base_fn.__name__
     why = "no earlier step launches it" if not known else "its key is not one that an earlier step had"
     values = (f"key: {known[-1]}, now {key}",) if known else ()

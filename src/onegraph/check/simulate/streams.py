@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch import Tensor
 from onegraph.check.report import relative
 from onegraph.check.rules.errors import SILENT, UNCAPTURED, UNJOINED
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.races import Clock, Order, Race
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 OUTSIDE = f"{UNCAPTURED}, or {SILENT}"
 RACE = "silently wrong: whichever of the two runs first decides the result, in eager too"
@@ -53,7 +51,7 @@ class Streams:
         self.reached, self.open, self.main, self.strayed = {main}, {}, main, set()
         self.order = Order()
 
-    def launch(self, world: "World", chain: frames.Chain, index: int) -> bool:
+    def launch(self, world: Machine, chain: frames.Chain, index: int) -> bool:
         """An op is launched on the current stream of GPU `index`: does the capture see it?"""
         if index != world.device_index:
             world.see(
@@ -78,7 +76,7 @@ class Streams:
             )  # fmt: skip
         return False
 
-    def use(self, world: "World", chain: frames.Chain, used: Iterable[tuple[int, bool, Tensor]]) -> None:
+    def use(self, world: Machine, chain: frames.Chain, used: Iterable[tuple[int, bool, Tensor]]) -> None:
         """An op that the capture sees uses storages: (number, whether it writes, the part of it) each."""
         if not self.order.forked:
             return
@@ -86,11 +84,10 @@ class Streams:
         for race in self.order.launch(stream.id if stream is not None else self.main or 0, used, chain):
             self._race(world, race)
 
-    def _race(self, world: "World", race: Race) -> None:
+    def _race(self, world: Machine, race: Race) -> None:
         lines = []
         for use in (race.earlier, race.later):
-            where = world.roots.where(use.chain)
-            at = frames.place(*where) if where else frames.Place("", 0, 0, "")
+            at = world.roots.place(use.chain) or frames.Place("", 0, 0, "")
             lines.append(f"{relative(at.path)}:{at.line} {'writes' if use.writes else 'reads'} it")
         text = (
             f"work on two streams that nothing orders uses the same memory: {lines[0]} on one stream, this line "
@@ -98,7 +95,7 @@ class Streams:
         )
         world.see("CG305", text, RACE, chain=race.later.chain, values=tuple(lines))
 
-    def wait(self, world: "World", waiter: int, reached: bool, source: int, what: str) -> None:
+    def wait(self, world: Machine, waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
         if waiter in self.reached and not reached and source not in self.strayed:
             world.see("CG305", f"the step waits for {what}, which is not part of the capture", OUTSIDE)
@@ -112,13 +109,13 @@ class Streams:
         self.order.host_waits(until)
         self.open.pop(source, None)
 
-    def end(self, world: "World") -> None:
+    def end(self, world: Machine) -> None:
         """The step is over: work on a side stream that nobody waited for breaks the capture."""
         for chain in self.open.values():
             world.see("CG305", "a side stream is not joined before the step ends", UNJOINED, chain=chain)
 
 
-def make(world: "World") -> dict[str, Any]:
+def make(world: Machine) -> dict[str, Any]:
     """Stand-ins for `torch.cuda.Stream`, `Event`, `stream`, ... bound to `world`."""
     streams = world.streams
 
@@ -232,7 +229,7 @@ def make(world: "World") -> dict[str, Any]:
     }
 
 
-def _index(device: Any, world: "World") -> int:
+def _index(device: Any, world: Machine) -> int:
     if device is None:
         return world.device_index
     if isinstance(device, int):

@@ -3,19 +3,17 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onegraph.check.places import package_of
 from onegraph.check.simulate import kernels
 from onegraph.check.simulate.interpret import changed
+from onegraph.check.simulate.machine import Machine
 from onegraph.check.tables import LAUNCHES, SIMULATED_MAKERS
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
 
 
 @contextmanager
-def stand_ins(world: "World") -> Iterator[None]:
+def stand_ins(world: Machine) -> Iterator[None]:
     """While this lasts, the launches of libraries that are imported already go to `world`."""
     changes = []
     for table, make in ((LAUNCHES, _launcher), (SIMULATED_MAKERS, _maker)):
@@ -38,7 +36,7 @@ def _imported(real: Any, stand_in: Any) -> Iterator[tuple[Any, str, Any]]:
             yield from ((module, name, stand_in) for name, value in list(vars(module).items()) if value is real)
 
 
-def _launcher(world: "World", name: str) -> Any:
+def _launcher(world: Machine, name: str) -> Any:
     def launch(*args: Any, **kwargs: Any) -> tuple[int]:
         kernels.foreign(world, name, name, (*args, *kwargs.values()))
         return (0,)  # what the driver's own functions give: an error code, in a tuple
@@ -46,7 +44,7 @@ def _launcher(world: "World", name: str) -> Any:
     return launch
 
 
-def _maker(world: "World", name: str) -> Any:
+def _maker(world: Machine, name: str) -> Any:
     def make(*args: Any, **_: Any) -> "_Kernel":
         told = next((a for a in reversed(args) if isinstance(a, str) and a.isidentifier()), "")
         return _Kernel(world, f"{name}:{told}" if told else name)
@@ -57,7 +55,7 @@ def _maker(world: "World", name: str) -> Any:
 class _Kernel:
     """A compiled kernel, or what leads to one: its attributes and items are such, to call it is a launch."""
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: Machine, name: str) -> None:
         self._world, self._name = world, name
 
     def __getattr__(self, name: str) -> "_Kernel":

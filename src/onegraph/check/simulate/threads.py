@@ -6,14 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from onegraph.check.deadline import Overdue
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
+from onegraph.check.simulate.machine import Machine
 
 
 class Errand(NamedTuple):
@@ -29,11 +27,11 @@ class PerThread:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, world: "World", owner: type) -> int:
+    def __get__(self, world: Machine, owner: type) -> int:
         found: int = getattr(world.local, self.name, 0)
         return found
 
-    def __set__(self, world: "World", value: int) -> None:
+    def __set__(self, world: Machine, value: int) -> None:
         setattr(world.local, self.name, value)
 
 
@@ -82,7 +80,7 @@ class Threads:
             raise self.refused
 
 
-def start(world: "World", real: Callable[..., Any], modes: Callable[[], AbstractContextManager[Any]]) -> Any:
+def start(world: Machine, real: Callable[..., Any], modes: Callable[[], AbstractContextManager[Any]]) -> Any:
     """`Thread.start` whose thread has the machine too (modes hold for one thread), and the calls that started it."""
 
     def start(thread: Any) -> Any:
@@ -104,7 +102,7 @@ def start(world: "World", real: Callable[..., Any], modes: Callable[[], Abstract
     return start
 
 
-def submit(world: "World", real: Callable[..., Any]) -> Any:
+def submit(world: Machine, real: Callable[..., Any]) -> Any:
     """`ThreadPoolExecutor.submit`: in a step with the calls that submitted. While a factory builds, where many threads
     read weights, the work is done at once: what is made gets the same number in every run."""
 
@@ -131,7 +129,7 @@ def submit(world: "World", real: Callable[..., Any]) -> Any:
     return submit
 
 
-def finish(world: "World") -> None:
+def finish(world: Machine) -> None:
     """What Python does after a program's last line: pools do what they were given, and threads end, but daemons."""
     with world.threads.lock:
         world.threads.ended = True
@@ -154,7 +152,7 @@ def _now(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _apart(
-    world: "World", function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    world: Machine, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> "Future[Any]":
     """Work in a thread of its own: those of the pool are not in a copy of the process."""
     done: Future[Any] = Future()
@@ -171,7 +169,7 @@ def _apart(
     return done
 
 
-def _told(world: "World", function: Callable[..., Any]) -> Callable[..., Any]:
+def _told(world: Machine, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which while it runs is known to be the work of those who submit it now."""
     errand = Errand(world.step, world.chain())
 

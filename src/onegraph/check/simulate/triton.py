@@ -5,20 +5,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from onegraph.check.simulate import kernels, specialized
 from onegraph.check.simulate.imports import when_imported
 from onegraph.check.simulate.interpret import changed
-
-if TYPE_CHECKING:
-    from onegraph.check.simulate.world import World
+from onegraph.check.simulate.machine import Machine
 
 
 @contextmanager
-def stand_ins(world: "World", properties: dict[str, Any]) -> Iterator[None]:
+def stand_ins(world: Machine, properties: dict[str, Any]) -> Iterator[None]:
     """While this lasts, launches are interpreted on `world`, whether Triton is imported already or will be.
 
     Args:
@@ -54,7 +52,7 @@ def _driver(stand_in: "_Driver") -> tuple[Any, str, Any]:
     return driver, "_active" if "_active" in vars(driver) else "active", stand_in
 
 
-def _changes(world: "World", properties: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+def _changes(world: Machine, properties: dict[str, Any]) -> list[tuple[Any, str, Any]]:
     jit = sys.modules["triton.runtime.jit"]
     autotuner = sys.modules["triton.runtime.autotuner"]
 
@@ -79,7 +77,7 @@ class _Compiled:
 
     n_regs, n_spills, n_max_threads = 32, 0, 1024
 
-    def __init__(self, world: "World", kernel: Any) -> None:
+    def __init__(self, world: Machine, kernel: Any) -> None:
         self._world, self._kernel = world, kernel
         self.name = kernel.fn.__name__
         self.metadata = SimpleNamespace(shared=0, num_warps=4, num_stages=3, num_ctas=1, name=self.name)
@@ -99,7 +97,7 @@ class _Compiled:
 class _Driver:
     """`triton.runtime.driver.active` of the simulated GPU; of `world` it knows the current device."""
 
-    def __init__(self, world: "World | SimpleNamespace", properties: dict[str, Any]) -> None:
+    def __init__(self, world: Machine | SimpleNamespace, properties: dict[str, Any]) -> None:
         self._world = world
         self.utils = SimpleNamespace(get_device_properties=lambda index=0: _named(properties))
 

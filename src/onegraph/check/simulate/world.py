@@ -292,7 +292,14 @@ class World:
         kind = "op"
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
-            kind, hazard = self._copy(name, args, kwargs, device, virtual, hosts, chain)
+            to_device = any(args[0] is t.inner for t in virtual)
+            kind, hazard = hazards.of_transfer(
+                name, args, kwargs, hosts, target=device, to_device=to_device, on_device=bool(virtual),
+                is_pinned=self.storages.is_pinned, opname=lambda: self.roots.opname(chain),
+            )  # fmt: skip
+            if kind == "d2h" and self.current is not None and virtual and virtual[0].numel() <= 64:
+                for value in virtual[0].inner.detach().flatten().tolist():
+                    self.current.reads.append((chain, value, len(self.current.ops)))
         elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 own = not name.startswith("aten::")  # an op of somebody's own, who may give it tensors of the host
@@ -357,42 +364,9 @@ class World:
             op.opaque, op.given = opaque, given
         return result
 
-    def _copy(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device | None,
-        virtual: list[DeviceTensor],
-        hosts: list[Tensor],
-        chain: frames.Chain,
-    ) -> tuple[str, hazards.Hazard | None]:
-        if not args[0].numel():
-            return "op", None  # of nothing, nothing is copied
-        if name == "aten::copy_":
-            non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            to_device = any(args[0] is t.inner for t in virtual)
-            if not hosts:
-                return "op", None
-            pinned = self.storages.is_pinned(hosts[0])
-        else:
-            non_blocking = bool(kwargs.get("non_blocking"))
-            if virtual and (device is None or device.type == "cuda"):
-                return "op", None
-            to_device = not virtual
-            pinned = self.storages.is_pinned(hosts[0]) if to_device else non_blocking
-        where = self.roots.where(chain)
-        opname = frames.opname(*where) if where else ""
-        hazard = hazards.of_copy(to_device=to_device, pinned=pinned, non_blocking=non_blocking, opname=opname)
-        if not to_device and self.current is not None and virtual and virtual[0].numel() <= 64:
-            for value in virtual[0].inner.detach().flatten().tolist():
-                self.current.reads.append((chain, value, len(self.current.ops)))
-        return ("h2d" if to_device else "d2h"), hazard
-
     def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:
-        where = self.roots.where(chain)
-        if hazard.code == "CG101" and where is not None:
-            hazard = hazards.branch(hazard, frames.opname(*where))
+        if hazard.code == "CG101":
+            hazard = hazards.branch(hazard, self.roots.opname(chain))
         self.see(hazard.code, hazard.message, hazard.happens, chain=chain)
 
     def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
