@@ -154,7 +154,7 @@ def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: st
 
 
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "qwen3_window_bias", "mixtral", "qwen3_moe", "gpt_oss", "e8p", *FAMILIES]
+    "variant", ["smollm2", "qwen3_window_bias", "smollm3_listed", "mixtral", "qwen3_moe", "gpt_oss", "e8p", *FAMILIES]
 )
 def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_path: Path) -> None:
     """onegraph's own check: warm-up, capture and replay of a bfloat16 step with other tokens and positions."""
