@@ -41,6 +41,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Long ones first: what is left at the end is short, and no worker waits for another's last test.
+    items.sort(key=lambda item: "slow" not in item.keywords)
     if not any("gpu" in item.keywords for item in items):
         return
     if GPU:

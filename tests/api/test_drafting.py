@@ -142,6 +142,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
         LLM(model, device="cpu", draft=larger)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(smollm2_gguf() is None, reason="SmolLM2 is not here")
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     """The real model: n-grams of functions that it is asked to go on with, and its own text unchanged."""

@@ -100,6 +100,7 @@ def test_what_makes_no_sense_is_one_line(
     assert words in told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: see CONTRIBUTING.md")
 def test_smollm2_follows_some_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "SPOKEN", 12)

@@ -126,10 +126,11 @@ def test_a_block_can_be_tuned(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "variant", ["smollm2", "qwen3_window_bias", "smollm3_listed", "mixtral", "qwen3_moe", "gpt_oss", *FAMILIES]
 )
-@pytest.mark.parametrize("length", [1, 5])
-def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: str, length: int, tmp_path: Path) -> None:
+def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: str, tmp_path: Path) -> None:
     """The capture contract: no device value reaches the host (fake tensors have none to give), and the operations
-    recorded at one position and another, with their constants, are the same."""
+    recorded at one position and another, with their constants, are the same. Of several tokens a row: the simulated GPU
+    below has steps of one."""
+    length = 5
     save_hf(variant, tmp_path)
     model = Llama.load(Checkpoint.open(tmp_path))
     cache = Decoder(model, rows=2, max_context=64).cache
@@ -153,7 +154,7 @@ def test_a_step_reads_nothing_back_and_is_the_same_at_every_position(variant: st
 
 
 @pytest.mark.parametrize(
-    "variant", ["smollm2", "qwen3_window_bias", "mixtral", "qwen3_moe", "gpt_oss", "e8p", *FAMILIES]
+    "variant", ["smollm2", "qwen3_window_bias", "smollm3_listed", "mixtral", "qwen3_moe", "gpt_oss", "e8p", *FAMILIES]
 )
 def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, tmp_path: Path) -> None:
     """onegraph's own check: warm-up, capture and replay of a bfloat16 step with other tokens and positions."""

@@ -18,6 +18,7 @@ from onegraph.ops.cuda import build, e8p_batch
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_case_is_right_in_either_order_of_clusters(tmp_path: Path) -> None:
     cuda, own = e8p_batch.KERNELS.path.parent, HERE / "e8p_batch_on_cpu"

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SOURCES = "e8p_experts.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("form", ["hopper", "portable"])
 def test_every_case_is_right_through_all_its_launches(form: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SOURCES = "e8p_portable.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_prod
 CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 108, 128))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     cuda, own = e8p_portable.KERNELS.path.parent, HERE / "e8p_portable_on_cpu"

@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 import threading
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.cuda import exchange as launcher
 from onegraph.ops.exchange import all_gather, all_reduce
@@ -205,8 +205,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def made(world: int, item: int) -> Any:
         out = path / f"run-{world}-{item}.so"
-        flags = ["-O1", "-std=c++20", "-w", "-fPIC", "-shared", "-pthread", "-include", "memory"]
-        subprocess.run(["g++", *flags, f"-DWORLD={world}", f"-DITEM={item}", path / "run.cpp", "-o", out], check=True)
+        gcc = ["g++", "-O1", "-std=c++20", "-w", "-fPIC", "-shared", "-pthread", "-include", "memory"]
+        compile_run(path, [f"-DWORLD={world}", f"-DITEM={item}"], out, gcc=gcc)
         return ctypes.CDLL(str(out)).run
 
     return made

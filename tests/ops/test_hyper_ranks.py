@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from gpus import Chains, devices
 from h200 import H200
+from on_cpu import compile_run
 from onegraph.nn.peers import PeerError, Peers
 from onegraph.ops.cuda import deepseek_hyper_ranks as launcher
 from onegraph.ops.deepseek_hyper import hyper_mix, hyper_update, mix_arguments
@@ -100,8 +100,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def made(**defines: int) -> Any:
         out = path / f"run-{'-'.join(map(str, defines.values()))}.so"
-        flags = ["-O1", "-std=c++20", "-w", "-fPIC", "-shared", "-pthread", *(f"-D{k}={v}" for k, v in defines.items())]
-        subprocess.run(["g++", *flags, path / "run.cpp", "-o", out], check=True)
+        gcc = ["g++", "-O1", "-std=c++20", "-w", "-fPIC", "-shared", "-pthread"]
+        compile_run(path, [f"-D{name}={value}" for name, value in defines.items()], out, gcc=gcc)
         return ctypes.CDLL(str(out)).run
 
     return made

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled on this machine, see test_triton.py")
 def test_the_compiler_takes_every_kernel() -> None:
     here = Path(__file__).parent
