@@ -7,6 +7,7 @@ import torch
 
 from h200 import H200
 from onegraph.ops.cuda import sampling as kernel
+from onegraph.ops.cuda import sampling_portable
 from onegraph.ops.registry import reference_ops
 from onegraph.ops.sampling import greedy, sample, uniform
 
@@ -200,6 +201,28 @@ def test_a_row_is_shared_by_as_many_blocks_as_run_at_once_and_hold_it(rows, widt
     assert size == blocks
     assert size * part >= width
     assert shared <= H200.shared
+
+
+@pytest.mark.parametrize(
+    ("built", "rows", "width", "chosen"),
+    [
+        ("sampling portable", 7, 128256, kernel._in_clusters),
+        ("sampling portable", 8, 128256, sampling_portable.sample),
+        ("sampling portable", 1, kernel.MAX_WIDTH + 1, sampling_portable.sample),
+        ("sampling portable", sampling_portable.MAX_ROWS + 1, 128256, kernel._in_clusters),
+        ("sampling", 8, 128256, kernel._in_clusters),
+        ("portable", 1, 128256, sampling_portable.sample),
+        ("portable", sampling_portable.MAX_ROWS + 1, 128256, None),
+        ("sampling", 1, kernel.MAX_WIDTH + 1, None),
+        ("sampling portable", 0, 128256, None),
+        ("", 1, 128256, None),
+    ],
+)
+def test_what_no_kernel_draws_from_is_left_to_torch(built, rows, width, chosen, monkeypatch):
+    monkeypatch.setattr(kernel.build, "device", lambda index: H200)
+    monkeypatch.setattr(kernel.KERNEL, "is_built", lambda device: "sampling" in built)
+    monkeypatch.setattr(sampling_portable.KERNELS, "is_built", lambda device: "portable" in built)
+    assert kernel.choose(rows, width, 0) is chosen
 
 
 @pytest.mark.gpu

@@ -43,12 +43,13 @@ from onegraph.ops import (  # noqa: E402, F401
     step,
     turboquant,
 )
+from onegraph.ops.calls import DeepseekIndex  # noqa: E402
 from onegraph.ops.registry import OPS, Case, Op  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is.
-TWINS = {"paged_decode", "e8p_linear", "e8p_experts", "linear", "sample", "turboquant_write", "deepseek_index"}
+# CUDA's kernel takes what it can, Triton's the rest; test_ops.py runs whichever it is. An index's scores are Triton's.
+TWINS = {"paged_decode", "e8p_linear", "e8p_experts", "linear", "turboquant_write", "deepseek_index"}
 TWINS |= {"hyper_update_mix", "linear_beside_norm"}
 KERNELS = [op for op in OPS.values() if op.kernel is not None and (".ops.triton." in op.kernel or op.name in TWINS)]
 # Shapes that no record has: more tokens than one tile takes (decode once, then a dense product), 16 and 17 tokens.
@@ -76,8 +77,28 @@ HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x5
 
 def kernel_of(op: Op):
     assert op.kernel is not None
+    if op.name == "deepseek_index":
+        return op.unpacked(index_by_scores)
     module, _, name = op.kernel.replace(".ops.cuda.", ".ops.triton.").partition(":")
     return op.unpacked(getattr(importlib.import_module(module), name))
+
+
+def best_places(scores: Tensor, positions: Tensor, counts: Tensor, table: Tensor, ratio: int, top_k: int) -> Tensor:
+    per_page, length = scores.shape[1] // table.shape[1], scores.shape[0] // len(positions)
+    found = torch.full((len(positions), length, top_k), -1, dtype=torch.int32)
+    for row, at in itertools.product(range(len(positions)), range(length)):
+        ready = min(int(positions[row] + at + 1) // ratio, scores.shape[1]) if at < counts[row] else 0
+        order = scores[row * length + at, :ready].sort(descending=True, stable=True).indices[:top_k].sort().values
+        found[row, at, : len(order)] = table[row, order // per_page] * per_page + order % per_page
+    return found
+
+
+def index_by_scores(call: DeepseekIndex) -> Tensor:
+    """Triton's scores, and a selection among them."""
+    from onegraph.ops.triton.deepseek_index import score
+
+    rows = (each.cpu() for each in (score(call), call.positions, call.counts, call.block_table))
+    return best_places(*rows, call.ratio, call.top_k).to(DEVICE)
 
 
 @contextmanager
@@ -206,30 +227,14 @@ def test_walks_of_several_tiles(programs: int, monkeypatch: pytest.MonkeyPatch) 
         check(OPS["e8p_linear"], case, torch.bfloat16)
 
 
-def best_places(scores: Tensor, positions: Tensor, counts: Tensor, table: Tensor, ratio: int, top_k: int) -> Tensor:
-    per_page, length = scores.shape[1] // table.shape[1], scores.shape[0] // len(positions)
-    found = torch.full((len(positions), length, top_k), -1, dtype=torch.int32)
-    for row, at in itertools.product(range(len(positions)), range(length)):
-        ready = min(int(positions[row] + at + 1) // ratio, scores.shape[1]) if at < counts[row] else 0
-        order = scores[row * length + at, :ready].sort(descending=True, stable=True).indices[:top_k].sort().values
-        found[row, at, : len(order)] = table[row, order // per_page] * per_page + order % per_page
-    return found
-
-
-@pytest.mark.parametrize("by", ["triton", "triton_in_chunks", "cuda"])
+@pytest.mark.gpu
 @pytest.mark.parametrize("levels", [0, 5, 1])
-def test_selection(by: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stable sort: distinct scores, ties within and across chunks, all equal; few entries and many."""
-    from onegraph.ops.cuda import deepseek_index as cuda
-    from onegraph.ops.triton import deepseek_index as kernels
+def test_selection(levels: int) -> None:
+    """Against a stable sort: distinct scores, ties, all equal; few entries and many."""
+    from onegraph.ops.cuda.deepseek_index import select
 
-    if by == "cuda" and not GPU:
-        pytest.skip("needs a CUDA GPU")
-    select = cuda.select if by == "cuda" else kernels.select
-    if by == "triton_in_chunks":
-        monkeypatch.setattr(kernels, "CHUNK", 64)
     g = torch.Generator().manual_seed(levels)
-    for columns, top_k, length in ((5, 48, 1), (5, 16, 3), (160, 512, 1))[: 3 if GPU else 2]:
+    for columns, top_k, length in ((5, 48, 1), (5, 16, 3), (160, 512, 1)):
         positions = torch.tensor([columns * 128 - 4, 70, 3, 0, 90], dtype=torch.int32)
         counts = torch.tensor([length, length, 1, 1, 0], dtype=torch.int32)
         table = torch.randperm(5 * columns, generator=g).view(5, columns).to(torch.int32) + 1

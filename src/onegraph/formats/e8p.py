@@ -121,7 +121,7 @@ class E8PFormat(WeightFormat):
     Raises ValueError for another rate.
     """
 
-    ops = "onegraph.ops.e8p"
+    ops = "onegraph.ops.e8p_weight"
     group = 8
     fuses = frozenset(("norm", "silu", "add"))
     mixes_rows = True

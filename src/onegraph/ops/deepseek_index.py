@@ -32,6 +32,14 @@ def _deepseek_index(call: DeepseekIndex) -> Tensor:
     return torch.nn.functional.pad(found, (0, top_k - found.shape[2]), value=-1)
 
 
+def _on_gpu(call: DeepseekIndex) -> Tensor:
+    from onegraph.ops.cuda import deepseek_index as kernels
+
+    if call.q.numel() == 0 or not kernels.KERNEL.is_built(call.q.device.index):
+        return _deepseek_index(call)
+    return kernels.deepseek_index(call)
+
+
 def _check(call: DeepseekIndex) -> None:
     op, q, weights = "deepseek_index", call.q, call.weights
     if q.dim() != 4 or q.dtype not in FLOATS or q.stride()[2:] != (q.shape[3], 1):
@@ -78,7 +86,7 @@ deepseek_index = register(
         schema="-> Tensor",
         reference=_deepseek_index,
         fake=lambda call: call.q.new_empty((*call.q.shape[:2], call.top_k), dtype=INT32),
-        kernel="onegraph.ops.cuda.deepseek_index:deepseek_index",
+        kernel="onegraph.ops.deepseek_index:_on_gpu",
         check=_check,
         cases=(
             _case(

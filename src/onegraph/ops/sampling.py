@@ -68,6 +68,18 @@ def sample_sorted(
     return index.gather(1, race.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
+def _sample_on_gpu(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    from onegraph.ops.cuda import sampling as kernels
+
+    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
+    run = kernels.choose(logits.shape[0], logits.shape[1], logits.device.index)
+    if run is None:
+        return sample_sorted(logits, *asked.values())
+    return run(logits.float().contiguous(), **{name: each.contiguous() for name, each in asked.items()})
+
+
 def _tokens_like(logits: Tensor, *_: Tensor) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int64)
 
@@ -152,7 +164,7 @@ sample = register(
         " -> Tensor",
         reference=sample_sorted,
         fake=_tokens_like,
-        kernel="onegraph.ops.cuda.sampling:sample",
+        kernel="onegraph.ops.sampling:_sample_on_gpu",
         cpu="onegraph.ops.cpu.sampling:sample",
         check=_check_sample,
         cases=(

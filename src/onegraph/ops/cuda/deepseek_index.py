@@ -1,4 +1,4 @@
-"""Launches `deepseek_index.cu`, the selection behind Triton's scores; where it cannot be built, Triton's follows."""
+"""Launches `deepseek_index.cu`, the selection behind Triton's scores."""
 
 import torch
 from torch import Tensor
@@ -21,14 +21,15 @@ KERNEL = build.Source(
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
     example={"PER_PAGE": 32},
-    otherwise="Triton's selects",
+    otherwise="torch computes DeepSeek's index",
 )
 
 
 def select(
     scores: Tensor, positions: Tensor, counts: Tensor, block_table: Tensor, pages: int, ratio: int, top_k: int
 ) -> Tensor:
-    """See `onegraph.ops.triton.deepseek_index.select`."""
+    """Scores as `ops.triton.deepseek_index.score` gives them -> int32 [B, Q, top_k], as of the op; of equal scores the
+    first entries'."""
     batch, (queries, capacity) = positions.shape[0], scores.shape
     selected = torch.empty((batch, queries // batch, top_k), dtype=torch.int32, device=scores.device)
     launch(
@@ -41,10 +42,8 @@ def select(
 
 
 def deepseek_index(call: DeepseekIndex) -> Tensor:
-    """See `onegraph.ops.deepseek_index.deepseek_index`."""
-    from onegraph.ops.triton import deepseek_index as kernels  # compiled as of its import
+    """See `onegraph.ops.deepseek_index.deepseek_index`, of at least one query."""
+    from onegraph.ops.triton.deepseek_index import score  # compiled as of its import
 
-    if call.q.numel() == 0 or not KERNEL.is_built(call.q.device.index):
-        return kernels.deepseek_index(call)
     rows = call.positions, call.counts, call.block_table
-    return select(kernels.score(call), *rows, call.entries.shape[0], call.ratio, call.top_k)
+    return select(score(call), *rows, call.entries.shape[0], call.ratio, call.top_k)

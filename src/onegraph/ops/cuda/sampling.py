@@ -1,13 +1,14 @@
-"""Launches `sampling.cu`, or for many rows and where there are no clusters `sampling_portable.cu`; the rest goes to
-Triton's kernels."""
+"""Launches `sampling.cu`, or for many rows and where there are no clusters `sampling_portable.cu`; torch samples what
+neither takes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build
-from onegraph.ops.cuda import sampling_portable as kernels
+from onegraph.ops.cuda import sampling_portable as portable
 from onegraph.ops.cuda.launcher import Launch, launch
 
 THREADS = 1024  # of a block, as in the kernel
@@ -25,8 +26,11 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
     shared=SHARED_STRUCT + 4 * MAX_WIDTH // CLUSTERS[-1],
-    otherwise="Triton's sample",
+    otherwise="another kernel or torch samples",
 )
+
+
+Sample = Callable[..., Tensor]  # of contiguous tensors, logits in float32
 
 
 class Plan(NamedTuple):
@@ -45,31 +49,27 @@ def plan(rows: int, width: int, device: build.Device) -> Plan:
     return Plan(size, parts[size], SHARED_STRUCT + 4 * parts[size])
 
 
-def clustered(rows: int, device: int) -> bool:
-    """Whether a row has a largest cluster to itself. With smaller ones two launches without clusters are quicker, by a
-    factor where top-p or no filter leaves many tokens, and slower by 1 to 5 us where greedy or a small top-k few."""
-    return KERNEL.is_built(device) and rows <= build.device(device).at_once(CLUSTERS[-1])
+def choose(rows: int, width: int, device: int) -> Sample | None:
+    """The launches that draw from so many rows of logits, None where none do.
+
+    Where a row has a largest cluster to itself, one in clusters. With smaller ones two launches without clusters are
+    quicker, by a factor where top-p or no filter leaves many tokens, and slower by 1 to 5 us where greedy or a small
+    top-k few.
+    """
+    if rows == 0:
+        return None
+    clusters = width <= MAX_WIDTH and KERNEL.is_built(device)
+    if clusters and rows <= build.device(device).at_once(CLUSTERS[-1]):
+        return _in_clusters
+    if portable.supports_shape(rows, width) and portable.KERNELS.is_built(device):
+        return portable.sample
+    return _in_clusters if clusters else None
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """See `onegraph.ops.sampling.sample`."""
+def _in_clusters(logits: Tensor, **asked: Tensor) -> Tensor:
     rows, width = logits.shape
-    device = logits.device.index
-    usable = logits.is_cuda and logits.dtype == torch.float32 and rows > 0 and width <= MAX_WIDTH
-    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
-    plain = usable and kernels.supports_shape(rows, width) and not clustered(rows, device)
-    plain = plain and kernels.KERNELS.is_built(device)
-    if not usable or not (plain or KERNEL.is_built(device)):
-        from onegraph.ops.triton.sampling import sample as fallback  # compiled as of its import
-
-        return fallback(logits, *asked.values())
-    read = {name: t.contiguous() for name, t in {"logits": logits, **asked}.items()}  # alive until the launch
+    size, part, shared = plan(rows, width, build.device(logits.device.index))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if plain:
-        kernels.launch(read, out)
-        return out
-    size, part, shared = plan(rows, width, build.device(device))
-    launch(
-        KERNEL, {}, Launch((rows * size, 1, 1), THREADS, shared, size), **read, out=out, width=width, part=part
-    )  # fmt: skip
+    each = Launch((rows * size, 1, 1), THREADS, shared, size)
+    launch(KERNEL, {}, each, logits=logits, **asked, out=out, width=width, part=part)
     return out

@@ -26,7 +26,7 @@ KERNELS = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("portable",),
-    otherwise="Triton's sample",
+    otherwise="another kernel or torch samples",
 )
 ARRIVED = Counters(MAX_ROWS)
 
@@ -42,10 +42,11 @@ def blocks(rows: int, device: build.Device) -> int:
     return max(least, min(most, device.sms // rows))
 
 
-def launch(read: dict[str, Tensor], out: Tensor) -> None:
-    """`read`: the arguments of `onegraph.ops.sampling.sample`, contiguous, of a shape that `supports_shape` allows."""
-    rows, width = read["logits"].shape
-    device = out.device.index
+def sample(logits: Tensor, **asked: Tensor) -> Tensor:
+    """See `onegraph.ops.sampling.sample`; contiguous tensors, of a shape that `supports_shape` allows."""
+    rows, width = logits.shape
+    device = logits.device.index
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     shared_by = blocks(rows, build.device(device))
     sizes = {
         "maxima": shared_by * WARPS * KEY,
@@ -55,13 +56,14 @@ def launch(read: dict[str, Tensor], out: Tensor) -> None:
         "bins": LIST * BIN,
         "minima": shared_by * WARPS * LOGIT,
     }
-    space = torch.empty(rows * sum(sizes.values()), dtype=torch.uint8, device=out.device)
+    space = torch.empty(rows * sum(sizes.values()), dtype=torch.uint8, device=logits.device)
     at, places = space.data_ptr(), {}
     for name, size in sizes.items():
         places[name] = at
         at += rows * size
     each = launcher.Launch((rows * shared_by, 1, 1), WARPS * 32)
     launcher.launch(
-        KERNELS, {}, each, each._replace(function="sample_draw"), **read, **places, out=out, arrived=ARRIVED.of(device),
-        width=width, part=-(-width // (32 * shared_by)) * 32, blocks=shared_by,
+        KERNELS, {}, each, each._replace(function="sample_draw"), logits=logits, **asked, **places, out=out,
+        arrived=ARRIVED.of(device), width=width, part=-(-width // (32 * shared_by)) * 32, blocks=shared_by,
     )  # fmt: skip
+    return out
