@@ -38,8 +38,14 @@ def rng(seed: int = 0) -> torch.Generator:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fp8")
     cuda = fp8.STREAM.source.path.parent
-    sources = (cuda / name for name in ("fp8.cu", "fp8_dequantize.cu", "fp8_decode.cuh", "routes.cuh"))
-    for file in (*sources, HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", HERE / "fp8_on_cpu" / "run.cpp"):
+    sources = (cuda / name for name in ("fp8.cu", "fp8_dequantize.cu", "routes.cuh"))
+    for file in (
+        *sources,
+        *cuda.glob("fp8_*.cuh"),
+        *cuda.glob("stream*.cuh"),
+        HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh",
+        HERE / "fp8_on_cpu" / "run.cpp",
+    ):
         shutil.copy(file, path)
     return path
 

@@ -66,3 +66,8 @@ __device__ __forceinline__ void find_routes(const int* experts, const float* wei
   }
   __syncthreads();
 }
+
+// The expert of a pair, after `find_routes`; `count`: tokens of the pass.
+__device__ __forceinline__ int expert_of(int pair, int count) {
+  return count == 1 ? routes.expert[pair] : routes.key[pair] / PAIRS;
+}
