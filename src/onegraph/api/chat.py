@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from onegraph.api.cage import Cage, CageError, Exhausted
+from onegraph.engine.arguments import ArgumentError
 
 SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
@@ -36,6 +37,10 @@ DEEPSEEK_V4 = """\
 
 class TemplateError(ValueError):
     """A chat template that is not there, or does not render."""
+
+
+class ThinkingError(ArgumentError, TemplateError):
+    """A chat template without a switch for `thinking`."""
 
 
 class ChatTemplate:
@@ -68,8 +73,9 @@ class ChatTemplate:
         if thinking is None:
             return self._render(messages, given)
         if self.switch is None:
-            raise TemplateError(
-                f"thinking: got {thinking}; the checkpoint's chat template has no switch for it, leave it out"
+            raise ThinkingError(
+                "thinking",
+                f"thinking: got {thinking}; the checkpoint's chat template has no switch for it, leave it out",
             )
         return self._render(messages, {self.switch: thinking} | given)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.api.tokenizer import Tokenizer
+from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.extras import install
 
@@ -39,7 +40,7 @@ class Constraints:
                 f"json_schema and regex need llguidance, which is not installed; {install('constraints')}"
             ) from None
         if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
-            raise ValueError("regex: it has a lone surrogate, which no text has; leave it out")
+            raise ArgumentError("regex", "regex: it has a lone surrogate, which no text has; leave it out")
         if (schema := params.json_schema) is not None:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             name, grammar = "json_schema", LLMatcher.grammar_from_json_schema(text)
@@ -49,10 +50,10 @@ class Constraints:
             self._tokens = self._read()
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"{name}: {_why(matcher)}")
+            raise ArgumentError(name, f"{name}: {_why(matcher)}")
         constraint = GrammarConstraint(name, matcher)
         if constraint.problem:
-            raise ValueError(constraint.problem)
+            raise ArgumentError(name, constraint.problem)
         return constraint
 
     def _read(self) -> LLTokenizer:

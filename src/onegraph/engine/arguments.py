@@ -5,12 +5,23 @@ import operator
 import os
 
 
+class ArgumentError(ValueError):
+    """An argument that is not allowed; `field` names it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(field, message)
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
 def require(name: str, value: object, fine: bool, allowed: str) -> None:
-    """Raises ValueError for an argument that is not `fine`. allowed: how the line ends behind "allowed is"."""
+    """Raises ArgumentError for an argument that is not `fine`. allowed: how the line ends behind "allowed is"."""
     if not fine:
         shown = " ".join(repr(value).split())
         shown = shown if len(shown) <= 100 else f"{shown[:96]}..."
-        raise ValueError(f"{name}: got {shown}; allowed is {allowed}")
+        raise ArgumentError(name, f"{name}: got {shown}; allowed is {allowed}")
 
 
 def require_path(name: str, value: object, allowed: str) -> None:

@@ -22,6 +22,7 @@ class Cache(Protocol):
     prefix_cacheable: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
     whichever sequence and pass wrote it. Such pages may be shared, and a prefill writes what decoding would have.
     setting: how keys and values are stored, as `--kv` says it.
+    rollback, tensors, reset: as of `nn.state.SequenceState`, which declares what kinds of state there are.
     """
 
     @property
@@ -32,7 +33,9 @@ class Cache(Protocol):
 
     @property
     def parts(self) -> list[Any]: ...
-    def tensors(self) -> list[Tensor]: ...  # everything that outlives a step, except whose it is
+    @property
+    def rollback(self) -> int | None: ...
+    def tensors(self) -> list[Tensor]: ...
     def reset(self) -> None: ...
 
 

@@ -82,6 +82,11 @@ class Executor:
                 rows=sizes.rows, pages=sizes.pages, page_size=sizes.page_size, pages_per_row=sizes.per_row, kv=kv,
                 spare=0 if draft is None else MOST,
             )  # fmt: skip
+            if draft is not None and cache.rollback is not None and cache.rollback < MOST:
+                raise ValueError(
+                    f"draft: a round takes back up to {MOST} tokens; the model's state allows {cache.rollback}: leave "
+                    "drafts out"
+                )
             if batch_invariant:
                 check_invariant(model, cache)
             rounds = None if self.speculation is None else self.speculation.ranks[i]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from onegraph.engine.arguments import is_index, is_number, require
+from onegraph.engine.arguments import ArgumentError, is_index, is_number, require
 
 ANSWER = 128  # tokens of an answer at most, where nobody says how many
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
@@ -79,7 +79,7 @@ class SamplingParams:
         check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
         check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         if self.json_schema is not None and self.regex is not None:
-            raise ValueError("regex: got one beside json_schema; allowed is one of the two")
+            raise ArgumentError("regex", "regex: got one beside json_schema; allowed is one of the two")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from onegraph.engine.acceptance import Acceptance
+from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.choice import Constrain, Constraint
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
@@ -98,7 +99,7 @@ def make_sequences(
     sizes: Sizes,
     constrain: Constrain | None = None,
 ) -> list[Sequence]:
-    """A `Sequence` for each prompt; raises ValueError (got / allowed / what to do) for the first that cannot run."""
+    """A `Sequence` for each prompt; raises ArgumentError (got / allowed / what to do) for the first that cannot run."""
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
@@ -122,14 +123,19 @@ def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:
         try:
             tokens.append(operator.index(token))
         except TypeError:
-            raise ValueError(f"prompt {index}: got {token!r} at {at}; allowed are token ids, whole numbers") from None
+            raise ArgumentError(
+                "prompt", f"prompt {index}: got {token!r} at {at}; allowed are token ids, whole numbers"
+            ) from None
         if not 0 <= tokens[-1] < vocabulary:
-            raise ValueError(
+            raise ArgumentError(
+                "prompt",
                 f"prompt {index}: got token {token} at {at}; the model's vocabulary is 0 to {vocabulary - 1}: use the "
-                "model's own tokenizer"
+                "model's own tokenizer",
             )
     if not tokens:
-        raise ValueError(f"prompt {index}: got no tokens; a prompt needs one or more, e.g. the begin-of-text token")
+        raise ArgumentError(
+            "prompt", f"prompt {index}: got no tokens; a prompt needs one or more, e.g. the begin-of-text token"
+        )
     return tokens
 
 
@@ -137,9 +143,11 @@ def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
     """What needs a tokenizer, or several sequences, is for who has them."""
     wanted = sequence.params
     if wanted.n != 1:
-        raise ValueError(f"n: got {wanted.n}; allowed is 1: the engine continues each prompt once, LLM takes n")
+        raise ArgumentError("n", f"n: got {wanted.n}; allowed is 1: the engine continues each prompt once, LLM takes n")
     if wanted.stop_texts:
-        raise ValueError(f"stop: got {wanted.stop_texts[0]!r}; allowed are token ids: the engine has no text, LLM does")
+        raise ArgumentError(
+            "stop", f"stop: got {wanted.stop_texts[0]!r}; allowed are token ids: the engine has no text, LLM does"
+        )
     if wanted.constrained and constrain is None:
         raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
 
@@ -154,13 +162,15 @@ def _check_size(sequence: Sequence, sizes: Sizes) -> None:
             if asked is None
             else f"{length} tokens and max_tokens {asked} make {length + asked}"
         )
-        raise ValueError(
+        raise ArgumentError(
+            "prompt",
             f"prompt {sequence.index}: {found}; the context is {max_context}: {cure}, or make the engine with a larger "
-            "max_context"
+            "max_context",
         )
     pages = sizes.needed(sequence.limit)
     if pages > sizes.pages - 1:
-        raise ValueError(
+        raise ArgumentError(
+            "prompt",
             f"prompt {sequence.index}: {sequence.limit} tokens need {pages} pages of {sizes.page_size}; the cache "
-            f"has {sizes.pages - 1} besides the sentinel: make the engine with pages={pages + 1} or more"
+            f"has {sizes.pages - 1} besides the sentinel: make the engine with pages={pages + 1} or more",
         )

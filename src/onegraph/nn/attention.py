@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.decode_attention import paged_decode
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         self.register_buffer("sinks", None if sinks is None else sinks.float())
 
 
-class PagedCache:
+class PagedCache(SequenceState):
     """Keys and values of all layers in pages, with the device state that says whose they are.
 
     Everything a step reads is a buffer made here: the host writes `block_table`, `positions` and `counts` between steps
@@ -142,22 +143,13 @@ class PagedCache:
         return self.block_table.shape[1] * self.page_size
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
-
-    @property
     def parts(self) -> list[PagedCache]:
         """One for each stage of a model: this is the only one."""
         return [self]
 
-    def tensors(self) -> list[Tensor]:
-        """Everything that outlives a step, except whose it is."""
-        return [*self.keys, *self.values]
-
-    def reset(self) -> None:
-        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
-        for tensor in self.tensors():
-            tensor.zero_()
+    @property
+    def kinds(self) -> list[StateKind]:
+        return [Pages([*self.keys, *self.values])]
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> PagedCache:
         """The same storage seen through some rows: a bucket's first rows, or one row to prefill.

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from onegraph.formats.deepseek_kv import row_bytes
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
+from onegraph.nn.state import Pages, Rings, SequenceState, StateKind
 from onegraph.ops.deepseek_attention import deepseek_attention, deepseek_qkv
 from onegraph.ops.deepseek_index import deepseek_index
 from onegraph.ops.deepseek_prepare import deepseek_prepare
 
 
-class DeepseekCache:
+class DeepseekCache(SequenceState):
     """State of a number of layers on one device.
 
     Args:
@@ -108,34 +109,16 @@ class DeepseekCache:
         """The face of a `PlacedCache` of one stage."""
         return [self]
 
-    def tensors(self) -> list[Tensor]:
-        """Everything that outlives a step, except whose it is."""
-        kinds = (self.windows, self.rings, self.entries, self.index_rings, self.index_entries)
-        return [tensor for kind in kinds for tensor in kind.values() if tensor is not None]
-
     @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+    def kinds(self) -> list[StateKind]:
+        slots = [t for each in (self.windows, self.rings, self.index_rings) for t in each.values() if t is not None]
+        pages = [t for each in (self.entries, self.index_entries) for t in each.values() if t is not None]
+        return [Rings(slots, self.spare), Pages(pages)]
 
     @property
     def max_context(self) -> int:
         """Tokens that a row's part of the block table can address."""
         return self.block_table.shape[1] * self.page_size
-
-    def reset(self) -> None:
-        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
-        for tensor in self.tensors():
-            tensor.zero_()
-
-    def truncate(self, lengths: Tensor) -> None:
-        """Takes back each row's tokens from lengths[row] on, int32 [rows]; a row that has no more than that stays.
-
-        Of the tokens that a row ever had, at most the latest `spare` may be taken back. Nothing but `positions` is
-        written: a query sees a ring's place only by the token that it should hold, the ring is long enough that no
-        token taken back lies where a kept one is looked for, and an entry is seen only from its last token on, whose
-        step writes it first. So this may stand in a captured step.
-        """
-        self.positions.copy_(torch.minimum(self.positions, lengths))
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> DeepseekCache:
         """The same storage seen through some rows, as `PagedCache.view`."""
@@ -175,7 +158,7 @@ class DeepseekCache:
         )  # fmt: skip
 
 
-class PlacedCache:
+class PlacedCache(SequenceState):
     """The caches of a model that is placed over several devices, one for each stage."""
 
     prefix_cacheable = False
@@ -187,12 +170,9 @@ class PlacedCache:
     def setting(self) -> str:
         return self.parts[0].setting
 
-    def tensors(self) -> list[Tensor]:
-        return [tensor for part in self.parts for tensor in part.tensors()]
-
-    def reset(self) -> None:
-        for part in self.parts:
-            part.reset()
+    @property
+    def kinds(self) -> list[StateKind]:
+        return [kind for part in self.parts for kind in part.kinds]
 
     def truncate(self, lengths: Tensor) -> None:
         """As `DeepseekCache.truncate`, on every device."""

@@ -21,6 +21,7 @@ from onegraph.formats import turboquant as formats
 from onegraph.formats.turboquant import EXACT, TurboQuantConfig
 from onegraph.formats.turboquant_layout import TurboQuantLayout
 from onegraph.nn.attention import Attention, PagedCache
+from onegraph.nn.state import Pages, Rings, SequenceState, StateKind
 from onegraph.ops.calls import TurboQuantAttention, TurboQuantWrite
 from onegraph.ops.recent_attention import recent_attention
 from onegraph.ops.turboquant import turboquant_write, write_unfused
@@ -101,7 +102,7 @@ def relative_errors(squares: Tensor) -> list[float]:
     return [(e / s) ** 0.5 if s else 0.0 for e, s in zip(error, size, strict=True)]
 
 
-class TurboQuantCache:
+class TurboQuantCache(SequenceState):
     """Keys and values of all layers as codes, of some layers in the model's dtype (`config.first`, `last`, `edge`).
 
     Attributes (see `PagedCache` for block_table, positions and counts):
@@ -208,24 +209,16 @@ class TurboQuantCache:
         """One for each stage of a model: this is the only one."""
         return [self]
 
-    def tensors(self) -> list[Tensor]:
-        """Everything that outlives a step, except whose it is."""
-        coded = [one for layer in self.layers if layer is not None for one in (layer.codes, layer.ring)]
-        return [*self.paged.tensors(), *(tensor for tensor in coded if tensor is not None)]
-
     @property
-    def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+    def kinds(self) -> list[StateKind]:
+        coded = [layer for layer in self.layers if layer is not None]
+        rings = [layer.ring for layer in coded if layer.ring is not None]
+        return [Pages([*self.paged.tensors(), *(layer.codes for layer in coded)]), Rings(rings, DRAFTS - 1)]
 
     def reset(self) -> None:
-        """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
-        self.paged.reset()
+        """Forget all sequences, and the sums of mode shadow."""
+        super().reset()
         self.squares.zero_()
-        for layer in self.layers:
-            if layer is not None:
-                layer.codes.zero_()
-                if layer.ring is not None:
-                    layer.ring.zero_()
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> TurboQuantCache:
         """See `PagedCache.view`."""

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onegraph.api.completion import copies
+from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.metrics import Metrics
@@ -228,7 +229,7 @@ class Server:
             ]
             return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except ValueError as error:  # a TemplateError or CheckpointError, too
-            raise Refused(str(error), param=_field(str(error).partition(":")[0], asked, name)) from None
+            raise Refused(str(error), param=_field(_named(error), asked, name)) from None
 
     def _length(self, asked: Asked, prompt: list[int]) -> int:
         context = self.worker.llm.max_context
@@ -317,13 +318,17 @@ async def _until_over(pieces: asyncio.Queue[Piece], count: int) -> AsyncIterator
             return
 
 
+def _named(error: ValueError) -> str:
+    return error.field if isinstance(error, ArgumentError) else ""
+
+
 def _field(what: str, asked: Asked, otherwise: str = "") -> str | None:
-    """The request's field that an error's first word is about."""
+    """The request's field for an argument of the engine or the tokenizer; `otherwise` where it has none."""
     text = "prompt" if asked.messages is None else "messages"
     forms = {"thinking": "chat_template_kwargs", "json_schema": "tools" if asked.tools else "response_format"}
     if what in forms:
         return forms[what]
-    if what.split(" ")[0] == "prompt":
+    if what == "prompt":
         return text
     return otherwise or (what if what in asked.sampling else None)
 

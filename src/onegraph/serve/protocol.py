@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from onegraph.api.chat import THINKING
+from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import MAX_LOGPROBS
 from onegraph.serve.text import TokenText
 from onegraph.serve.tools import Tools, parse_call, parse_tools
@@ -156,8 +156,8 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
 def _tools(fields: dict[str, Json]) -> Tools | None:
     try:
         return parse_tools(fields)
-    except ValueError as error:
-        raise Refused(str(error), param=re.split(r"\W", str(error))[0]) from None
+    except ArgumentError as error:
+        raise Refused(str(error), param=error.field) from None
 
 
 def _message(at: int, message: Json) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from onegraph.api.chat import ChatTemplate, TemplateError
 from onegraph.api.completion import overlap
+from onegraph.engine.arguments import ArgumentError
 
 Json = Any  # what json.loads gives
 MAX_TOOLS = 128
@@ -52,37 +53,43 @@ def parse_tools(fields: Mapping[str, Json]) -> Tools | None:
     """
     tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise ValueError(f"tools: it is no list of at most {MAX_TOOLS} tools")
+        raise ArgumentError("tools", f"tools: it is no list of at most {MAX_TOOLS} tools")
     for i, tool in enumerate(tools):
         _check_tool(f"tools[{i}]", tool, forced=choice not in ("auto", "none"))
     several = fields.get("parallel_tool_calls", True)
     if not isinstance(several, bool):
-        raise ValueError("parallel_tool_calls: allowed is true or false")
+        raise ArgumentError("parallel_tool_calls", "parallel_tool_calls: allowed is true or false")
     if choice == "none" or (choice == "auto" and not tools):
         return None
     called = [tool["function"] for tool in tools]
     if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("function"), dict):
         called = [function for function in called if function["name"] == choice["function"].get("name")]
     elif choice not in ("auto", "required"):
-        raise ValueError("tool_choice: allowed are none, auto, required and an object that names a function")
+        raise ArgumentError(
+            "tool_choice", "tool_choice: allowed are none, auto, required and an object that names a function"
+        )
     if not tools:
-        raise ValueError("tool_choice: it asks for a call, and there are no tools; give some, or leave tool_choice out")
+        raise ArgumentError(
+            "tool_choice",
+            "tool_choice: it asks for a call, and there are no tools; give some, or leave tool_choice out",
+        )
     if not called:
-        raise ValueError("tool_choice: the function that it asks for is not in tools")
+        raise ArgumentError("tool_choice", "tool_choice: the function that it asks for is not in tools")
     return Tools(tuple(tools), None if choice == "auto" else forced_schema(called), several)
 
 
 def _check_tool(where: str, tool: Json, *, forced: bool) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise ValueError(f'{where}: an object with type "function" and a function is expected')
+        raise ArgumentError("tools", f'{where}: an object with type "function" and a function is expected')
     if not isinstance(name := function.get("name"), str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{where}: function.name is not a name of 1 to 64 letters, digits, _, - and .")
+        raise ArgumentError("tools", f"{where}: function.name is not a name of 1 to 64 letters, digits, _, - and .")
     if not isinstance(function.get("parameters") or {}, dict):
-        raise ValueError(f"{where}: function.parameters is not a JSON schema")
+        raise ArgumentError("tools", f"{where}: function.parameters is not a JSON schema")
     if function.get("strict") and not forced:
-        raise ValueError(
-            f"{where}: strict holds only where tool_choice is required or names a function; leave it out, or set that"
+        raise ArgumentError(
+            "tools",
+            f"{where}: strict holds only where tool_choice is required or names a function; leave it out, or set that",
         )
 
 
