@@ -98,7 +98,7 @@ def _generation() -> type:
 def _raiser() -> Callable[[str], None]:
     """raise_exception of the templates, a function that leads to nothing: no globals, no builtins, no closure."""
 
-    def raise_exception(message, error=ValueError):
+    def raise_exception(message: str, error: type[Exception] = ValueError) -> None:
         raise error(message)
 
     return types.FunctionType(raise_exception.__code__, {"__builtins__": {}}, "raise_exception", (ValueError,))

@@ -18,7 +18,8 @@ class Output:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        return self._named(self.stream.write, text)
+        result: int = self._named(self.stream.write, text)
+        return result
 
     def flush(self) -> None:
         self._named(self.stream.flush)

@@ -153,7 +153,8 @@ class Checkpoint:
         try:
             if info.file not in self._handles:
                 self._handles[info.file] = safe_open(info.file, framework="pt")
-            return self._handles[info.file].get_tensor(name)
+            result: torch.Tensor = self._handles[info.file].get_tensor(name)
+            return result
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: tensor {quote(name)} cannot be read: {reason(error)}") from None
 

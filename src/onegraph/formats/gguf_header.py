@@ -52,7 +52,7 @@ class _Cursor:
         return value
 
     def count(self, what: str, limit: int) -> int:
-        value = self.number("<Q")
+        value: int = self.number("<Q")
         if value > limit:
             raise self.refuse(f"{value} {what}, at most {limit} are possible,")
         return value

@@ -26,7 +26,8 @@ ROWS_AT_ONCE = 1024  # that are encoded: a whole layer takes several times its f
 def turn(k: int) -> Tensor:
     """float32 [b, b]: one block of T for k inputs, b the largest power of two that divides k, at most 128."""
     block = hadamard_block(k)
-    return rotation(block) * block**-0.5
+    result: Tensor = rotation(block) * block**-0.5
+    return result
 
 
 def turned(x: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ def projection(head_dim: int, seed: int = 0) -> Tensor:
 def _haar(d: int, generator: torch.Generator) -> Tensor:
     """QR of a Gaussian matrix with the signs of R's diagonal moved into Q is Haar-distributed (Mezzadri 2007)."""
     q, r = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).contiguous()
+    result: Tensor = (q * r.diagonal().sign()).contiguous()
+    return result
 
 
 @lru_cache(maxsize=8)

@@ -180,7 +180,8 @@ def _unpack_plane(row: Tensor, width: int) -> Tensor:
     if width == 4:
         return torch.stack((row & 15, row >> 4), dim=-1).flatten(-2)
     byte, bit = _places(width, row.device)
-    return ((row.unflatten(-1, (-1, 2 * width)).index_select(-1, byte) >> bit) & ((1 << width) - 1)).flatten(-2)
+    wide: Tensor = row.unflatten(-1, (-1, 2 * width)).index_select(-1, byte)
+    return ((wide >> bit) & ((1 << width) - 1)).flatten(-2)
 
 
 def _pack_planes(coded: Coded, code_bits: int, variant: str) -> list[Tensor]:
@@ -223,7 +224,8 @@ def unpack_tokens(layout: TurboQuantLayout, rows: Tensor) -> tuple[Coded, Coded]
         return codes, _unpack_plane(next(parts), 1) if variant == "prod" else None
 
     def norm() -> Tensor:
-        return next(parts).contiguous().view(torch.float16).squeeze(-1)
+        result: Tensor = next(parts).contiguous().view(torch.float16).squeeze(-1)
+        return result
 
     k_codes, k_signs = planes(layout.k_code_bits, layout.k_variant)
     v_codes, v_signs = planes(layout.v_code_bits, layout.v_variant)

@@ -39,7 +39,8 @@ class Block(nn.Module):
     def forward(self, stream: Stream, cache: Attend) -> Stream:
         """The residual stream before the layer -> after it; the argument is left as it was."""
         qkv, total = self.qkv(stream)
-        return self.mlp(self.out(cache.attend(self.attention, qkv), total))
+        result: Stream = self.mlp(self.out(cache.attend(self.attention, qkv), total))
+        return result
 
 
 def build_block(

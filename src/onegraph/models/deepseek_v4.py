@@ -78,11 +78,14 @@ class DeepseekBlock(nn.Module):
     def _mix(self, streams: Tensor, h: Hyper, before: Update | None) -> Update:
         weights = h.fn, h.base, h.scale, h.norm, self.eps, self.floor
         crosses = self._crosses(streams)
+        mixed: Update
         if before is None:
-            return hyper_mix(streams, *weights, 0 if crosses is not None else self.iterations)
-        if crosses is not None:
-            return hyper_all_reduce(streams, *before, *weights, self.iterations, *crosses.group)
-        return hyper_update_mix(streams, *self._summed(before), *weights, self.iterations)
+            mixed = hyper_mix(streams, *weights, 0 if crosses is not None else self.iterations)
+        elif crosses is not None:
+            mixed = hyper_all_reduce(streams, *before, *weights, self.iterations, *crosses.group)
+        else:
+            mixed = hyper_update_mix(streams, *self._summed(before), *weights, self.iterations)
+        return mixed
 
     def _crosses(self, streams: Tensor) -> Peer | None:
         """The rank whose sublayers' results cross inside of the hyper-connection: those of few tokens do."""
@@ -241,7 +244,8 @@ class DeepseekV4(nn.Module):
 
     def enter(self, tokens: Tensor) -> Tensor:
         """tokens int64 [B, Q] -> streams [B, Q, H, D] on the first device: the embedding, repeated."""
-        return self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
+        result: Tensor = self.embed(tokens).unsqueeze(2).repeat(1, 1, self.config.streams, 1)
+        return result
 
     def run(
         self, stage: int, streams: Tensor, tokens: Tensor, cache: Attend, taps: dict[int, Tensor | None] | None = None
@@ -264,7 +268,8 @@ class DeepseekV4(nn.Module):
     def leave(self, streams: Tensor) -> Tensor:
         """Streams on the last device -> hidden states after the final norm [B, Q, D]."""
         h, c = self.head, self.config
-        return hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
+        result: Tensor = hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
+        return result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned [..., D], or rows of it -> float32 [..., V]."""

@@ -201,11 +201,13 @@ class DeepseekDraft(nn.Module):
         Returns streams [B, Q, H, D], a fresh tensor.
         """
         e = self.embedding_projection(rms_norm(self.embed(tokens), self.embedding_norm, self.config.eps))
-        x = self.stream_projection(rms_norm(streams.contiguous(), self.stream_norm, self.config.eps)) + e.unsqueeze(2)
+        x: Tensor = self.stream_projection(rms_norm(streams.contiguous(), self.stream_norm, self.config.eps))
+        x = x + e.unsqueeze(2)
         self.block.write(x, self.block(x, tokens, cache, None))
         return x
 
     def leave(self, streams: Tensor) -> Tensor:
         """What `forward` returned -> hidden states after the draft's own norm [B, Q, D]."""
         h, c = self.head, self.config
-        return hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
+        result: Tensor = hyper_head(streams, h.fn, h.base, h.scale, h.norm, c.eps, c.hyper_eps)
+        return result

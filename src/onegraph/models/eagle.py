@@ -281,7 +281,8 @@ class EagleHead(nn.Module):
     def features(self, stream: object, hidden: Mapping[int, Tensor | None]) -> Tensor:
         """The target's hidden states [B, Q, D] behind each of `layers` -> features [B, Q, d]."""
         found = [tap for layer in self.layers if (tap := hidden[layer]) is not None]
-        return self.fc(torch.cat(found, dim=-1))
+        result: Tensor = self.fc(torch.cat(found, dim=-1))
+        return result
 
     def forward(self, tokens: Tensor, features: Tensor, cache: Attend) -> Tensor:
         """One call over tokens that follow each other, at the cache's positions.
@@ -296,11 +297,13 @@ class EagleHead(nn.Module):
         normed = rms_norm(features, self.hidden_norm, eps)
         x = torch.cat((rms_norm(self._embed[0](tokens), self.input_norm, eps), normed), dim=-1)
         attended = cache.attend(self.attention, self.qkv(x))
-        return self.mlp(self.out(attended, normed if self.config.norm_first else features)).total()
+        result: Tensor = self.mlp(self.out(attended, normed if self.config.norm_first else features)).total()
+        return result
 
     def leave(self, features: Tensor) -> Tensor:
         """What `forward` returned [..., d] -> what the output head reads."""
-        return rms_norm(features, self.norm, self.config.layer.eps)
+        result: Tensor = rms_norm(features, self.norm, self.config.layer.eps)
+        return result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `leave` returned [..., d] -> float32 [..., V'] of the token behind."""

@@ -139,7 +139,8 @@ class EagleNet(nn.Module):
             q.transpose(1, 2), torch.cat(keys, dim=2), torch.cat(values, dim=2), scale=c.scale,
             attn_mask=seen[:, : (step + 1) * count] if step else None, is_causal=not step,
         )  # fmt: skip
-        return own.o_proj(out.transpose(1, 2).flatten(2))
+        result: Tensor = own.o_proj(out.transpose(1, 2).flatten(2))
+        return result
 
 
 def _seen(places: int, steps: int, device: torch.device) -> Tensor:

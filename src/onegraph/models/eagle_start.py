@@ -70,4 +70,5 @@ def _fitted(x: Tensor, y: Tensor, ridge: float) -> Tensor:
     """The matrix [E, D] that makes y [N, E] of x [N, D] with the least squares."""
     product = x.t() @ x
     product.diagonal().add_(ridge * product.diagonal().mean())
-    return torch.linalg.solve(product, x.t() @ y).t()
+    result: Tensor = torch.linalg.solve(product, x.t() @ y).t()
+    return result

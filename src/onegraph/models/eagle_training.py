@@ -64,7 +64,9 @@ class Teacher:
     def __call__(self, batch: Batch) -> tuple[Tensor, int]:
         """The loss, whose gradient goes to the net, and how many tokens it is of."""
         at = batch.told(self.steps)
-        loss = _Divergence.apply(self.features(batch, at), self.net.lm_head.weight, self, batch.final.flatten(0, 1)[at])
+        loss = _Divergence.apply(  # type: ignore[no-untyped-call]  # torch's own
+            self.features(batch, at), self.net.lm_head.weight, self, batch.final.flatten(0, 1)[at]
+        )
         return loss, len(at)
 
     def features(self, batch: Batch, at: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ class _Divergence(torch.autograd.Function):
 
 def _divergence(truth: Tensor, found: Tensor) -> Tensor:
     """Of each place [n], in nats: of the head's probabilities, given as logarithms, from the model's."""
-    return (torch.special.xlogy(truth, truth) - truth * found).sum(-1)
+    result: Tensor = (torch.special.xlogy(truth, truth) - truth * found).sum(-1)
+    return result
 
 
 class Exam:

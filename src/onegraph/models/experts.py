@@ -157,4 +157,5 @@ def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Wei
 
 def _gate_first(tensor: Tensor, dim: int) -> Tensor:
     """Rows gate, up, gate, up .. -> all gate rows, then all up rows."""
-    return tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    result: Tensor = tensor.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)
+    return result

@@ -374,7 +374,8 @@ def _ungrouped(tensor: Tensor, field: Field, groups: int) -> Tensor:
     """[G n, ..] -> [G, n, ..]; what has no rows is the same for all groups."""
     if not field.rows:
         return tensor.expand(groups, *tensor.shape)
-    return tensor.unflatten(field.row_dim, (groups, -1))
+    result: Tensor = tensor.unflatten(field.row_dim, (groups, -1))
+    return result
 
 
 class _Reader:

@@ -82,10 +82,12 @@ class LlamaSource:
     @torch.no_grad()
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         """tokens int [B, T] -> [B, T, D]; table [V, D]: to look up in instead of the embedding."""
-        if table is None:
-            return self._embedding(tokens.to(self.device))
-        given = {"weight": table.to(self.device, self.dtype)}
-        return Embedding(DENSE, given, self.dtype, scale=self._embedding.factor)(tokens.to(self.device))
+        embedding = self._embedding
+        if table is not None:
+            given = {"weight": table.to(self.device, self.dtype)}
+            embedding = Embedding(DENSE, given, self.dtype, scale=embedding.factor)
+        found: Tensor = embedding(tokens.to(self.device))
+        return found
 
     def load_block(self, i: int) -> Block:
         """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
@@ -97,7 +99,8 @@ class LlamaSource:
 
         Nothing is written in place, so that autograd can follow it where ops run their references.
         """
-        return block(Stream(hidden), self._causal).total()
+        result: Tensor = block(Stream(hidden), self._causal).total()
+        return result
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""

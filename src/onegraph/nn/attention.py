@@ -168,10 +168,11 @@ class PagedCache(SequenceState):
         a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
         if self.fused and qkv.shape[1] <= MAX_TOKENS:
             early = qkv.shape[:2].numel() <= a.chained
-            return paged_decode(
+            out: Tensor = paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
                 keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap,
-            ).flatten(2)  # fmt: skip
+            )  # fmt: skip
+            return out.flatten(2)
         q = rope_cache_write(
             qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,

@@ -56,7 +56,8 @@ class Norm(nn.Module):
         self.register_buffer("weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        result: Tensor = rms_norm(x, self.weight, self.eps)
+        return result
 
 
 class Scaled(nn.Module):
@@ -187,4 +188,5 @@ class MLP(nn.Module):
 
     def forward(self, stream: Stream) -> Stream:
         gate_up, total = self.gate_up(stream)
-        return self.down(gate_up, total)
+        result: Stream = self.down(gate_up, total)
+        return result

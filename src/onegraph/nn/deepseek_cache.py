@@ -152,10 +152,11 @@ class DeepseekCache(SequenceState):
             if indexer is not None and index_q is not None:
                 heads, pool = index_q.unflatten(2, (gain.shape[2], -1)), self.index_entries[i]
                 selected = deepseek_index(heads, gain, a.cos, a.sin, *rows, pool, indexer.ratio, a.top_k)
-        return deepseek_attention(
+        result: Tensor = deepseek_attention(
             q, kv, self.windows[i], a.sinks, a.cos, a.sin, self.slots, *rows, self.entries[i], selected,
             0 if a.compressor is None else a.compressor.ratio, a.window, a.scale,
         )  # fmt: skip
+        return result
 
 
 class PlacedCache(SequenceState):

@@ -63,4 +63,5 @@ class DeepseekMoE(nn.Module):
             logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together
         )
         out = self.experts(flat, experts, weights).view_as(x)
-        return out if together else out + self.shared(x)
+        result: Tensor = out if together else out + self.shared(x)
+        return result

@@ -23,7 +23,8 @@ class GatedExpert(SharedExpert):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * linear(x.to(self.scale.dtype), self.scale, True).sigmoid().to(x.dtype)
+        result: Tensor = super().forward(x) * linear(x.to(self.scale.dtype), self.scale, True).sigmoid().to(x.dtype)
+        return result
 
 
 class MoE(nn.Module):
@@ -89,8 +90,11 @@ class MoE(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""
+        chosen: tuple[Tensor, Tensor]
         if self.groups is None:
-            return softmax_route(logits, self.bias, self.top_k, self.normalise)
-        assert self.bias is not None
-        groups, top_groups, scale = self.groups
-        return sigmoid_route(logits, self.bias, self.top_k, groups, top_groups, self.normalise, scale)
+            chosen = softmax_route(logits, self.bias, self.top_k, self.normalise)
+        else:
+            assert self.bias is not None
+            groups, top_groups, scale = self.groups
+            chosen = sigmoid_route(logits, self.bias, self.top_k, groups, top_groups, self.normalise, scale)
+        return chosen

@@ -140,7 +140,8 @@ class Peer:
         rows, others = x.flatten(0, -2), None if add is None else add.flatten(0, -2)
         most = _most(len(rows), self._room * 4 // (rows.shape[1] * x.element_size()))
         if len(rows) <= most:
-            return all_reduce(x, add, *self.group)
+            result: Tensor = all_reduce(x, add, *self.group)
+            return result
         parts = [
             all_reduce(part, None if others is None else others[first : first + most], *self.group)
             for first, part in zip(range(0, len(rows), most), rows.split(most), strict=True)

@@ -37,4 +37,5 @@ class SharedExpert(nn.Module):
                     for layer in (gate_up, down)
                 )
                 return run(format, flat, self.first[:tokens], self.ones[:tokens], *both, self.gate, None).view_as(x)
-        return down(self.gate(gate_up(x)))
+        result: Tensor = down(self.gate(gate_up(x)))
+        return result

@@ -305,7 +305,8 @@ class TurboQuantCache(SequenceState):
             state = layer.turn, layer.k_codebook, layer.v_codebook, layer.codes, ring, slots
             how = a.heads, self.config.scale, self._rotation, a.scale, self.config.window, a.window
             early = batch * length <= a.chained
-            return turboquant_decode(*tokens, *state, *how, early).flatten(2)
+            out: Tensor = turboquant_decode(*tokens, *state, *how, early)
+            return out.flatten(2)
         q, own = layer.write(tokens, slots, a.heads, chunk)
         if not chunk:
             return layer.attend(q, table, positions, counts, ring, slots, a.scale, a.window, fused).flatten(2)

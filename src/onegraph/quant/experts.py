@@ -18,9 +18,10 @@ from torch import Tensor
 
 from onegraph.formats.e8p import E8P
 from onegraph.formats.fused import stacked
+from onegraph.formats.weight import Tensors
 from onegraph.quant.calibrate import ExpertLayer
 from onegraph.quant.hessian import Moments, Seen, corrected, drift
-from onegraph.quant.layer import Tensors, dequantize, generator, quantize_group
+from onegraph.quant.layer import dequantize, generator, quantize_group
 from onegraph.quant.recipe import Recipe
 
 Pair = tuple[Tensor, Tensor | None]  # inputs [T, k] of a matrix, and the unquantized model's for the same tokens

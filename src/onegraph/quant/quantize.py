@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
+from onegraph.formats.weight import Tensors
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
 from onegraph.quant.fisher import LARGEST, Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, drift, gather
-from onegraph.quant.layer import Tensors, dequantize, generator, quantize_embedding, quantize_group
+from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.partial import Partial, Piece, key_of
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe

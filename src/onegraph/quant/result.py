@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onegraph.formats.e8p import E8PConfig
-from onegraph.quant.layer import Tensors
+from onegraph.formats.weight import Tensors
 from onegraph.quant.partial import Partial
 
 HEAD, EMBED = "lm_head", "model.embed_tokens"

@@ -16,10 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from onegraph.formats.e8p import KEEP, E8PConfig
+from onegraph.formats.weight import Tensors
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks
-from onegraph.quant.layer import Tensors, dequantize, generator
+from onegraph.quant.layer import dequantize, generator
 from onegraph.quant.partial import Piece
 from onegraph.quant.recipe import TUNE_RATE, Recipe, Tune
 
@@ -186,7 +187,8 @@ class _Student:
 
         def forward(x: Tensor) -> Tensor:
             y = nn.functional.linear(x * (1 + inside).to(x.dtype), module.weight) * (1 + outside).to(x.dtype)
-            return y if bias is None else y + bias
+            result: Tensor = y if bias is None else y + bias
+            return result
 
         module.forward = forward
 

@@ -78,7 +78,8 @@ def _observe(
     seen = {f"output {n}": leaf for n, leaf in enumerate(leaves)}
     seen |= {f"input buffer {name!r}": tensor for name, tensor in cut(runner.views(bucket), rows, bucket).items()}
     seen |= {f"state {name!r}": tensor for name, tensor in (state or {}).items()}
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, seen)
+    result: dict[str, Any] = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, seen)
+    return result
 
 
 def _poison(outputs: Any, truth: Mapping[str, Any]) -> None:

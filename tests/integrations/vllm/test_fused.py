@@ -61,7 +61,7 @@ def test_weights_that_are_reloaded_in_place(tiny_chat: Path, tmp_path: Path) -> 
     """A linear is finished after the norm whose weight it multiplies by, whichever is loaded first."""
     second = other_weights(tiny_chat, tmp_path / "second")
     with serving(tiny_chat, enable_prefix_caching=False) as llm:
-        assert kinds(llm) == ["FusedLlamaDecoderLayer"] * 2
+        assert kinds(llm) == ["FusedLayer"] * 2
         (before,) = llm.apply_model(addresses)
         assert tokens_of(llm, PROMPTS, 12) == ours(tiny_chat, PROMPTS, 12)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
@@ -85,7 +85,7 @@ def test_what_does_not_suit_stays_vllms(tmp_path: Path) -> None:
     with serving(coded.path) as llm:
         found = kinds(llm)
         assert tokens_of(llm, PROMPTS, 12) == ours(coded.path, PROMPTS, 12)
-    assert found == ["Qwen3DecoderLayer", *["FusedQwen3DecoderLayer"] * (len(found) - 1)]
+    assert found == ["Qwen3DecoderLayer", *["FusedLayer"] * (len(found) - 1)]
 
 
 def test_adapters_see_what_the_norm_gives() -> None:

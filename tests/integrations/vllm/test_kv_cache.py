@@ -95,7 +95,7 @@ def test_pages_take_their_true_bytes_and_the_write_does_rope(tiny_chat: Path) ->
     with turboquant(), serving(tiny_chat) as llm:
         (specs,) = llm.llm_engine.model_executor.get_kv_cache_specs()
         (kinds,) = llm.apply_model(lambda model: [type(layer.self_attn).__name__ for layer in model.model.layers])
-    assert kinds == ["WritesCodesLlamaAttention"] * 2
+    assert kinds == ["WritesCodes"] * 2
     size = TurboQuantLayout(64, 4, 4).bytes_per_token_head
     for spec in specs.values():
         assert spec.page_size_bytes == spec.block_size * 2 * size

@@ -112,6 +112,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         assert run is not None
         self.prefix, self.format, self._run = prefix, format, run
         self.stacks: tuple[Stack, ...] = ()
+        self._dummy = False
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
@@ -145,7 +146,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         for stack in self.stacks:
             stack.create(layer)
         layer.load_weights = self._load_weights(layer)
-        layer.onegraph_dummy = get_current_vllm_config().load_config.load_format == "dummy"
+        self._dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
     def _load_weights(self, layer: Any) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[str]]:
         """What stands in for the layer's own `load_weights`, which knows the names of single experts and of dense
@@ -168,7 +169,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         for stack in self.stacks:
-            stack.finish(layer, made_up=layer.onegraph_dummy)
+            stack.finish(layer, made_up=self._dummy)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """vLLM's kernels are not asked."""

@@ -31,8 +31,7 @@ def take_over(attention: Any, table: Tensor) -> None:
         and KERNEL.is_built(table.device.index)
     ):
         return
-    impl.__class__, impl.table = FlashDecodeImpl, table
-    attention.attn_backend = FlashDecodeBackend
+    attention.impl, attention.attn_backend = FlashDecodeImpl(impl, table), FlashDecodeBackend
 
 
 def in_one_launch(impl: Any, metadata: Any) -> bool:
@@ -46,7 +45,11 @@ def in_one_launch(impl: Any, metadata: Any) -> bool:
 
 
 class FlashDecodeImpl(FlashAttentionImpl):
-    table: Tensor
+    def __init__(self, impl: FlashAttentionImpl, table: Tensor) -> None:
+        """Takes the place of `impl` with all that it holds. vLLM's models build `Attention` without naming a backend,
+        and a backend registered as FLASH_ATTN would run every model of the process."""
+        self.__dict__.update(vars(impl))
+        self.table = table
 
     def forward(
         self,

@@ -4,13 +4,14 @@ vLLM's layer launches seven kernels around attention and its rotation: qkv, o, (
 (add and) norm. These launch four, as our own engine does: what stands in front of a linear and behind it is in its op
 (`ops/e8p.py`). A chain of linears also overlaps (`ops/triton/launch.py`), which another kernel between two would end.
 
-`config.py` has vLLM build these classes for our checkpoints. A layer that does not suit (a part whose format fuses
-less, an adapter) stays vLLM's. What suits is decided by the functions that decide it in our own engine. The pieces that
-run it there (`nn/block.py`) own their weights; here these are parameters of vLLM's linears, which reload them and sum
-over ranks.
+`config.py` has vLLM build these classes for our checkpoints. vLLM's models name the classes of their layers themselves
+(Llama's alone can be told another), and whether a layer suits is known once its parts are built: so a `FusedLayer` is
+made of the modules of a built layer and takes its place in the model. A layer that does not suit (a part whose format
+fuses less, an adapter, weights on the host) stays vLLM's. What suits is decided by the functions that decide it in our
+own engine. The pieces that run it there (`nn/block.py`) own their weights; here these are parameters of vLLM's linears,
+which reload them and sum over ranks.
 """
 
-from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -31,15 +32,16 @@ LAYERS = (llama.LlamaDecoderLayer, mistral.MistralDecoderLayer, qwen2.Qwen2Decod
 
 
 class FusedLayer(nn.Module):
-    """What becomes of a decoder layer of vLLM: its modules and parameters, another `forward`.
+    """Made of the modules of a decoder layer of vLLM, whose place it takes.
 
     Between two such layers the residual stream is one tensor, `hidden_states`, and `residual` is None. The last one of
     a rank hands on the two that vLLM's final norm, or the next rank, adds up.
     """
 
-    self_attn: Any
-    mlp: Any
-    onegraph_last: bool
+    def __init__(self, layer: Any, last: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp, self.last = take_over(layer.self_attn), layer.mlp, last
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, **_: Any
@@ -49,52 +51,44 @@ class FusedLayer(nn.Module):
         heads = self.self_attn(positions=positions, hidden_states=stream)
         stream = _behind(self.self_attn.o_proj, heads, stream)
         gate_up, _ = self.mlp.gate_up_proj(stream)
-        if self.onegraph_last:
+        if self.last:
             return _behind(self.mlp.down_proj, gate_up, None, silu=True), stream
         return _behind(self.mlp.down_proj, gate_up, stream, silu=True), None
 
 
 def _behind(linear: Any, x: Tensor, add: Tensor | None, silu: bool = False) -> Tensor:
     """A row-parallel linear, summed over ranks: the first one gives bias and `add`."""
-    if linear.onegraph_sum is not None:
-        return linear_sum(x, add, silu, linear.onegraph_sum)
+    if linear.onegraph.sum_name is not None:
+        return linear_sum(x, add, silu, linear.onegraph.sum_name)
     first = linear.tp_rank == 0
     y = linear.quant_method.run(linear, x, linear.bias if first else None, add=add if first else None, silu=silu)
     return tensor_model_parallel_all_reduce(y) if linear.tp_size > 1 else y
 
 
 def fuse(model: Any, vllm_config: Any) -> int:
-    """Turns the decoder layers of `model` (of `...ForCausalLM`) into `FusedLayer`s where they suit; how many."""
+    """Puts `FusedLayer`s in the place of the decoder layers of `model` (of `...ForCausalLM`) that suit; how many."""
     if vllm_config.lora_config is not None:  # adapters read what the norm gives
         return 0
-    layers = list(model.model.layers)[model.model.start_layer : model.model.end_layer]
-    suited = [layer for layer in layers if _suits(layer)]
+    layers, end = model.model.layers, model.model.end_layer
+    suited = [i for i in range(model.model.start_layer, end) if _suits(layers[i])]
     config = vllm_config.model_config
     exchange = exchange_of(vllm_config, config.get_hidden_size(), config.dtype) if suited else None
     model.onegraph_exchange = exchange
-    for layer in suited:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            linear.onegraph_sum = None
-            if exchange is not None:
+    for i in suited:
+        layer = layers[i]
+        if exchange is not None:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 sum_over_ranks(linear, exchange)
         for norm, linear in (
             (layer.input_layernorm, layer.self_attn.qkv_proj),
             (layer.post_attention_layernorm, layer.mlp.gate_up_proj),
         ):
-            linear.onegraph_norm = [norm]  # in a list, so that it is no module of the linear's
-            linear.onegraph_eps = norm.variance_epsilon
-            linear.onegraph_slots.expect_norm(linear, norm.weight)
-        layer.self_attn.o_proj.onegraph_deferred = True
+            linear.onegraph.norm, linear.onegraph.eps = norm, norm.variance_epsilon
+            linear.onegraph.slots.expect_norm(linear, norm.weight)
+        layer.self_attn.o_proj.onegraph.deferred = True
         layer.self_attn.o_proj.reduce_results = False
-        layer.onegraph_last = layer is layers[-1]
-        layer.__class__ = _fused(cast(Any, type(layer)))
-        take_over(layer.self_attn)
+        layers[i] = FusedLayer(layer, last=i == end - 1)
     return len(suited)
-
-
-@cache
-def _fused(kind: type) -> type:
-    return type(f"Fused{kind.__name__}", (FusedLayer, kind), {})
 
 
 def _formats(linear: Any) -> list[WeightFormat]:
@@ -106,6 +100,8 @@ def _formats(linear: Any) -> list[WeightFormat]:
 def _suits(layer: Any) -> bool:
     """Whether the layer is one that we know, all of whose linears fuse what stands around them."""
     if type(layer) not in LAYERS or getattr(layer, "ada_rms_norm_t_cond", None) is not None:
+        return False
+    if "forward" in vars(layer):  # weights on the host: vLLM has wrapped it
         return False
     qkv, out, gate_up, down = linears = (
         layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj,

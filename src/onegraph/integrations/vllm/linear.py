@@ -2,7 +2,8 @@
 graph."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,23 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.shards import Share, Slots
 from onegraph.ops.weight import weight_ops
+
+
+@dataclass
+class OnegraphState:
+    """What onegraph keeps on a linear, output head or embedding of vLLM, as the layer's `onegraph`.
+
+    joined: one launch runs all parts. dummy: vLLM makes the weights up. norm, eps: the RMSNorm inside the launch.
+    deferred: the decoder layer runs this linear (`fused.py`). sum_name: of the linear in `ranks.linear_sum`.
+    """
+
+    slots: Slots
+    joined: bool
+    dummy: bool
+    norm: nn.Module | None = None
+    eps: float | None = None
+    deferred: bool = False
+    sum_name: str | None = None
 
 
 class OnegraphLinearMethod(LinearMethodBase):
@@ -46,8 +64,8 @@ class OnegraphLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., k] -> [..., n] in x's dtype; after the norm in front, where `fused.py` gave the layer one."""
-        if getattr(layer, "onegraph_deferred", False):
-            return x  # the decoder layer runs it, with what it adds
+        if layer.onegraph.deferred:
+            return x
         return self.run(layer, x, bias)
 
     def run(
@@ -55,9 +73,9 @@ class OnegraphLinearMethod(LinearMethodBase):
     ) -> Tensor:
         """x [..., k] ([..., 2k] with `silu`) -> [..., n]; what `add` and `silu` fuse: `nn.linear.Linear`."""
         x = x.contiguous()
-        slots: Slots = layer.onegraph_slots
-        eps = getattr(layer, "onegraph_eps", None)
-        if layer.onegraph_joined:
+        state: OnegraphState = layer.onegraph
+        slots, eps = state.slots, state.eps
+        if state.joined:
             part = slots.parts[0]
             weight = slots.given(layer, None, after_norm=eps is not None)
             return part.ops.linear(part.format, x, weight, bias, add, eps, silu, False)
@@ -97,24 +115,26 @@ class OnegraphEmbeddingMethod(QuantizeMethodBase):
         share = Share(layer.tp_rank, layer.tp_size, vocabulary=used, by_row=not isinstance(layer, ParallelLMHead))
         parts = {self.name: self.format}
         _create(layer, Slots(parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
-        layer.onegraph_dtype, layer.onegraph_used = params_dtype, used[1] - used[0]
+        self.dtype, self.used = params_dtype, used[1] - used[0]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         _finish(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., k] -> logits [..., padded vocabulary]; the padding's are zero, and vLLM drops them."""
-        part, n = layer.onegraph_slots.parts[0], layer.onegraph_used
-        weight = layer.onegraph_slots.given(layer, None, rows=n if n < part.rows else None)
+        slots, n = layer.onegraph.slots, self.used
+        part = slots.parts[0]
+        weight = slots.given(layer, None, rows=n if n < part.rows else None)
         bias = None if bias is None else bias[:n]
         logits = part.ops.linear(part.format, x.contiguous(), weight, bias, None, None, False, False)
         return logits if n == part.rows else nn.functional.pad(logits, (0, part.rows - n))
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """ids [...] -> rows [..., k] in the model's dtype."""
-        part = layer.onegraph_slots.parts[0]
-        rows: Tensor = part.ops.embedding(part.format, ids, layer.onegraph_slots.given(layer, None))
-        return rows.to(layer.onegraph_dtype)
+        slots = layer.onegraph.slots
+        part = slots.parts[0]
+        rows: Tensor = part.ops.embedding(part.format, ids, slots.given(layer, None))
+        return rows.to(self.dtype)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         return layer  # quantizing either unties them
@@ -129,18 +149,18 @@ class UntiedMethod(UnquantizedEmbeddingMethod):
 
 def _create(layer: Any, slots: Slots) -> None:
     slots.create(layer)
-    layer.onegraph_slots = slots
-    layer.onegraph_dummy = get_current_vllm_config().load_config.load_format == "dummy"
-    layer.onegraph_joined = len(slots.parts) == 1
+    dummy = get_current_vllm_config().load_config.load_format == "dummy"
+    layer.onegraph = OnegraphState(slots, joined=len(slots.parts) == 1, dummy=dummy)
 
 
 def _finish(layer: Any) -> None:
     """Checks and folds what was loaded, and settles how the layer is launched."""
-    slots: Slots = layer.onegraph_slots
-    slots.finish(layer, made_up=layer.onegraph_dummy)
-    layer.onegraph_joined = slots.joined(layer)
-    if getattr(layer, "onegraph_norm", None) is not None:
-        norm = layer.onegraph_norm[0].weight
+    state: OnegraphState = layer.onegraph
+    slots = state.slots
+    slots.finish(layer, made_up=state.dummy)
+    state.joined = slots.joined(layer)
+    if state.norm is not None:
+        norm = cast(Tensor, state.norm.weight)
         if norm.is_meta:
             parts = ", ".join(part.name for part in slots.parts)
             raise ValueError(f"{parts}: reloaded without the norm in front; reload all weights of the layer")

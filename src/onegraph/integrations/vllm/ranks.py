@@ -42,14 +42,15 @@ def exchange_of(vllm_config: Any, hidden: int, dtype: torch.dtype) -> PeerProces
 def sum_over_ranks(linear: Any, exchange: PeerProcess) -> None:
     """From now on `linear`, a row-parallel one whose parts are one layer, has a name for `linear_sum`."""
     ranks = get_tp_group()
-    linear.onegraph_sum = f"{linear.prefix}@{ranks.unique_name}"
-    _LINEARS[linear.onegraph_sum] = linear, exchange, ranks
+    linear.onegraph.sum_name = f"{linear.prefix}@{ranks.unique_name}"
+    _LINEARS[linear.onegraph.sum_name] = linear, exchange, ranks
 
 
 def _run(x: Tensor, add: Tensor | None, silu: bool, name: str) -> Tensor:
     linear, exchange, ranks = _LINEARS[name]
-    part = linear.onegraph_slots.parts[0]
-    weight, first = linear.onegraph_slots.given(linear, None, after_norm=False), exchange.group[3] == 0
+    slots = linear.onegraph.slots
+    part = slots.parts[0]
+    weight, first = slots.given(linear, None, after_norm=False), exchange.group[3] == 0
     bias, tokens = linear.bias if first else None, x.shape[:-1].numel()
     x = x.contiguous()
     if 1 <= tokens <= TOKENS:
@@ -78,4 +79,4 @@ for _backend in ("CPU", "CUDA"):
 torch.library.register_fake("onegraph_vllm::linear_sum", _fake, lib=_LIBRARY)
 linear_sum = torch.ops.onegraph_vllm.linear_sum
 """x [..., k] ([..., 2k] with `silu`) of this rank -> the sum of all ranks' linears plus `add`, [..., n]. One opaque op,
-since how it crosses depends on how many tokens there are. name: `onegraph_sum` of the linear."""
+since how it crosses depends on how many tokens there are. name: `OnegraphState.sum_name` of the linear."""

@@ -6,7 +6,6 @@ may overlap that linear (`ops/triton/launch.py`). Attention that does not suit (
 backend) stays vLLM's.
 """
 
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -28,13 +27,14 @@ KINDS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention)
 
 
 class _Attention(nn.Module):
-    qkv_proj: Any
-    o_proj: Any
-    rotary_emb: Any
-    attn: Any
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    """Made of the modules of an attention of vLLM, whose place it takes."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.qkv_proj, self.o_proj = attention.qkv_proj, attention.o_proj
+        self.rotary_emb, self.attn = attention.rotary_emb, attention.attn
+        self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.head_dim = attention.head_dim
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
@@ -70,8 +70,8 @@ class WritesCodes(_Attention):
         return output
 
 
-def take_over(attention: Any) -> None:
-    """Turns the attention of a decoder layer into one of these where it suits."""
+def take_over(attention: Any) -> nn.Module:
+    """What runs in place of the attention of a decoder layer: one of these where it suits, else itself."""
     rope = getattr(attention, "rotary_emb", None)
     if (
         type(attention) not in KINDS
@@ -84,14 +84,15 @@ def take_over(attention: Any) -> None:
         or attention.attn.attn_type != "decoder"  # an encoder's keys and values stand in no cache
         or attention.attn.impl.dcp_world_size * attention.attn.impl.pcp_world_size > 1  # ranks that exchange them
     ):
-        return
+        return cast(nn.Module, attention)
     backend = type(attention.attn.impl).__name__
     if backend == "TurboQuantImpl":
         attention.attn.impl.rope = _halves(rope)
-        attention.__class__ = _turned(WritesCodes, cast(Any, type(attention)))
-    elif backend == "FlashAttentionImpl" and attention.attn.kv_cache_dtype == "auto":
+        return WritesCodes(attention)
+    if backend == "FlashAttentionImpl" and attention.attn.kv_cache_dtype == "auto":
         flash.take_over(attention.attn, _table(rope))
-        attention.__class__ = _turned(WritesCache, cast(Any, type(attention)))
+        return WritesCache(attention)
+    return cast(nn.Module, attention)
 
 
 def _table(rope: Any) -> Tensor:
@@ -108,11 +109,6 @@ def _halves(rope: Any) -> tuple[Tensor, Tensor]:
         for name, half in zip(("cos", "sin"), rope._compute_cos_sin_cache().float().chunk(2, dim=-1), strict=True):
             rope.register_buffer(f"onegraph_{name}", half.contiguous(), persistent=False)
     return rope.onegraph_cos, rope.onegraph_sin
-
-
-@cache
-def _turned(how: type, kind: type) -> type:
-    return type(f"{how.__name__}{kind.__name__}", (how, kind), {})
 
 
 def _rope_and_cache(qkv: Tensor, positions: Tensor, table: Tensor, heads: int, layer_name: LayerNameType) -> Tensor:
