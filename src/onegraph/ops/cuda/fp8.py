@@ -77,7 +77,7 @@ class FP8(Stream):
     )
     dequantizer = build.Source(
         "fp8_dequantize",
-        ops=("fp8_dequantize",),
+        ops=("fp8_dequantize", "mxfp8_dequantize"),
         functions=("fp8_dequantize",),
         arguments=build.Arguments(pointers=("codes", "scale", "y"), ints=("matrices", "n", "k", *BLOCKS)),
         capabilities=build.PORTABLE,
