@@ -3,9 +3,6 @@ layer of DeepSeek-V4-Flash behind one another, as JSON lines.
 
 PYTHONPATH=src python3 benchmarks/nvfp4.py --out benchmarks/results/nvfp4-h200.jsonl
 PYTHONPATH=src python3 benchmarks/nvfp4.py --format mxfp4 --out benchmarks/results/mxfp4-h200.jsonl
-
-`--activations` times what W4A4 does in front of the product instead: a prompt's activations to NVFP4, scales in tiles,
-beside the reference, which is torch op by op.
 """
 
 import argparse
@@ -21,7 +18,6 @@ import torch
 from onegraph.engine.bench import copy_bandwidth, replay_us
 from onegraph.engine.record import emit, machine
 from onegraph.ops.mxfp4 import mxfp4_experts, mxfp4_grouped_linear, mxfp4_linear
-from onegraph.ops.nvfp4 import nvfp4_quantize_tiled
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, nvfp4_linear
 from onegraph.ops.registry import nbytes
 
@@ -49,7 +45,7 @@ class NVFP4:
 
     @staticmethod
     def linear(x: torch.Tensor, *weight: Any) -> Any:
-        return nvfp4_linear(x, *weight, None)
+        return nvfp4_linear(x, *weight, None, False)
 
     run_experts = nvfp4_experts
 
@@ -143,32 +139,17 @@ def layer(format: Format) -> Iterator[dict[str, Any]]:
     yield {"op": "the products of a V4-Flash layer", "tokens": 1, "us": us, "bytes": bytes_}
 
 
-def activations() -> Iterator[dict[str, Any]]:
-    for k in (4096, 14336):
-        for tokens in (256, 2048):
-            one = tokens * k * 2
-            inputs = [
-                torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(-(-WORKING_SET // one))
-            ]
-            unit = torch.tensor(0.002, device=DEVICE)
-            us = timed([partial(nvfp4_quantize_tiled, x, unit) for x in inputs])
-            peer = timed([partial(nvfp4_quantize_tiled.reference, x, unit) for x in inputs])
-            row = {"op": "nvfp4_quantize_tiled", "k": k, "tokens": tokens, "us": us, "torch_us": round(peer, 2)}
-            yield row | {"bytes": nvfp4_quantize_tiled.bytes_moved(inputs[0], unit)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16])
     parser.add_argument("--format", choices=("nvfp4", "mxfp4"), default="nvfp4")
-    parser.add_argument("--activations", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     format = MXFP4 if args.format == "mxfp4" else NVFP4
     about = {"bench": format.name, **machine(DEVICE)}
     bandwidth = copy_bandwidth(DEVICE)
     products = chain(linears(format, args.tokens), experts(format, args.tokens), layer(format))
-    for row in activations() if args.activations else products:
+    for row in products:
         row["us"] = round(row["us"], 2)
         emit(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about, args.out)
 

@@ -32,8 +32,8 @@ from onegraph.ops.int4 import int4_linear
 from onegraph.ops.int4 import random_weight as int4_weight
 from onegraph.ops.mxfp4 import mxfp4_linear
 from onegraph.ops.mxfp4 import random_weight as mxfp4_weight
-from onegraph.ops.nvfp4 import random_weight as nvfp4_weight
 from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
+from onegraph.ops.nvfp4_linear import random_weight as nvfp4_weight
 from onegraph.ops.registry import nbytes
 from onegraph.ops.sampling import sample
 
@@ -79,7 +79,7 @@ def linears() -> Iterator[Row]:
             yield {"op": f"e8p_linear {bits} bits", "tokens": tokens, "us": timed([partial(w, x) for w in coded])}
         del coded
     made: dict[str, tuple[tuple[Tensor, ...], Callable[..., Any], tuple[Any, ...]]] = {
-        "nvfp4_linear": (nvfp4_weight((n, k), DEVICE, rng()), nvfp4_linear, (None,)),
+        "nvfp4_linear": (nvfp4_weight((n, k), DEVICE, rng()), nvfp4_linear, (None, False)),
         "mxfp4_linear": (mxfp4_weight((n, k), DEVICE, rng()), mxfp4_linear, (None, False)),
         "int4_linear": (int4_weight(n, k, 128, DEVICE, rng()), int4_linear, (None, None, False)),
         "fp8_linear": (fp8_weight((n, k), 128, 128, DEVICE, rng()), fp8_linear, (None, 128, 128, False)),

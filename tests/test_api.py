@@ -264,7 +264,6 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
         ({"gpus": 1.0}, "gpus: got 1.0; allowed is a count"),
         ({"split": 3}, "split: got 3; allowed is 'tensor', 'layer', or None"),
         ({"batch_invariant": "no"}, "batch_invariant: got 'no'; allowed is True or False$"),
-        ({"w4a4": 1}, "w4a4: got 1; allowed is True or False$"),
         ({"capture": 1}, "capture: got 1; allowed is True, False, 'split', or None"),
         ({"tokenizer": "a"}, "tokenizer: got 'a'; allowed is a Tokenizer, or None"),
         ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),

@@ -15,7 +15,8 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_names import official
-from onegraph.ops.nvfp4 import nvfp4_dequantize_weight, nvfp4_quantize
+from onegraph.ops.nvfp4 import nvfp4_quantize
+from onegraph.ops.nvfp4_linear import nvfp4_dequantize
 
 # Inputs of quantized layers are multiples of 16, and an expert's outputs too.
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "o_lora_rank": 16, "q_lora_rank": 32}
@@ -36,7 +37,7 @@ def quantized(path, keep=lambda name: False):
         factor = tensor.abs().amax() / (6.0 * 448.0)
         codes, scale = nvfp4_quantize(tensor, factor)
         rows = factor.expand(len(tensor)).contiguous()
-        tensors[name] = nvfp4_dequantize_weight(codes, scale, rows)
+        tensors[name] = nvfp4_dequantize(codes, scale, rows)
         packed |= {name: codes, f"{kind}.weight_scale": scale.view(torch.float8_e4m3fn)}
         packed[f"{kind}.weight_scale_2"] = factor.reshape(())
     config = json.loads((path / "dense" / "config.json").read_text())

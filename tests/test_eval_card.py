@@ -57,7 +57,7 @@ def model(made: Path, tmp_path: Path) -> Path:
 
 def measure(**changes: Any) -> Measure:
     given: dict[str, Any] = {"figures": FIGURES, "text": "wiki.txt", "sha256": DIGEST, "reference": Path("/x/Base")}
-    given |= {"needle": None, "w4a4": False, "computed": "in float32 on a CPU", "day": "2026-11-24"}
+    given |= {"needle": None, "computed": "in float32 on a CPU", "day": "2026-11-24"}
     return Measure(**given | changes)
 
 
@@ -138,7 +138,6 @@ def test_another_measure_stands_beside_and_the_same_one_replaces(tmp_path: Path)
         measure(reference=None, figures=FIGURES | {"kl": None}),
         measure(reference=Path("/x/models--org--Base/snapshots/a1b2")),
         measure(needle=2048, figures=FIGURES | {"needle": [[1, 1], [0, 1]]}),
-        measure(w4a4=True),
         *(measure(figures=FIGURES | change) for change in ({"tokens": 8}, {"window": 64}, {"kv": "turboquant:4"})),
     ]
     for count, other in enumerate(others, 2):
@@ -158,7 +157,6 @@ def test_another_measure_stands_beside_and_the_same_one_replaces(tmp_path: Path)
     assert "| perplexity | 15.0012 |\n" in got, "without a reference there is no column of it"
     assert "against `org/Base@a1b2`" in got
     assert "| needles found in 2048 tokens | 3 of 4 |" in got
-    assert "activations in FP4" in got
     assert "KV cache `turboquant:4`" in got
     assert card.stat().st_mode & 0o777 == 0o640
 

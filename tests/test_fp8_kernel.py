@@ -262,8 +262,8 @@ def test_scales_of_a_byte_are_powers_of_two(build) -> None:
 def test_from_the_op_down(folder: Path) -> None:
     """Every case of the ops through what chooses and launches the kernels."""
     launched = [line.rsplit(" ", 1) for line in host_lines(HERE / "fp8_on_cpu" / "host.py", folder)]
-    assert len(launched) > 12
-    assert all(count == ("2" if name.startswith("fp8_experts") else "1") for name, count in launched)
+    assert len(launched) > 20
+    assert all(count == ("2" if "fp8_experts" in name else "1") for name, count in launched)
 
 
 VARIANTS = (

@@ -343,17 +343,23 @@ def test_bad_arguments_are_refused() -> None:
     x = torch.ones(2, 64)
     for args, message in (
         ((x, codes.int(), scale, zero, None, None, False), "codes is torch.int32"),
-        ((x, codes, scale[:, :1].expand(8, 3).contiguous(), zero, None, None, False), "scale is"),
-        ((x, codes, scale.repeat(1, 2), zero.repeat(1, 2), None, None, False), "4 groups of 16 columns"),
-        ((x, codes, scale.int(), zero, None, None, False), "scale is torch.int32"),
-        ((x, codes, scale, zero.int(), None, None, False), "zero is torch.int32"),
-        ((x, codes, scale, zero, torch.arange(64), None, False), "order is torch.int64"),
-        ((x, codes, scale, zero, torch.arange(32).int(), None, False), "order is torch.int32"),
-        ((x, codes, scale.t().contiguous().t(), zero, None, None, False), "scale has strides"),
+        ((x, codes, scale[:, :1].expand(8, 3).contiguous(), zero, None, None, False), "scale of codes is"),
+        (
+            (x, codes, scale.repeat(1, 2), zero.repeat(1, 2), None, None, False),
+            "groups of a multiple of 32",
+        ),
+        ((x, codes, scale.int(), zero, None, None, False), "scale of codes is torch.int32"),
+        ((x, codes, scale, zero.int(), None, None, False), "zero of codes is torch.int32"),
+        ((x, codes, scale, zero, torch.arange(64), None, False), "order of codes is torch.int64"),
+        ((x, codes, scale, zero, torch.arange(32).int(), None, False), "order of codes is torch.int32"),
+        ((x, codes, scale.t().contiguous().t(), zero, None, None, False), "scale of codes on cpu has strides"),
         ((x[:, :32], codes, scale, zero, None, None, False), "x is torch.float32"),
         ((x, codes, scale, zero, None, torch.ones(7), False), "bias is torch.float32"),
-        ((x, codes.unsqueeze(0), scale.unsqueeze(0), zero.unsqueeze(0), None, None, False), "a linear has"),
-        ((x, codes.to("meta"), scale, zero, None, None, False), "move them to one device"),
+        (
+            (x, codes.unsqueeze(0), scale.unsqueeze(0), zero.unsqueeze(0), None, None, False),
+            r"uint8 \[n, k/2\]",
+        ),
+        ((x, codes.to("meta"), scale, zero, None, None, False), "contiguous on meta needed"),
     ):
         with pytest.raises(ValueError, match=message):
             int4_linear(*args)

@@ -21,7 +21,7 @@ from onegraph.formats.nvfp4 import written_config
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.ops.mxfp4 import mxfp4_dequantize, random_weight
-from onegraph.ops.nvfp4 import nvfp4_dequantize_weight
+from onegraph.ops.nvfp4_linear import nvfp4_dequantize
 from onegraph.quant.nvfp4 import quantize_weight, quantized_tensors
 from test_engine_llama import PARAMS, PROMPTS, transformers_tokens
 from test_graph import RecordedPool
@@ -57,7 +57,7 @@ def nvfp4(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     if layer.endswith(("k_proj", "v_proj")):
         made[f"{layer}.{layer[-6]}_scale"] = torch.tensor(0.5)
     codes, scale, gain = quantize_weight(weight).values()
-    return made, nvfp4_dequantize_weight(codes, scale, gain.expand(len(weight)).contiguous())
+    return made, nvfp4_dequantize(codes, scale, gain.expand(len(weight)).contiguous())
 
 
 def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:

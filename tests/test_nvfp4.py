@@ -1,29 +1,25 @@
 """NVFP4 by its definition: numbers, layouts, layers. (Files: tests/test_nvfp4_files.py.)"""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from onegraph.formats.nvfp4 import E2M1, E4M3, NVFP4, NVFP4Format, swizzle_scales, unswizzle_scales
+from onegraph.formats.nvfp4 import E2M1, E4M3, NVFP4
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import GroupedLinear, Linear, Weight, join
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.nvfp4 import (
-    activation_scale,
     decode_e2m1,
     encode_e2m1,
+    global_scale_of,
     nvfp4_dequantize_cache_rows,
-    nvfp4_dequantize_weight,
     nvfp4_quantize,
     nvfp4_quantize_cache_rows,
-    random_weight,
 )
-from onegraph.ops.nvfp4_linear import nvfp4_linear, nvfp4_linear_w4a4
-from onegraph.quant.nvfp4 import observing, quantize_weight
+from onegraph.ops.nvfp4_linear import nvfp4_dequantize, nvfp4_linear, random_weight
+from onegraph.quant.nvfp4 import quantize_weight
 
 VALUES = [*E2M1, *(-v for v in E2M1)]
 
@@ -65,13 +61,13 @@ def test_encoding_is_nearest_with_ties_to_even_and_saturates() -> None:
 
 def test_dequantizing_a_weight_is_the_definition() -> None:
     codes, scale, _ = random_weight((5, 48), "cpu", rng())
-    got = nvfp4_dequantize_weight(codes, scale, torch.full((5,), 0.0123))
+    got = nvfp4_dequantize(codes, scale, torch.full((5,), 0.0123))
     torch.testing.assert_close(got.double(), by_hand(codes, scale, 0.0123), rtol=1e-6, atol=0)
 
 
 def test_quantizing_rounds_to_nearest_under_the_nearest_scale() -> None:
     x = torch.randn(4, 64, generator=rng())
-    unit = activation_scale(x)
+    unit = global_scale_of(x)
     assert float(unit) == pytest.approx(float(x.abs().max()) / 2688)
     codes, scale = nvfp4_quantize(x, unit)
     factors = scale.view(E4M3).float()
@@ -81,7 +77,7 @@ def test_quantizing_rounds_to_nearest_under_the_nearest_scale() -> None:
         wanted = (part.abs().max() / 6 / unit).to(E4M3).float()
         assert factors[row, group] == wanted
         step = wanted * unit
-        got = nvfp4_dequantize_weight(codes[row : row + 1], scale[row : row + 1], unit.reshape(1))
+        got = nvfp4_dequantize(codes[row : row + 1], scale[row : row + 1], unit.reshape(1))
         grid = torch.tensor(VALUES) * step
         best = (part.unsqueeze(1) - grid).abs().min(1).values
         torch.testing.assert_close((got[0, group * 16 : group * 16 + 16] - part).abs(), best, rtol=1e-4, atol=1e-7)
@@ -93,7 +89,7 @@ def test_the_scale_search_is_worth_its_time() -> None:
 
     def errors(search: bool) -> Tensor:
         made = quantize_weight(weight, search=search)
-        got = nvfp4_dequantize_weight(made["codes"], made["scale"], made["global_scale"].expand(64).contiguous())
+        got = nvfp4_dequantize(made["codes"], made["scale"], made["global_scale"].expand(64).contiguous())
         return (got - weight).square().unflatten(1, (-1, 16)).sum(-1)
 
     nearest, searched = errors(False), errors(True)
@@ -104,63 +100,11 @@ def test_the_scale_search_is_worth_its_time() -> None:
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 32), torch.full((2, 32), 1e-30), torch.full((1, 16), 1e30)])
 def test_quantizing_extremes_stays_finite(x: Tensor) -> None:
-    unit = activation_scale(x)
+    unit = global_scale_of(x)
     codes, scale = nvfp4_quantize(x, unit)
-    got = nvfp4_dequantize_weight(codes, scale, unit.expand(x.shape[0]).contiguous())
+    got = nvfp4_dequantize(codes, scale, unit.expand(x.shape[0]).contiguous())
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, x, rtol=0.1, atol=1e-30)
-
-
-def test_w4a4_is_the_sum_of_exact_products() -> None:
-    """Against plain Python fractions, group by group."""
-    from fractions import Fraction
-
-    x = torch.randn(2, 32, generator=rng())
-    codes, scale, _ = random_weight((3, 32), "cpu", rng(1))
-    unit, gain = torch.tensor(2.0**-9), torch.tensor([0.5, 1.0, 2.0])  # exact factors: nothing else is rounded
-    got = nvfp4_linear_w4a4(x, codes, scale, gain, unit, None)
-    a_codes, a_scale = nvfp4_quantize(x, unit)
-    a, b = by_hand(a_codes, a_scale, 1.0), by_hand(codes, scale, 1.0)
-    for t in range(2):
-        for i in range(3):
-            total = sum(Fraction(u) * Fraction(v) for u, v in zip(a[t].tolist(), b[i].tolist(), strict=True))
-            exact = float(total) * float(unit) * float(gain[i])
-            assert float(got[t, i]) == pytest.approx(exact, rel=2**-23)
-
-
-def test_dynamic_and_frozen_activation_scales_agree_on_the_text_they_were_frozen_on() -> None:
-    codes, scale, gain = random_weight((8, 64), "cpu", rng())
-    tensors = {"codes": codes, "scale": scale, "global_scale": gain}
-    frozen = Linear(NVFP4Format("frozen"), tensors | {"input_scale": torch.zeros(())})
-    dynamic = Linear(NVFP4Format("dynamic"), tensors)
-    big, small = 3 * torch.randn(4, 64, generator=rng(1)), torch.randn(4, 64, generator=rng(2))
-    address = frozen.input_scale.data_ptr()
-    with observing(frozen):
-        frozen(small)
-        frozen(big)
-        frozen(small)
-    assert frozen.input_scale.data_ptr() == address  # a captured graph reads it there
-    assert frozen.input_scale == activation_scale(big)
-    assert torch.equal(frozen(big), dynamic(big))
-    assert not torch.equal(frozen(small), dynamic(small))
-    weights_only = Linear(NVFP4, tensors)
-    error = (dynamic(big) - weights_only(big)).norm() / weights_only(big).norm()
-    assert 0.02 < error < 0.2  # W4A4 costs what four bits of activation cost
-
-
-@pytest.mark.parametrize("activations", ["dynamic", "frozen"])
-def test_an_activation_scale_is_never_read_by_the_host(activations: Any) -> None:
-    """Fake tensors have no values to read."""
-    with FakeTensorMode():
-        codes, scale = torch.empty(8, 32, dtype=torch.uint8), torch.empty(8, 4, dtype=torch.uint8)
-        tensors = {"codes": codes, "scale": scale, "global_scale": torch.empty(8)}
-        if activations == "frozen":
-            tensors["input_scale"] = torch.empty(())
-        layer = Linear(NVFP4Format(activations), tensors)
-        assert layer(torch.empty(3, 64)).shape == (3, 8)
-        if activations == "frozen":
-            with observing(layer):
-                assert layer(torch.empty(3, 64)).shape == (3, 8)
 
 
 def test_a_cache_row_is_not_a_weight() -> None:
@@ -173,38 +117,19 @@ def test_a_cache_row_is_not_a_weight() -> None:
     assert torch.equal(rows[..., 64:], scale)
     assert (got - x).norm() / x.norm() < 0.12
     with pytest.raises(ValueError, match="the scale of codes"):
-        nvfp4_dequantize_weight(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
+        nvfp4_dequantize(rows.reshape(6, 72), rows.reshape(6, 72)[:, 64:].contiguous(), torch.ones(6))
 
 
 def test_ops_refuse_scales_of_another_size() -> None:
     codes, scale, gain = random_weight((64, 128), "cpu", rng())
     x = torch.randn(1, 128)
-    for bad in (scale[:, :4].contiguous(), swizzle_scales(scale), scale.t().contiguous()):
+    for bad in (scale[:, :4].contiguous(), scale.t().contiguous()):
         with pytest.raises(ValueError, match=r"scale of codes is .*\(64, 8\)"):
-            nvfp4_linear(x, codes, bad, gain, None)
+            nvfp4_linear(x, codes, bad, gain, None, False)
     with pytest.raises(ValueError, match="contiguous"):
-        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None)
+        nvfp4_linear(x, codes, scale.t().contiguous().t(), gain, None, False)
     with pytest.raises(ValueError, match="last dimension of 128"):
-        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None)
-
-
-# ----------------------------------------------------------------------------------------------- FP4 tensor cores
-
-
-@pytest.mark.parametrize(("n", "g"), [(128, 4), (1, 1), (130, 5), (256, 36)])
-def test_the_swizzled_layout_is_its_definition(n: int, g: int) -> None:
-    scale = torch.randint(1, 127, (n, g), generator=rng(), dtype=torch.uint8)
-    rows, columns = -(-n // 128) * 128, -(-g // 4) * 4
-    wanted = [0] * (rows * columns)
-    for r in range(n):
-        for c in range(g):
-            tile = (r // 128) * (columns // 4) + c // 4
-            wanted[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4] = int(scale[r, c])
-    swizzled = swizzle_scales(scale)
-    assert swizzled.flatten().tolist() == wanted
-    assert torch.equal(unswizzle_scales(swizzled, n, g), scale)
-    with pytest.raises(ValueError, match=f"{rows} x {columns}"):
-        unswizzle_scales(swizzled[:1], n + 1, g) if swizzled.shape[0] == 1 else unswizzle_scales(swizzled[:-1], n, g)
+        nvfp4_linear(x[:, :64].contiguous(), codes, scale, gain, None, False)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -219,20 +144,7 @@ def test_fused_layers_keep_their_global_scales() -> None:
     one = join(parts)
     assert isinstance(one, Linear)
     torch.testing.assert_close(one(x), torch.cat([part(x) for part in parts], -1), rtol=1e-5, atol=1e-5)
-    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize_weight(*parts[1].tensors.values()))
-
-
-def test_fused_layers_take_the_largest_frozen_scale() -> None:
-    form = NVFP4Format("frozen")
-    parts = [
-        Linear(form, {"codes": codes, "scale": scale, "global_scale": gain, "input_scale": torch.tensor(value)})
-        for value, (codes, scale, gain) in zip(
-            (0.1, 0.3, 0.2), [random_weight((16, 64), "cpu", rng())] * 3, strict=True
-        )
-    ]
-    one = join(parts)
-    assert isinstance(one, Linear)
-    assert one.input_scale == torch.tensor(0.3)
+    assert torch.equal(parts[1].dense().weight, nvfp4_dequantize(*parts[1].tensors.values()))
 
 
 def test_a_grouped_linear_is_one_linear_a_group() -> None:
@@ -258,7 +170,7 @@ def test_experts_are_their_linears_one_by_one() -> None:
     for t in range(3):
         total = torch.zeros(dim)
         for e, gain in zip(experts[t].tolist(), gains[t], strict=True):
-            gate, up = nvfp4_linear(x[t], *(part[e] for part in gate_up), None).chunk(2)
+            gate, up = nvfp4_linear(x[t], *(part[e] for part in gate_up), None, False).chunk(2)
             hidden = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-            total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None)
+            total += gain * nvfp4_linear(hidden, *(part[e] for part in down), None, False)
         torch.testing.assert_close(got[t], total, rtol=1e-4, atol=1e-5)

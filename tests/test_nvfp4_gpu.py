@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegraph.ops.nvfp4 import random_weight
-from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_linear, random_weight
 
 
 @pytest.mark.gpu
@@ -23,7 +22,11 @@ def test_launches_that_overlap_wait_for_one_another(tokens: int) -> None:
     def step(wait: bool) -> Tensor:
         h = x
         for i in range(12):
-            h = nvfp4_experts(h, chosen, gains, *layers) if i % 4 == 3 else nvfp4_linear(h, *linears[i % 3], None)
+            h = (
+                nvfp4_experts(h, chosen, gains, *layers)
+                if i % 4 == 3
+                else nvfp4_linear(h, *linears[i % 3], None, False)
+            )
             if wait:
                 torch.cuda.synchronize()
         return h

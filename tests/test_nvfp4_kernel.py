@@ -21,8 +21,7 @@ from onegraph.ops import mxfp4
 from onegraph.ops.cuda import nvfp4, nvfp4_one, stream
 from onegraph.ops.cuda.build import Device
 from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Tiling, Variant
-from onegraph.ops.nvfp4 import random_weight
-from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear
+from onegraph.ops.nvfp4_linear import nvfp4_experts, nvfp4_grouped_linear, random_weight
 
 HERE = Path(__file__).parent / "nvfp4_on_cpu"
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}

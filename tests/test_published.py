@@ -21,6 +21,7 @@ from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8
 from onegraph.formats.int4 import int4
 from onegraph.formats.mxfp4 import MXFP4
+from onegraph.formats.mxfp8 import MXFP8
 from onegraph.formats.nvfp4 import NVFP4
 from onegraph.formats.published import Published
 from onegraph.formats.quantization import parse_quantization
@@ -44,7 +45,7 @@ FORMATS = {
     "DeepSeek's scales": (FP8[128, 128], FP8[128, 128], DENSE),
     "blocks of 32": (FP8[32, 32], FP8[32, 32], DENSE),
     "DeepSeek's FP4 beside FP8": (FP8[128, 128], MXFP4, DENSE),
-    "transformers' MXFP8": (FP8[1, 32], FP8[1, 32], DENSE),
+    "transformers' MXFP8": (MXFP8, MXFP8, DENSE),
     "NVIDIA FP8": (FP8[None], FP8[None], DENSE),
     "NVIDIA FP8 without a method": (FP8[None], FP8[None], DENSE),
     "FP8_PB_WO": (FP8[128, 128], FP8[128, 128], DENSE),
@@ -52,14 +53,14 @@ FORMATS = {
     "NVIDIA NVFP4": (NVFP4, NVFP4, DENSE),
     "NVIDIA NVFP4 in config.json": (DENSE, NVFP4, DENSE),
     "NVIDIA MIXED": (FP8[None], NVFP4, NVFP4),
-    "NVIDIA MIXED of MXFP8": (FP8[1, 32], NVFP4, DENSE),
+    "NVIDIA MIXED of MXFP8": (MXFP8, NVFP4, DENSE),
     "compressed-tensors FP8 per channel": (FP8[None], FP8[None], DENSE),
     "compressed-tensors FP8 per tensor": (FP8[None], FP8[None], DENSE),
     "compressed-tensors FP8 blocks": (FP8[128, 128], FP8[128, 128], DENSE),
     "compressed-tensors naive": (FP8[None], FP8[None], DENSE),
     "compressed-tensors NVFP4": (NVFP4, NVFP4, DENSE),
     "compressed-tensors MXFP4": (MXFP4, MXFP4, DENSE),
-    "compressed-tensors mixed": (FP8[None], NVFP4, FP8[1, 32]),
+    "compressed-tensors mixed": (FP8[None], NVFP4, MXFP8),
     "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
     "Qwen3-MoE FP8": (FP8[128, 128], FP8[128, 128], DENSE),
     "NVIDIA Qwen3-MoE NVFP4": (NVFP4, NVFP4, DENSE),

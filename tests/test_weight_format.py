@@ -19,7 +19,8 @@ from onegraph.formats.fp8 import FP8, FP8Format
 from onegraph.formats.int4 import ALL, INT4Format, int4
 from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import E8M0, MXFP4
-from onegraph.formats.nvfp4 import E4M3, NVFP4, NVFP4Format, written_config
+from onegraph.formats.mxfp8 import MXFP8
+from onegraph.formats.nvfp4 import E4M3, NVFP4, written_config
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
@@ -32,11 +33,12 @@ from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.mxfp4 import mxfp4_dequantize
+from onegraph.ops.mxfp8 import random_weight as random_mxfp8
 from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
 INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, *FP8.values(), INT4, INT4_ROWS]
+FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, MXFP8, *FP8.values(), INT4, INT4_ROWS]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -49,6 +51,9 @@ def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]
     if format is MXFP4:
         codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
         return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
+    if format is MXFP8:
+        codes, scale = random_mxfp8((n, k), "cpu", g)
+        return {"codes": codes.view(E4M3), "scale": scale}
     if isinstance(format, FP8Format):
         codes, scale = random_fp8((n, k), format.rows, format.columns, "cpu", g)
         return {"codes": codes.view(E4M3), "scale": scale}
@@ -155,7 +160,7 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
 
 @pytest.mark.parametrize(
     ("format", "unit"),
-    [(NVFP4, 16), (MXFP4, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128), (FP8[128, 128], 128), (FP8[1, 32], 32)],
+    [(NVFP4, 16), (MXFP4, 32), (MXFP8, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128), (FP8[128, 128], 128)],
     ids=str,
 )
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
@@ -191,7 +196,7 @@ def test_a_file_holds_what_the_layout_says(format: WeightFormat) -> None:
     assert list(expected) == ["a.bias"]
     assert format.bits(n, k) == 8 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     with pytest.raises(ValueError, match=r"cannot be stored"):
-        format.layout(n, 0 if format is DENSE or format in FP8.values() else 100)
+        format.layout(n, 0 if format is DENSE or isinstance(format, FP8Format) else 100)
 
 
 @each_format
@@ -207,7 +212,7 @@ def test_bytes_on_a_device_are_those_of_what_is_read(format: WeightFormat, bias:
 
 @each_format
 def test_tensors_that_disagree_are_refused(format: WeightFormat) -> None:
-    good = made(format, 129 if format in FP8.values() else 64, 96).tensors  # the last block of one row
+    good = made(format, 129 if isinstance(format, FP8Format) else 64, 96).tensors  # the last block of one row
     for key, tensor in good.items():
         for bad in (tensor[:-1] if tensor.dim() else tensor.expand(2), tensor.to(torch.complex64)):
             if format is DENSE and bad.dtype == tensor.dtype:
@@ -295,6 +300,7 @@ CONFIGS: dict[WeightFormat, Any] = {
     E8P[4]: E8PConfig(bits=4).to_dict(),
     NVFP4: written_config([]),
     MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+    MXFP8: {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
     INT4: INT4Config("compressed-tensors", (32,)).to_dict(),
     **{
         format: {"quant_method": "fp8", "weight_block_size": None if block is None else list(block)}
@@ -440,17 +446,6 @@ def test_a_config_is_read_by_its_own_format() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             parse_quantization(data)
-
-
-def test_w4a4_is_a_format_of_its_own() -> None:
-    assert "input_scale" in NVFP4Format("frozen").fields
-    assert "input_scale" not in NVFP4Format("dynamic").fields
-    assert len({str(NVFP4Format(kind)) for kind in (None, "dynamic", "frozen")}) == 3
-    tensors = made(NVFP4, 16, 32).tensors | {"input_scale": torch.ones((), dtype=torch.float16)}
-    with pytest.raises(ValueError, match="input_scale is float16"):
-        Linear(NVFP4Format("frozen"), tensors)
-    with pytest.raises(ValueError, match="allowed: None, 'dynamic', 'frozen'"):
-        NVFP4Format("static")
 
 
 @each_format

@@ -70,12 +70,11 @@ def evaluate_checkpoint(
     progress: Progress,
     kv: str = "exact",
     needle: int | None = None,
-    w4a4: bool = False,
     for_card: bool = False,
     remark: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Figures of `model` on `text`, by name; against `reference` where there is one; `w4a4`: activations in FP4 too;
-    `for_card`: of `CARD_TOKENS` tokens at least. `remark` is told where the text is short. Raises ValueError."""
+    """Figures of `model` on `text`, by name; against `reference` where there is one; `for_card`: of `CARD_TOKENS`
+    tokens at least. `remark` is told where the text is short. Raises ValueError."""
     setting = parse_kv(kv)
     with Checkpoint.open(locate(model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
@@ -88,7 +87,7 @@ def evaluate_checkpoint(
                 f"needle {needle}: with {ROOM} tokens for the answer that is {reach}; the model has "
                 f"{config.max_positions} positions"
             )
-        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach), w4a4=w4a4)
+        loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
         setting = loaded.settled(setting)
         size = size_of(checkpoint)
     other = None

@@ -68,9 +68,6 @@ class LLM:
             exact cache.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures where there is a GPU.
-        w4a4: read prompts of a published NVFP4 checkpoint with activations in FP4 too, as it was made for, on GPUs with
-            FP4 tensor cores; tokens are still written with weights alone in NVFP4, and prompts share no pages. It has
-            never run on such a GPU (docs/nvfp4.md); a CPU emulates it.
         tokenizer: the checkpoint's own, where it was read already.
         progress: called as progress("loading", bytes read, bytes in all).
 
@@ -100,7 +97,6 @@ class LLM:
         draft_tokens: DraftTokens = "auto",
         batch_invariant: bool = False,
         capture: bool | Literal["split"] | None = None,
-        w4a4: bool = False,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -116,7 +112,6 @@ class LLM:
         require_flag("batch_invariant", batch_invariant)
         fine = capture is None or isinstance(capture, bool) or capture == "split"
         require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
-        require_flag("w4a4", w4a4)
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)
@@ -152,7 +147,6 @@ class LLM:
                 fp8_kv=kv == "fp8",
                 drafts=draft == MTP,
                 held=held,
-                w4a4=w4a4,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None

@@ -46,7 +46,6 @@ class Measure:
     sha256: str
     reference: Path | None
     needle: int | None
-    w4a4: bool
     computed: str
     day: str
 
@@ -59,13 +58,12 @@ class Measure:
     def key(self) -> str:
         """The same for the same measure, whichever day, device and version it is taken with."""
         what = [self.figures[name] for name in ("tokens", "window", "kv")]
-        told = json.dumps([*what, self.sha256, self.against, self.needle, self.w4a4])
+        told = json.dumps([*what, self.sha256, self.against, self.needle, False])  # False: keys of cards have it
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
         found = self.figures
         kv = "" if found["kv"] == "exact" else f"KV cache `{found['kv']}`, "
-        w4a4 = "activations in FP4, " if self.w4a4 else ""
         against = "" if found["kl"] is None else "against the exact cache, "
         if self.against is not None:
             against = f"against `{plain(self.against)}`, "
@@ -82,7 +80,7 @@ class Measure:
         table = "\n".join("| " + " | ".join(row[:width]) + " |" for row in rows)
         on = f"`{plain(self.text)}` (SHA-256 `{self.sha256}`)"
         where = f"{found['tokens']:,} tokens in windows of {found['window']}"
-        how = f"{against}{kv}{w4a4}computed {self.computed}, onegraph {__version__}, {self.day}"
+        how = f"{against}{kv}computed {self.computed}, onegraph {__version__}, {self.day}"
         return f"On {on}, {where}: {how}.\n\n{table}"
 
 

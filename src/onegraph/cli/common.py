@@ -145,15 +145,6 @@ def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
     )
 
 
-def add_w4a4(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--w4a4",
-        action="store_true",
-        help="read prompts of a published NVFP4 checkpoint with activations in FP4 too, on GPUs with FP4 tensor cores "
-        "(10.x, 12.x; it has never run on one)",
-    )
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, for scripts")
 

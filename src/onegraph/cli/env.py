@@ -70,7 +70,6 @@ def collect() -> dict[str, Any]:
     found["gpu"] = [_gpu(i) for i in gpus] or None
     found[family.VARIABLE] = family.FORCED
     found["kernels"] = [line for i in gpus for line in kernels(i)] or "no GPU: every op runs its reference"
-    found["w4a4"] = [fp4(i) for i in gpus] or "no GPU: a CPU emulates it, slowly"
     found["capture"] = [try_capture(i) for i in gpus] or "no GPU: steps run eagerly"
     return found
 
@@ -109,17 +108,6 @@ def kernels(index: int) -> list[str]:
     lines = [f"{family}: {', '.join(found[family])}" for family in ORDER if family in found]
     lines += [f"not {', '.join(sources)}: {why}" for why, sources in reasons.items()]
     return [f"cuda:{index} {line}" for line in lines]
-
-
-def fp4(index: int) -> str:
-    """Whether prompts of published NVFP4 checkpoints can be read with activations in FP4 (`--w4a4`)."""
-    import torch
-
-    from onegraph.ops.nvfp4_linear import has_fp4_tensor_cores
-
-    if has_fp4_tensor_cores(torch.device("cuda", index)):
-        return f"cuda:{index} has FP4 tensor cores: --w4a4 reads prompts on them, and has never run on such a GPU"
-    return f"cuda:{index} has no FP4 tensor cores: NVFP4 runs with weights only"
 
 
 def try_capture(index: int) -> str:

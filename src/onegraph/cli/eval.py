@@ -18,7 +18,6 @@ from onegraph.cli.common import (
     add_device,
     add_dtype,
     add_json,
-    add_w4a4,
     number,
     open_model,
     options,
@@ -98,7 +97,6 @@ def add_parser(commands: Any) -> None:
     )
     add_device(parser)
     add_dtype(parser)
-    add_w4a4(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -108,13 +106,8 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.evaluate import evaluate_checkpoint
     from onegraph.api.hub import locate
     from onegraph.api.quality import Measure, card_of, record
-    from onegraph.ops.nvfp4_linear import FEW
 
     device = pick_device(args.device)
-    if args.w4a4 and (args.ab or args.generation):
-        raise UsageError("--w4a4 is measured on the text itself; leave out --ab and --generation")
-    if args.w4a4 and args.window <= FEW:
-        raise UsageError(f"--window {args.window}: --w4a4 is for prompts of more than {FEW} tokens; give more")
     if args.card and (args.ab or args.generation):
         raise UsageError("--card takes the figures of the text itself; leave out --ab and --generation")
     if args.ab:
@@ -127,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             card = card_of(checkpoint.path)
     text, dtype = read_text(args.text), pick_dtype(args.dtype, device)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    with Progress(evaluating="window") as shown, options("needle", "w4a4:"):
+    with Progress(evaluating="window") as shown, options("needle"):
         result = evaluate_checkpoint(
             args.model,
             text,
@@ -136,7 +129,6 @@ def run(args: argparse.Namespace) -> int:
             window=args.window,
             kv=args.kv,
             needle=args.needle,
-            w4a4=args.w4a4,
             device=device,
             dtype=dtype,
             progress=shown,
@@ -145,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         told = {"model": args.model, "reference": args.reference, "text_sha256": digest}
-        print_json({**told, "device": str(device), "w4a4": args.w4a4, **result})
+        print_json({**told, "device": str(device), **result})
     else:
         tell(result, args.kv)
     if card is not None:
@@ -155,7 +147,6 @@ def run(args: argparse.Namespace) -> int:
             sha256=digest,
             reference=None if args.reference is None else locate(args.reference).path,
             needle=args.needle,
-            w4a4=args.w4a4,
             computed=f"in {str(dtype).removeprefix('torch.')} on {device_name(device)}",
             day=datetime.datetime.now(datetime.UTC).date().isoformat(),
         )

@@ -17,7 +17,6 @@ from onegraph.cli.common import (
     add_dtype,
     add_gpus,
     add_json,
-    add_w4a4,
     number,
     open_model,
     options,
@@ -105,7 +104,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_gpus(parser)
     add_device(parser)
     add_dtype(parser, int8=True)
-    add_w4a4(parser)
 
 
 def add_thinking(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +173,6 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
         "gpus": args.gpus or 1,
         "split": args.split_mode,
         "capture": CAPTURE[args.capture],
-        "w4a4": args.w4a4,
         **drafted(args),
     }
 
@@ -185,7 +182,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    names = "gpus", "split", "kv", "draft:", "w4a4:", "batch_invariant:", "max_context", "cache_tokens:"
+    names = "gpus", "split", "kv", "draft:", "batch_invariant:", "max_context", "cache_tokens:"
     with options(*names), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)

@@ -1,4 +1,5 @@
-"""FP8: E4M3 codes and a multiplier for a block, a row, 32 inputs of a row, or the whole layer.
+"""FP8: E4M3 codes and a multiplier for a block, a row, 32 inputs of a row, or the whole layer; MXFP8, whose multipliers
+are bytes, is in `formats/mxfp8.py`.
 
 A linear W [n, k] is stored as
 
@@ -14,7 +15,7 @@ E4M3 is sign, four exponent bits with a bias of 7, three mantissa bits: up to 44
 | ModelOpt FP8_PB_WO                       | weight_scale           | float32 [ceil(n/128), 1, ceil(k/128), 1]         |
 | compressed-tensors float-quantized       | weight_scale           | [1], [n, 1], or blocks                           |
 | ModelOpt FP8 / FP8_PER_CHANNEL_PER_TOKEN | weight_scale           | float32 [] / [n]                                 |
-| MXFP8 (ModelOpt, transformers)           | weight_scale(_inv)     | E8M0 or its bytes as uint8, [n, ceil(k/32)]      |
+| blocks of [1, 32], scales not of a byte  | weight_scale(_inv)     | float32, bfloat16 or float16, [n, ceil(k/32)]    |
 
 Blocks at the end of n or k may be cut short. Where two of these shapes are the same, they also mean the same: a grid of
 two block sizes has one shape only where one block covers all that differs.
@@ -54,8 +55,8 @@ class FP8Format(WeightFormat):
     [..., ceil(n/rows), ceil(k/columns)], or [..., n] where `columns` is 0.
 
     Args:
-        block: outputs and inputs that share a scale; (1, 32) is MXFP8; None: a scale a row. One scale a layer is the
-            same for each of its rows.
+        block: outputs and inputs that share a scale; None: a scale a row. One scale a layer is the same for each of its
+            rows.
     """
 
     ops = "onegraph.ops.fp8"
@@ -63,9 +64,7 @@ class FP8Format(WeightFormat):
     def __init__(self, block: Block | None) -> None:
         self.block = block
         self.rows, self.columns = block or (1, 0)
-        self.name = {None: "fp8, a scale a row", (1, 32): "mxfp8"}.get(
-            block, f"fp8, blocks of {self.rows}x{self.columns}"
-        )
+        self.name = "fp8, a scale a row" if block is None else f"fp8, blocks of {self.rows}x{self.columns}"
         kinds = FLOATS if block is None else (*FLOATS, E8M0, torch.uint8)
         self.fields: Mapping[str, Field] = {
             "codes": Field(torch.uint8, rows=1, columns=1, stored=(E4M3,)),
@@ -104,7 +103,11 @@ class FP8Format(WeightFormat):
             whole = source.read(names["scale"], Field(torch.float32), WHOLE)
             whole = whole.reshape(()).expand(shape) if whole.numel() == 1 else whole.reshape(shape)
             scale = field.cut(whole, part)
-        return {"codes": codes, "scale": _multiplier(source, scale, names["scale"]).contiguous()}
+        return {"codes": codes, "scale": self.multiplier(source, scale, names["scale"]).contiguous()}
+
+    def multiplier(self, source: Source, scale: Tensor, name: str) -> Tensor:
+        """Scales of a file as `fields` has them. Raises CheckpointError for those that no layer has."""
+        return _multiplier(source, scale, name)
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
         codes, scale = stored["codes"].view(torch.uint8), stored["scale"]

@@ -8,6 +8,7 @@ dtype and the names beside its weight tell it, or the file is refused:
 | tensor of a layer   | beside it                                 | format                                            |
 |---------------------|-------------------------------------------|---------------------------------------------------|
 | weight E4M3         | weight_scale_inv, weight_scale or scale   | FP8; the shape of the scales says which           |
+| weight E4M3         | the same, of a byte for 32 inputs         | MXFP8                                             |
 | weight uint8        | weight_scale, weight_scale_2              | NVFP4 as ModelOpt writes it                       |
 | weight_packed uint8 | weight_scale E4M3, weight_global_scale    | NVFP4 as compressed-tensors writes it             |
 | weight_packed uint8 | weight_scale uint8 (E8M0)                 | MXFP4 as compressed-tensors writes it             |
@@ -30,6 +31,7 @@ from onegraph.formats.fp8 import FP8, Block, fp8_of
 from onegraph.formats.int4 import is_int4
 from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.mxfp4 import MXFP4
+from onegraph.formats.mxfp8 import MXFP8, is_mxfp8
 from onegraph.formats.nvfp4 import E4M3, GROUP, NVFP4
 from onegraph.formats.weight import File, WeightFormat
 
@@ -103,6 +105,8 @@ class Published:
         weight = f"{layer}.weight"
         kind = file.info(weight).dtype if weight in file else None
         if kind == E4M3:
+            if self.block in (None, MXFP8.block) and is_mxfp8(file, layer):
+                return MXFP8
             return fp8_of(file, layer, self.block)
         if kind == torch.uint8 and any(f"{layer}.{scale}" in file for scale in ("weight_scale", "weight_scale_2")):
             return NVFP4

@@ -115,8 +115,6 @@ class WeightFormat:
         group: inputs that are coded together: k is a multiple of it.
         fuses: what may be computed in the launch of a linear.
         mixes_rows: outputs are rotated, so that their order is part of the code.
-        rounds_inputs: some calls round activations to few bits, so that a token's result may depend on how many come
-            with it, and the weight decoded is not the layer.
     """
 
     name: str
@@ -125,7 +123,6 @@ class WeightFormat:
     group: int = 1
     fuses: frozenset[Fusion] = frozenset()
     mixes_rows: bool = False
-    rounds_inputs: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -140,10 +137,6 @@ class WeightFormat:
     def names(self, file: Container[str], layer: str) -> dict[str, str]:
         """Field of `stored` -> name of its tensor in the file."""
         return {suffix: f"{layer}.{suffix}" for suffix in self.stored}
-
-    def as_published(self, file: File, layer: str) -> WeightFormat:
-        """The format that rounds activations of prompts as well, where the layer was published for that; else this."""
-        return self
 
     def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
         """The tensors of `layer` that must be in the file. Raises ValueError where n x k cannot be stored."""

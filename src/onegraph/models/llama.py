@@ -25,11 +25,10 @@ from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import Linear, Weight
+from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
-from onegraph.ops.nvfp4_linear import has_fp4_tensor_cores
 
 BIAS = 3  # a bit of a key's codes takes three quarters off the power of their error
 SAMPLES = 64
@@ -93,7 +92,6 @@ class Llama(nn.Module):
         decode: bool | None = None,
         held: Held | None = None,
         fused: bool = True,
-        w4a4: bool = False,
         peer: Peer | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
@@ -108,7 +106,6 @@ class Llama(nn.Module):
                 reading codes, and on a GPU those linears that none of its kernels reads (`decode_unread`).
             held: what a CPU holds linears in instead, with activations in float32: see `Loader`.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
-            w4a4: read prompts with activations in FP4 too (`Loader`); emulated on a CPU.
             peer: load this rank's share of every layer.
             progress: called as progress(bytes read, bytes in all).
 
@@ -118,10 +115,8 @@ class Llama(nn.Module):
         config = LlamaConfig.from_dict(checkpoint.config)
         positions = table_positions(config, max_context)
         everything = device.type == "cpu" if decode is None else decode
-        loader = Loader(checkpoint, config, dtype, decode=everything, held=held, w4a4=w4a4, ahead=peer is None)
+        loader = Loader(checkpoint, config, dtype, decode=everything, held=held, ahead=peer is None)
         loader.check()
-        if w4a4:
-            check_w4a4(loader, device)
         if peer is not None:
             check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count
@@ -244,10 +239,7 @@ class Llama(nn.Module):
         make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
         needed = make(**sizes | {"device": "meta"}).nbytes
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
-        made = make(**sizes)
-        if any(each.format.rounds_inputs for each in self.modules() if isinstance(each, Weight)):
-            made.pure_pages = False  # a prompt's tokens went another way than those of a step
-        return made
+        return make(**sizes)
 
 
 @torch.no_grad()
@@ -286,18 +278,6 @@ def bounded(config: LlamaConfig, logits: Tensor) -> Tensor:
     """What the head gave -> the model's logits."""
     logits = logits if config.logits_divisor == 1 else logits / config.logits_divisor
     return capped(logits, config.logits_softcap)
-
-
-def check_w4a4(loader: Loader, device: torch.device) -> None:
-    """Raises ValueError where this GPU cannot read prompts so, or nothing of the checkpoint was published for it."""
-    if device.type == "cuda" and not has_fp4_tensor_cores(device):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ValueError(
-            f"w4a4: {torch.cuda.get_device_name(device)} is of compute capability {major}.{minor}; FP4 tensor cores "
-            "are in 10.x and 12.x: leave w4a4 out, and prompts are read with weights alone in NVFP4"
-        )
-    if not any(loader.format_of(layer).rounds_inputs for layer in loader.layers()):
-        raise ValueError("w4a4: no linear of this checkpoint is in NVFP4 with an input_scale; leave w4a4 out")
 
 
 def table_positions(config: LlamaConfig, max_context: int | None) -> int:

@@ -72,7 +72,6 @@ def load_decoder(
     drafts: bool = False,
     held: Held | None = None,
     fused: bool = True,
-    w4a4: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | Ranks | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
@@ -82,7 +81,7 @@ def load_decoder(
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
-        held, fused, w4a4: of the Llama family, see there.
+        held, fused: of the Llama family, see there.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
@@ -95,8 +94,6 @@ def load_decoder(
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
             raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
-        if w4a4:
-            raise ValueError("w4a4 reads prompts of models of the Llama kind; leave it out for DeepSeek-V4")
         own: dict[str, Any] = {"max_context": max_context, "progress": progress}
         own["drafts"] = draft_bytes(checkpoint, dtype) if drafts else 0
         if split == "tensor" and len(devices) > 1:
@@ -112,7 +109,7 @@ def load_decoder(
         raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
     if split == "layer":
         raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
-    options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused, "w4a4": w4a4}
+    options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused}
     options["progress"] = progress
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)

@@ -46,7 +46,6 @@ class Loader:
             the head in float16 where `ops.cpu.packed.packs`, "float16" all of them, experts not. Activations are
             float32 then.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
-        w4a4: read prompts with activations in FP4 too, as NVFP4 is published (`WeightFormat.as_published`).
         ahead: read what goes to a GPU ahead of who asks; not where parts of layers are asked for.
     """
 
@@ -59,13 +58,12 @@ class Loader:
         decode: bool = False,
         held: Held | None = None,
         decode_experts: bool = False,
-        w4a4: bool = False,
         ahead: bool = True,
     ) -> None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype is {dtype}; allowed are float32, bfloat16 and float16")
         self.checkpoint, self.dtype = checkpoint, dtype
-        self.decode, self.held, self.decode_experts, self.w4a4 = decode, held, decode_experts, w4a4
+        self.decode, self.held, self.decode_experts = decode, held, decode_experts
         self.decoded: frozenset[str] = frozenset()  # linears that become dense for reasons of their own
         self.parts, self.quantization = config.parts, config.quantization
         self.stored = {config.family_name(name): name for name in checkpoint.names}
@@ -86,8 +84,7 @@ class Loader:
     def format_of(self, layer: str) -> WeightFormat:
         if self.quantization is None or f"{layer}.weight" in self.parts.tensors:
             return DENSE
-        format = self.quantization.format_of(layer, self)
-        return format.as_published(self, layer) if self.w4a4 else format
+        return self.quantization.format_of(layer, self)
 
     @property
     def tied(self) -> bool:
@@ -146,7 +143,7 @@ class Loader:
         found = []
         for layer, (n, k, _) in self.layers().items():
             format = self.format_of(layer)
-            if layer in self.parts.linears and format.coded and not format.rounds_inputs:
+            if layer in self.parts.linears and format.coded:
                 reads = weight_ops(format).reads
                 if reads is not None and not reads(format, n, k, self.dtype, index):
                     found.append(layer)
@@ -296,8 +293,6 @@ class Loader:
             dtype = torch.float32 if format.coded else self.dtype
             bias = Field(dtype, rows=1).cut(self.tensor(f"{layer}.bias", device, dtype), part)
         made = Linear(format, tensors, bias)
-        if format.rounds_inputs:
-            return made
         if self.held == "int8" and layer != self.parts.head:
             return made.int8()
         decode = self.decode or self.held or layer in self.decoded

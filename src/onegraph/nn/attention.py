@@ -97,7 +97,7 @@ class PagedCache:
             comparison.
     """
 
-    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`; a model whose prompts go another way says False
+    pure_pages, setting = True, "exact"  # see `engine.decoder.Cache`
 
     def __init__(
         self,

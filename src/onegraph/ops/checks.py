@@ -52,3 +52,5 @@ def check_routes(x: Tensor, experts: Tensor, weights: Tensor) -> None:
         )
     if not (experts.is_contiguous() and weights.is_contiguous()):
         raise ValueError("experts and weights must be contiguous: call .contiguous()")
+    if experts.device != x.device or weights.device != x.device:
+        raise ValueError(f"experts is on {experts.device}, weights on {weights.device} and x on {x.device}; move them")

@@ -1,7 +1,7 @@
-"""NVFP4: floats to codes and back. The format is told in `formats/nvfp4.py`, linears are in `ops/nvfp4_linear.py`.
+"""NVFP4: floats to codes and back, and cache rows. The format is described in `formats/nvfp4.py`; weights and linears
+are in `ops/nvfp4_linear.py`.
 
-Every `global_scale` of a weight here is float32 [n], one for each row: layers that are fused keep their own. Scales of
-groups are the bits of E4M3 numbers as uint8, which every part of torch can copy and compare.
+Scales of groups are the bits of E4M3 numbers as uint8, which every part of torch can copy and compare.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP, swizzle_scales, tiled_shape
+from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP
 from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -52,40 +52,14 @@ def quantize(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     return encode_e2m1((grouped / unit).flatten(-2)), scale.view(torch.uint8)
 
 
-def _quantize_tiled(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize(x, global_scale)
-    return codes, swizzle_scales(scale)
-
-
-def quantize_tiled_on_gpu(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    from onegraph.ops.cuda import nvfp4_activations
-
-    if not x.numel() or not nvfp4_activations.available(x.device.index):
-        return _quantize_tiled(x, global_scale)
-    return nvfp4_activations.quantize(x, global_scale, tiled_shape(x.shape[0], x.shape[1] // GROUP))
-
-
-def tiled(scale: Tensor) -> Tensor:
-    """A weight's scales uint8 [n, g] in the order of FP4 tensor cores: `formats.nvfp4.swizzle_scales` in one launch."""
-    from onegraph.ops.cuda import nvfp4_activations
-
-    if not scale.is_cuda or not nvfp4_activations.available(scale.device.index):
-        return swizzle_scales(scale)
-    return nvfp4_activations.tiled(scale, tiled_shape(*scale.shape))
-
-
-def activation_scale(x: Tensor) -> Tensor:
-    """The global scale of activations, float32 [], from their largest magnitude; stays on the device."""
+def global_scale_of(x: Tensor) -> Tensor:
+    """A global scale for x, float32 [], from its largest magnitude; stays on the device."""
     return (x.abs().amax().float() / (E2M1_MAX * E4M3_MAX)).clamp(min=SMALLEST)
 
 
 def times_scales(values: Tensor, scale: Tensor) -> Tensor:
     """float32 [..., k] times the E4M3 numbers of scale uint8 [..., k/16], exact: six bits of mantissa."""
     return (values.unflatten(-1, (-1, GROUP)) * scale.view(E4M3).float().unsqueeze(-1)).flatten(-2)
-
-
-def dequantize_weight(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    return times_scales(decode_e2m1(codes), scale) * global_scale.unsqueeze(-1)
 
 
 def _quantize_rows(x: Tensor) -> Tensor:
@@ -101,37 +75,11 @@ def _dequantize_rows(rows: Tensor, dim: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- checks
 
 
-def check_float(name: str, x: Tensor, k: int | None) -> None:
+def check_float(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS or x.dim() == 0 or not x.is_contiguous():
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be a contiguous float32, bfloat16 or float16")
-    if k is not None and x.shape[-1] != k:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; codes ask for a last dimension of {k}")
     if x.shape[-1] % GROUP:
         raise ValueError(f"{name} has a last dimension of {x.shape[-1]}; NVFP4 has groups of {GROUP}")
-
-
-def check_weight(
-    codes: Tensor, scale: Tensor, global_scale: Tensor, dims: int | None = None, name: str = "codes"
-) -> None:
-    """Sizes of the scales against what a kernel reads: one of another width or layout is refused here."""
-    if codes.dtype != torch.uint8 or codes.dim() < 2 or codes.dim() != (dims or codes.dim()) or codes.shape[-1] % 8:
-        raise ValueError(
-            f"{name} is {codes.dtype} {tuple(codes.shape)}; it must be uint8 [..., n, k/2], k % {GROUP} == 0"
-        )
-    for what, tensor, shape, dtype in (
-        (f"the scale of {name}", scale, (*codes.shape[:-1], codes.shape[-1] * 2 // GROUP), torch.uint8),
-        (f"the global scale of {name}", global_scale, codes.shape[:-1], torch.float32),
-    ):
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-            raise ValueError(
-                f"{what} is {tensor.dtype} {tuple(tensor.shape)}; {name} {tuple(codes.shape)} asks for {dtype} "
-                f"{tuple(shape)}, rows as they are (not padded, not swizzled)"
-            )
-    for what, tensor in ((name, codes), (f"the scale of {name}", scale), (f"the global scale of {name}", global_scale)):
-        if not tensor.is_contiguous() or tensor.device != codes.device:
-            raise ValueError(
-                f"{what} on {tensor.device} has strides {tensor.stride()}; contiguous on {codes.device} needed"
-            )
 
 
 def check_scalar(name: str, value: Tensor) -> None:
@@ -140,14 +88,8 @@ def check_scalar(name: str, value: Tensor) -> None:
 
 
 def _check_quantize(x: Tensor, global_scale: Tensor) -> None:
-    check_float("x", x, None)
+    check_float("x", x)
     check_scalar("global_scale", global_scale)
-
-
-def _check_quantize_tiled(x: Tensor, global_scale: Tensor) -> None:
-    _check_quantize(x, global_scale)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, k]")
 
 
 def _check_rows(rows: Tensor, dim: int) -> None:
@@ -158,16 +100,6 @@ def _check_rows(rows: Tensor, dim: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- cases
-
-
-def random_weight(shape: tuple[int, ...], device: torch.device | str, g: torch.Generator) -> tuple[Tensor, ...]:
-    """Random codes, scales and global scales of weights [..., n, k] near 1/sqrt(k)."""
-    *rows, k = shape
-    codes = torch.randint(0, 256, (*rows, k // 2), generator=g, dtype=torch.uint8)
-    scale = torch.randint(40, 127, (*rows, k // GROUP), generator=g, dtype=torch.uint8)
-    # E2M1 codes have rms 2.9, these scales some 130
-    global_scale = (0.5 + torch.rand(*rows, generator=g)) * k**-0.5 / 380
-    return codes.to(device), scale.to(device), global_scale.to(device)
 
 
 def _rows_case(shape: tuple[int, ...]) -> Case:
@@ -187,14 +119,7 @@ def _coded_rows_case(shape: tuple[int, ...]) -> Case:
 def _quantize_case(shape: tuple[int, ...]) -> Case:
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = torch.randn(*shape, generator=g).to(device, dtype)
-        return x, activation_scale(x)
-
-    return Case(name="x".join(map(str, shape)), make=make)
-
-
-def _weight_case(shape: tuple[int, ...]) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        return random_weight(shape, device, g)
+        return x, global_scale_of(x)
 
     return Case(name="x".join(map(str, shape)), make=make)
 
@@ -221,49 +146,13 @@ nvfp4_quantize = register(
 )
 """`nvfp4_quantize(x [..., k], global_scale []) -> codes uint8 [..., k/2], scale uint8 [..., k/16]`, to nearest."""
 
-nvfp4_quantize_tiled = register(
-    Op(
-        name="nvfp4_quantize_tiled",
-        schema="(Tensor x, Tensor global_scale) -> (Tensor, Tensor)",
-        reference=_quantize_tiled,
-        fake=lambda x, global_scale: (
-            x.new_empty((x.shape[0], x.shape[1] // 2), dtype=torch.uint8),
-            x.new_empty(tiled_shape(x.shape[0], x.shape[1] // GROUP), dtype=torch.uint8),
-        ),
-        kernel="onegraph.ops.nvfp4:quantize_tiled_on_gpu",
-        check=_check_quantize_tiled,
-        cases=(_quantize_case((3, 64)), _quantize_case((130, 80)), _quantize_case((256, 1024))),
-        tolerance=_EXACT,
-        bytes_moved=lambda x, global_scale: nbytes(x) + x.numel() * 9 // 16,
-        flops=lambda x, global_scale: 2 * x.numel(),
-    )
-)
-"""`nvfp4_quantize_tiled(x [T, k], global_scale []) -> codes uint8 [T, k/2], scale uint8 [T', k'/16]`: as
-`nvfp4_quantize`, scales padded and in the order of `formats.nvfp4.swizzle_scales`."""
-
-nvfp4_dequantize_weight = register(
-    Op(
-        name="nvfp4_dequantize_weight",
-        schema="(Tensor codes, Tensor scale, Tensor global_scale) -> Tensor",
-        reference=dequantize_weight,
-        fake=lambda codes, scale, global_scale: global_scale.new_empty((*codes.shape[:-1], codes.shape[-1] * 2)),
-        check=check_weight,
-        cases=(_weight_case((48, 64)), _weight_case((3, 16, 32))),
-        tolerance=_EXACT,
-        bytes_moved=lambda codes, scale, global_scale: nbytes(codes, scale, global_scale) + codes.numel() * 8,
-        flops=lambda codes, scale, global_scale: codes.numel() * 4,
-    )
-)
-"""`nvfp4_dequantize_weight(codes [..., n, k/2], scale, global_scale [..., n]) -> float32 [..., n, k]`. Not for cache
-rows, which have no global scale: `nvfp4_dequantize_cache_rows`."""
-
 nvfp4_quantize_cache_rows = register(
     Op(
         name="nvfp4_quantize_cache_rows",
         schema="(Tensor x) -> Tensor",
         reference=_quantize_rows,
         fake=lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] * 9 // 16), dtype=torch.uint8),
-        check=lambda x: check_float("x", x, None),
+        check=lambda x: check_float("x", x),
         cases=(_rows_case((3, 128)), _rows_case((2, 3, 16))),
         tolerance=_EXACT,
         bytes_moved=lambda x: nbytes(x) + x.numel() * 9 // 16,

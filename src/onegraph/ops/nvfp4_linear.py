@@ -1,8 +1,7 @@
-"""Linears on NVFP4 codes: one, one for each group, routed experts; and W4A4 as FP4 tensor cores compute it.
+"""NVFP4 weights (`formats/nvfp4.py`): codes uint8 [..., n, k/2], scale uint8 [..., n, k/16], the bits of E4M3 numbers,
+global_scale float32 [..., n], one a row: layers that are fused keep their own. Few tokens run in one launch.
 
-Weights only (W4A16) is what runs unless more is asked for, in one launch for few tokens (`ops/cuda/nvfp4.cu`);
-`nvfp4_linear_w4a4` says what a GPU with FP4 tensor cores computes, exactly. Arguments of a weight are those of
-`ops/nvfp4.py`.
+A weight is not a cache row, which has no global scale: those are in `ops/nvfp4.py`.
 """
 
 from typing import Any
@@ -10,353 +9,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.nvfp4 import E4M3, NVFP4Format
-from onegraph.ops.activation import SwiGLU, check_gate, swiglu
-from onegraph.ops.checks import check_routes
-from onegraph.ops.norm import FLOATS
-from onegraph.ops.nvfp4 import (
-    activation_scale,
-    check_float,
-    check_scalar,
-    check_weight,
-    decode_e2m1,
-    dequantize_weight,
-    nvfp4_dequantize_weight,
-    nvfp4_quantize_tiled,
-    quantize,
-    random_weight,
-    tiled,
-    times_scales,
-)
-from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.weight import Given, WeightOps
+from onegraph.formats.nvfp4 import GROUP
+from onegraph.formats.weight import Dtypes, Shape
+from onegraph.ops.activation import SwiGLU
+from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.nvfp4 import decode_e2m1, times_scales
+from onegraph.ops.samples import Sample
 
 
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.float() @ dequantize_weight(codes, scale, global_scale).T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+def _decode(codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    return times_scales(decode_e2m1(codes), scale) * global_scale.unsqueeze(-1)
 
 
-def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    weight = dequantize_weight(codes, scale, global_scale)  # [G, n, k]
-    return torch.einsum("...gk,gnk->...gn", x.float(), weight).to(x.dtype).contiguous()
+def _wanted(codes: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[tuple[Dtypes, Shape], ...]:
+    *rows, half = codes.shape
+    return ((torch.uint8,), (*rows, half * 2 // GROUP)), ((torch.float32,), tuple(rows))
 
 
-def _linear_w4a4(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Both sides' values times their block scales are exact in float32, their sums in float64: what is rounded is the
-    result alone. A tensor core adds the same products in float32, in an order of its own."""
-    input_scale = activation_scale(x) if input_scale is None else input_scale
-    a_codes, a_scale = quantize(x, input_scale)
-    a = times_scales(decode_e2m1(a_codes), a_scale).double()
-    b = times_scales(decode_e2m1(codes), scale).double()
-    y = (a @ b.T).float() * (input_scale * global_scale)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+def random_weight(shape: Shape, device: torch.device | str, g: torch.Generator) -> tuple[Tensor, ...]:
+    """Random codes, scales and global scales of weights [..., n, k] near 1/sqrt(k)."""
+    *rows, k = shape
+    codes = torch.randint(0, 256, (*rows, k // 2), generator=g, dtype=torch.uint8)
+    scale = torch.randint(40, 127, (*rows, k // GROUP), generator=g, dtype=torch.uint8)
+    # E2M1 codes have rms 2.9, these scales some 130
+    global_scale = (0.5 + torch.rand(*rows, generator=g)) * k**-0.5 / 380
+    return codes.to(device), scale.to(device), global_scale.to(device)
 
 
-def _experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global: Tensor,
-    limit: float,
-    alpha: float,
-    shift: float,
-) -> Tensor:
-    chosen, (tokens, top_k) = experts.flatten(), experts.shape
-    in_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (gate_up, gate_up_scale, gate_up_global)))
-    gate_up_out = torch.einsum("pfd,pd->pf", in_weight, x.float().repeat_interleave(top_k, 0))
-    hidden = swiglu.reference(gate_up_out, limit, alpha, shift).to(x.dtype).float()  # between the two launches
-    out_weight = dequantize_weight(*(t.index_select(0, chosen) for t in (down, down_scale, down_global)))
-    out = torch.einsum("pdf,pf->pd", out_weight, hidden).unflatten(0, (tokens, top_k))
-    return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+# ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-# ----------------------------------------------------------------------------------------------------------- on a GPU
-
-
-def linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, *rest: Any) -> Tensor | None:
     from onegraph.ops.cuda import nvfp4
 
-    if not nvfp4.takes(x):
-        return _linear(x, codes, scale, global_scale, bias)
-    return nvfp4.linear(x, codes, scale, global_scale, bias)
+    return nvfp4.linear(x, *rest) if nvfp4.takes(x) else None
 
 
-def grouped_linear_on_gpu(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def _grouped_linear(x: Tensor, *rest: Any) -> Tensor | None:
     from onegraph.ops.cuda import nvfp4
 
-    if not nvfp4.takes(x):
-        return _grouped_linear(x, codes, scale, global_scale)
-    return nvfp4.grouped_linear(x, codes, scale, global_scale)
+    return nvfp4.grouped_linear(x, *rest) if nvfp4.takes(x) else None
 
 
-def experts_on_gpu(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor:
+def _experts(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor | None:
     from onegraph.ops.cuda import nvfp4
 
-    if not nvfp4.takes_experts(x, layers[3].shape[2] * 2, experts.shape[1]):
-        return _experts(x, experts, weights, *layers)
-    return nvfp4.experts(x, experts, weights, *layers)
-
-
-def has_fp4_tensor_cores(device: torch.device) -> bool:
-    """Blackwell (compute capability 10.0 and 12.0) with a torch whose `_scaled_mm` multiplies FP4."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device)[0] in (10, 12)
-        and hasattr(torch, "float4_e2m1fn_x2")
-    )
-
-
-def linear_w4a4_on_gpu(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """FP4 tensor cores where there are any: that branch has never run, for want of such a GPU. What was tested of it is
-    the order of the scales. Elsewhere the emulation, on any device."""
-    n, k = codes.shape[0], codes.shape[1] * 2
-    if not has_fp4_tensor_cores(x.device) or k % 32 or n % 16 or not x.numel():
-        return _linear_w4a4(x, codes, scale, global_scale, input_scale, bias)
-    input_scale = activation_scale(x) if input_scale is None else input_scale
-    a_codes, a_scale = nvfp4_quantize_tiled(x.reshape(-1, k), input_scale)
-    sums = torch._scaled_mm(
-        a_codes.view(torch.float4_e2m1fn_x2),
-        codes.view(torch.float4_e2m1fn_x2).t(),
-        a_scale.view(E4M3).flatten(),
-        tiled(scale).view(E4M3).flatten(),
-        out_dtype=torch.float32,
-    )
-    factor, y = input_scale * global_scale, x.new_empty(*x.shape[:-1], n)
-    if bias is None:
-        torch.mul(sums, factor, out=y.view(-1, n))
-    else:
-        torch.addcmul(bias.float(), sums, factor, out=y.view(-1, n))
-    return y
-
-
-def _check_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None) -> None:
-    check_weight(codes, scale, global_scale, 2)
-    check_float("x", x, codes.shape[1] * 2)
-    if bias is not None and (bias.dtype not in FLOATS or bias.shape != codes.shape[:1] or not bias.is_contiguous()):
-        raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}; it must be a contiguous float ({codes.shape[0]},)")
-
-
-def _check_grouped(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    check_weight(codes, scale, global_scale, 3)
-    check_float("x", x, codes.shape[2] * 2)
-    if x.dim() < 2 or x.shape[-2] != codes.shape[0]:
-        raise ValueError(f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for [..., {codes.shape[0]}, k]")
-
-
-def _check_w4a4(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor, input_scale: Tensor | None, bias: Tensor | None
-) -> None:
-    _check_linear(x, codes, scale, global_scale, bias)
-    if input_scale is not None:
-        check_scalar("input_scale", input_scale)
-
-
-def _check_experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global: Tensor,
-    limit: float,
-    alpha: float,
-    shift: float,
-) -> None:
-    check_weight(gate_up, gate_up_scale, gate_up_global, 3, "gate_up")
-    check_weight(down, down_scale, down_global, 3, "down")
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, D]")
-    check_float("x", x, gate_up.shape[2] * 2)
-    wanted = (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 4)
-    if gate_up.shape[1] % 32 or tuple(down.shape) != wanted:
-        raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} asks for {wanted}")
-    check_routes(x, experts, weights)
-    check_gate("nvfp4_experts", limit, alpha, shift)
-
-
-def _linear_case(batch: tuple[int, ...], n: int, k: int, bias: bool = False) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn(*batch, k, generator=g).to(device, dtype)
-        b = torch.randn(n, generator=g).to(device, dtype) if bias else None
-        return x, *random_weight((n, k), device, g), b
-
-    return Case(name=f"{'x'.join(map(str, batch))}x{k}->{n}{'+bias' if bias else ''}", make=make)
-
-
-def _w4a4_case(batch: int, n: int, k: int, frozen: bool) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn(batch, k, generator=g).to(device, dtype)
-        return x, *random_weight((n, k), device, g), torch.tensor(0.002, device=device) if frozen else None, None
-
-    return Case(name=f"{batch}x{k}->{n}{' frozen' if frozen else ''}", make=make)
-
-
-def _grouped_case(batch: tuple[int, ...], groups: int, n: int, k: int) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        x = torch.randn(*batch, groups, k, generator=g).to(device, dtype)
-        return x, *random_weight((groups, n, k), device, g)
-
-    return Case(name=f"{'x'.join(map(str, batch))}x{groups}x{k}->{n}", make=make)
-
-
-def _experts_case(tokens: int, top_k: int, experts: int, dim: int, wide: int, *gate: float) -> Case:
-    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
-        x = (3 * torch.randn(tokens, dim, generator=g)).to(device, dtype)
-        chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().contiguous().to(device)
-        gains = torch.rand(tokens, top_k, generator=g).to(device)
-        gate_up, down = (
-            random_weight((experts, 2 * wide, dim), device, g),
-            random_weight((experts, dim, wide), device, g),
-        )
-        return x, chosen, gains, *gate_up, *down, *(gate or (10.0, 1.0, 0.0))
-
-    name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}" + "".join(f", {number}" for number in gate)
-    return Case(name=name, make=make)
-
-
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-nvfp4_linear = register(
-    Op(
-        name="nvfp4_linear",
-        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale, Tensor? bias) -> Tensor",
-        reference=_linear,
-        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
-        kernel="onegraph.ops.nvfp4_linear:linear_on_gpu",
-        check=_check_linear,
-        cases=(
-            _linear_case((1,), 576, 576),
-            _linear_case((1,), 4096, 256),
-            _linear_case((1,), 1000, 4096, bias=True),
-            _linear_case((2,), 192, 1536, bias=True),
-            _linear_case((8,), 128, 4096),
-            _linear_case((2, 3), 48, 208),
-            _linear_case((17,), 100, 512, bias=True),
-            _linear_case((0,), 128, 128),
-        ),
-        tolerance=_TOLERANCE,
-        bytes_moved=lambda x, codes, scale, global_scale, bias: (
-            nbytes(x, codes, scale, global_scale, bias) + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
-        ),
-        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
-    )
-)
-"""`nvfp4_linear(x [..., k], codes [n, k/2], scale [n, k/16], global_scale [n], bias) -> [..., n]` in x's dtype."""
-
-nvfp4_grouped_linear = register(
-    Op(
-        name="nvfp4_grouped_linear",
-        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale) -> Tensor",
-        reference=_grouped_linear,
-        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[1])),
-        kernel="onegraph.ops.nvfp4_linear:grouped_linear_on_gpu",
-        check=_check_grouped,
-        cases=(_grouped_case((1,), 4, 64, 256), _grouped_case((3,), 2, 128, 512), _grouped_case((2, 5), 8, 32, 64)),
-        tolerance=_TOLERANCE,
-        bytes_moved=lambda x, codes, scale, global_scale: (
-            nbytes(x, codes, scale, global_scale) + x.numel() // x.shape[-1] * codes.shape[1] * x.element_size()
-        ),
-        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[1],
-    )
-)
-"""`nvfp4_grouped_linear(x [..., G, k], codes [G, n, k/2], ...) -> [..., G, n]`: group g of x times group g's weight."""
-
-nvfp4_experts = register(
-    Op(
-        name="nvfp4_experts",
-        schema="(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor gate_up_scale, "
-        "Tensor gate_up_global, Tensor down, Tensor down_scale, Tensor down_global, float limit, float alpha, "
-        "float shift) -> Tensor",
-        reference=_experts,
-        fake=lambda x, *rest: torch.empty_like(x),
-        kernel="onegraph.ops.nvfp4_linear:experts_on_gpu",
-        check=_check_experts,
-        cases=(
-            _experts_case(1, 6, 16, 256, 128),
-            _experts_case(1, 7, 16, 1024, 512),
-            _experts_case(4, 3, 32, 512, 256),
-            _experts_case(3, 2, 4, 128, 64, 1.0, 1.0, 0.0),
-            _experts_case(1, 2, 8, 256, 256, 7.0, 1.702, 1.0),
-            _experts_case(5, 2, 4, 128, 64, float("inf"), 1.702, 1.0),
-            _experts_case(16, 6, 24, 256, 64),
-            _experts_case(13, 2, 3, 256, 128),
-        ),
-        tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},
-        bytes_moved=lambda x, experts, weights, *layers: (
-            2 * nbytes(x) + min(experts.numel(), layers[0].shape[0]) * (nbytes(*layers[:6]) // layers[0].shape[0])
-        ),
-        flops=lambda x, experts, weights, gate_up, *rest: 3 * experts.numel() * x.shape[1] * gate_up.shape[1],
-    )
-)
-"""`nvfp4_experts(x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D/2], its scale and global
-scale [E, 2F], down [E, D, F/2], its scales, limit, alpha, shift) -> [T, D]`: sum over k of weights * down(swiglu(..)),
-as `SwiGLU` tells it. Which experts run is read on the device. Gate rows come first, then up rows; F % 16 == 0."""
-
-nvfp4_linear_w4a4 = register(
-    Op(
-        name="nvfp4_linear_w4a4",
-        schema="(Tensor x, Tensor codes, Tensor scale, Tensor global_scale, Tensor? input_scale, Tensor? bias) "
-        "-> Tensor",
-        reference=_linear_w4a4,
-        fake=lambda x, codes, *rest: x.new_empty((*x.shape[:-1], codes.shape[0])),
-        kernel="onegraph.ops.nvfp4_linear:linear_w4a4_on_gpu",
-        check=_check_w4a4,
-        cases=(_w4a4_case(3, 48, 64, False), _w4a4_case(5, 64, 256, True)),
-        tolerance=_TOLERANCE,
-        bytes_moved=lambda x, codes, scale, global_scale, input_scale, bias: (
-            nbytes(x, codes, scale, global_scale, bias) + x.numel() // x.shape[-1] * codes.shape[0] * x.element_size()
-        ),
-        flops=lambda x, codes, *rest: 2 * x.numel() * codes.shape[0],
-    )
-)
-"""`nvfp4_linear_w4a4(x, codes, scale, global_scale [n], input_scale, bias)`: activations in NVFP4 too, their global
-scale `input_scale` [] frozen, or None: from x, on the device, each call."""
-
-
-# --------------------------------------------------------------------------------------------------- as a weight format
-
-FEW = 64  # tokens of a row, with which it is no prompt: a decode step's, or a round's that checks drafts
-
-
-def _weight(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    return given["codes"], given["scale"], given["global_scale"]
-
-
-def _run(
-    format: NVFP4Format, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
-) -> Tensor:
-    x = x.float() if float32 else x
-    if format.activations is None or (format.prompts and (x.dim() < 3 or x.shape[-2] <= FEW)):
-        return nvfp4_linear(x, *_weight(weight), bias)
-    return nvfp4_linear_w4a4(x, *_weight(weight), weight.get("input_scale"), bias)
-
-
-def _run_experts(
-    format: NVFP4Format,
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Given,
-    down: Given,
-    gate: SwiGLU,
-    biases: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    if biases is not None:
-        raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")
-    return nvfp4_experts(x, experts, weights, *_weight(gate_up), *_weight(down), *gate.numbers)
+    taken = nvfp4.takes_experts(x, layers[3].shape[2] * 2, experts.shape[1])
+    return nvfp4.experts(x, experts, weights, *layers) if taken else None
 
 
 def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
@@ -365,10 +64,47 @@ def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool
     return nvfp4.reads(n, k, dtype, device, scaled=True)
 
 
-WEIGHT = WeightOps(
-    linear=_run,
-    decode=lambda format, weight: nvfp4_dequantize_weight(*_weight(weight)),
-    grouped=lambda format, x, weight: nvfp4_grouped_linear(x, *_weight(weight)),
-    experts=_run_experts,
-    reads=_reads,
+_ANY, _V4 = Sample(make=random_weight), SwiGLU(10.0)
+
+CODED = Coded(
+    name="nvfp4",
+    module=__name__,
+    tensors=("codes", "scale", "global_scale"),
+    packed=2,
+    group=GROUP,
+    decode=_decode,
+    wanted=_wanted,
+    kernels=Kernels(linear=_linear, grouped_linear=_grouped_linear, experts=_experts, reads=_reads),
+    cases={
+        "dequantize": (_ANY.weight(48, 64), _ANY.weight(3, 16, 32)),
+        "linear": (
+            _ANY.linear((1,), 576, 576),
+            _ANY.linear((1,), 4096, 256),
+            _ANY.linear((1,), 1000, 4096, bias=True),
+            _ANY.linear((1,), 640, 1024, float32=True),
+            _ANY.linear((2,), 192, 1536, bias=True),
+            _ANY.linear((8,), 128, 4096),
+            _ANY.linear((2, 3), 48, 208),
+            _ANY.linear((17,), 100, 512, bias=True),
+            _ANY.linear((40,), 96, 320, bias=True, float32=True),
+            _ANY.linear((0,), 128, 128),
+        ),
+        "grouped_linear": (
+            _ANY.grouped((1,), 4, 64, 256),
+            _ANY.grouped((3,), 2, 128, 512),
+            _ANY.grouped((2, 5), 8, 32, 64),
+        ),
+        "experts": (
+            _ANY.experts(1, 6, 16, 256, 128, _V4),
+            _ANY.experts(1, 7, 16, 1024, 512, _V4),
+            _ANY.experts(4, 3, 32, 512, 256, _V4),
+            _ANY.experts(3, 2, 4, 128, 64, SwiGLU(1.0)),
+            _ANY.experts(1, 2, 8, 256, 256, SwiGLU(7.0, 1.702, 1.0)),
+            _ANY.experts(5, 2, 4, 128, 64, SwiGLU(alpha=1.702, shift=1.0)),
+            _ANY.experts(16, 6, 24, 256, 64, _V4),
+            _ANY.experts(13, 2, 3, 256, 128, _V4),
+        ),
+    },
 )
+nvfp4_dequantize, nvfp4_linear, nvfp4_grouped_linear, nvfp4_experts = CODED.ops.values()
+WEIGHT = CODED.weight

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,8 +49,9 @@ class Op:
             take it; once registered, they are called as the op is.
         reference: pure torch, right on any device, obeys the capture contract.
         fake: shapes and dtypes of the results from those of the arguments.
-        kernel: "module:function" with the reference's signature, imported on the first CUDA call; None where the
-            reference is the CUDA implementation too, as it is of every op under `ONEGRAPH_KERNELS=reference`.
+        kernel: "module:function" with the reference's signature, or a method of an object in the module, imported on
+            the first CUDA call; None where the reference is the CUDA implementation too, as it is of every op under
+            `ONEGRAPH_KERNELS=reference`.
         sole: the kernel has nothing beside it on a GPU, whose graphs the reference cannot be captured in: it runs
             whatever `ONEGRAPH_KERNELS` says.
         cpu: likewise for a CPU, where values are at hand and each of torch's calls costs more than what it does.
@@ -123,7 +125,7 @@ def _lazy(target: str) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         if not found:
-            found.append(getattr(importlib.import_module(module), name))
+            found.append(attrgetter(name)(importlib.import_module(module)))
         return found[0](*args)
 
     return kernel

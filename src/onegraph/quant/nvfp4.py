@@ -1,15 +1,13 @@
 """Weights to NVFP4: round to nearest, or with a search for each group's scale."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.nvfp4 import E4M3, E4M3_MAX, GROUP, NVFP4
 from onegraph.formats.weight import Tensors
-from onegraph.nn.linear import Linear
-from onegraph.ops.nvfp4 import SMALLEST, activation_scale, decode_e2m1, encode_e2m1, quantize
+from onegraph.ops.nvfp4 import SMALLEST, decode_e2m1, encode_e2m1, global_scale_of, quantize
 
 # What the largest magnitude of a group may become. 6 is E2M1's largest number; larger targets clip, smaller ones trade
 # the coarse steps near 6 for finer ones. (What the grid gives: docs/log.md.)
@@ -26,7 +24,7 @@ def quantize_weight(weight: Tensor, *, search: bool = True) -> Tensors:
         raise ValueError(f"a weight of {tuple(weight.shape)} cannot become NVFP4: columns come in groups of {GROUP}")
     if not torch.isfinite(weight).all():
         raise ValueError("the weight is not finite; the checkpoint is damaged")
-    gain = activation_scale(weight)
+    gain = global_scale_of(weight)
     parts = [(_searched if search else quantize)(part.float(), gain) for part in weight.split(ROWS_AT_ONCE)]
     codes, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return {"codes": codes, "scale": scale, "global_scale": gain}
@@ -75,19 +73,3 @@ def quantized_tensors(
         yield from ((tensor, made[key].cpu()) for key, tensor in NVFP4.names((), owner).items())
         if on_linear is not None:
             on_linear(owner)
-
-
-@contextmanager
-def observing(linear: Linear) -> Iterator[None]:
-    """Meanwhile the `input_scale` of a linear of frozen W4A4 follows the largest activations that calls bring, on the
-    device and in place."""
-
-    def see(module: Linear, args: tuple[Tensor, ...]) -> None:
-        frozen = module.get_buffer("input_scale")
-        frozen.copy_(torch.maximum(frozen, activation_scale(args[0])))
-
-    handle = linear.register_forward_pre_hook(see)
-    try:
-        yield
-    finally:
-        handle.remove()
