@@ -19,14 +19,14 @@ from h200 import H200
 from h200 import PLAIN as PLAIN_CARD
 from on_cpu import compile_run, host_lines
 from onegraph.ops.cuda import build as cuda_build
-from onegraph.ops.cuda import fp8, stream
+from onegraph.ops.cuda import fp8, mxfp8, stream
 from onegraph.ops.cuda.build import Device
 from onegraph.ops.cuda.stream import DOWN, GATE_UP, LINEAR, Tiling, Variant
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_grouped_linear, random_weight
 
 HERE = Path(__file__).parent
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-6}
-BLOCKS = {"128": (128, 128), "32": (32, 32), "mx": (1, 32), "rows": (1, 0)}
+BLOCKS = {"128": (128, 128), "32": (32, 32), "mx": (1, 32), "rows": (1, 0), "bytes": (1, 32)}  # "bytes": MXFP8
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
@@ -41,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = (cuda / name for name in ("fp8.cu", "fp8_dequantize.cu", "routes.cuh"))
     for file in (
         *sources,
+        cuda / "mxfp8.cu",
+        cuda / "e8m0.cuh",
         *cuda.glob("fp8_*.cuh"),
         *cuda.glob("stream*.cuh"),
         HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh",
@@ -60,6 +62,19 @@ def build(folder: Path):
         return program
 
     return made
+
+
+def weight_of(shape: tuple[int, ...], kind: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """codes, scale as a kernel reads it, scale as the ops of FP8 do."""
+    codes, scale = random_weight(shape, *BLOCKS[kind], "cpu", rng(seed))
+    if kind != "bytes":
+        return codes, scale, scale
+    exponents = scale.log2().round()
+    return codes, (exponents + 127).to(torch.uint8), 2.0**exponents
+
+
+def form_of(kind: str, scaled: fp8.Blocks) -> dict[str, int]:
+    return {"BYTE_SCALES": 1} if kind == "bytes" else {"GRAIN": scaled.grain}
 
 
 def launch(
@@ -94,7 +109,7 @@ def run(build, variant: Variant, tensors, sizes, kind: str, y, cut: Tiling, **mo
     scaled = fp8.blocks(*BLOCKS[kind], sizes[2])
     assert scaled is not None
     half = int(tensors[0].dtype == torch.float16)
-    program = build(**variant.defines(cut.depth), HALF=half, GRAIN=scaled.grain)
+    program = build(**variant.defines(cut.depth), HALF=half, **form_of(kind, scaled))
     grid = cut.blocks, sizes[3] if variant.mode == LINEAR else 1, -(-sizes[0] // variant.tokens)
     threads = cut.across * cut.down * 32
     return launch(program, tensors, sizes, scaled, y, grid, threads, across=cut.across, hold=cut.hold, **more)
@@ -142,14 +157,17 @@ BROAD, BROAD_RING = (Variant(LINEAR, ring_x=ring, warps=fp8.MANY) for ring in (F
         ("mx", 33, 1, 48, 272, torch.bfloat16, Tiling(1, 2, 2, 3, 3), RING_FOUR),
         ("128", 3, 1, 50, 720, torch.bfloat16, Tiling(2, 2, 1, 2, 2), BROAD_RING),
         ("128", 2, 2, 49, 400, torch.bfloat16, Tiling(2, 3, 3, 3, 3), LATER),  # a warp without a tile
+        ("bytes", 3, 1, 100, 896, torch.bfloat16, Tiling(2, 2, 2, 2, 2), PLAIN),  # two rounds, turns not for all
+        ("bytes", 20, 2, 33, 384, torch.float16, Tiling(2, 3, 2, 2, 2), RING),
+        ("bytes", 2, 1, 50, 640, torch.bfloat16, Tiling(2, 2, 1, 2, 2), BROAD_RING),  # a slice that ends early
     ],
 )
 def test_linear(build, kind: str, tokens: int, groups: int, n: int, k: int, dtype, cut, variant) -> None:
     x = torch.randn(tokens, groups, k, generator=rng()).to(dtype)
-    codes, scale = random_weight((groups, n, k), *BLOCKS[kind], "cpu", rng(1))
+    codes, scale, wide_scale = weight_of((groups, n, k), kind, 1)
     bias = torch.randn(n, generator=rng(2)) if groups == 1 else None
     tensors, sizes = [x, codes, scale, bias, None, None], (tokens, n, k, groups, 0)
-    wanted = fp8_grouped_linear(x.float(), codes, scale, *BLOCKS[kind])
+    wanted = fp8_grouped_linear(x.float(), codes, wide_scale, *BLOCKS[kind])
     wanted = wanted if bias is None else wanted + bias
     check(run(build, variant, tensors, sizes, kind, ((tokens, groups, n), dtype), cut), wanted)
 
@@ -192,6 +210,8 @@ def test_codes_without_an_instruction_for_them(folder: Path, tmp_path: Path) -> 
         ("32", 3, 2, 4, 128, 64, (1.0, 1.0, 0.0), True, (Tiling(3, 1, 3, 3, 4), Tiling(2, 2, 2, 3, 4))),
         ("mx", 18, 3, 6, 192, 128, (2.0, 1.702, 1.0), True, (Tiling(4, 1, 3, 4, 3), Tiling(3, 3, 2, 4, 3))),
         ("128", 13, 2, 9, 320, 128, (torch.inf, 1.0, 0.0), False, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
+        ("bytes", 9, 2, 3, 256, 128, (2.0, 1.702, 1.0), True, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
+        ("bytes", 2, 2, 4, 384, 128, (2.0, 1.0, 0.0), True, (Tiling(3, 1, 3, 3, 4), Tiling(2, 2, 2, 3, 4))),
         ("rows", 16, 2, 3, 320, 208, (2.0, 1.0, 0.0), True, (Tiling(3, 2, 2, 5, 3), Tiling(2, 2, 1, 3, 3))),
     ],
 )
@@ -202,8 +222,8 @@ def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: i
     if twice:
         chosen[0, 1] = chosen[0, 0]
     gains = torch.rand(tokens, top_k, generator=rng(2))
-    gate_up = random_weight((experts, 2 * wide, dim), *BLOCKS[kind], "cpu", rng(3))
-    down = random_weight((experts, dim, wide), *BLOCKS[kind], "cpu", rng(4))
+    *gate_up, wide_gate_up = weight_of((experts, 2 * wide, dim), kind, 3)
+    *down, wide_down = weight_of((experts, dim, wide), kind, 4)
     gate_up_variant, down_variant = (
         Variant(mode, together=tokens > stream.FEW_PASS, **NARROW) for mode in (GATE_UP, DOWN)
     )
@@ -212,26 +232,38 @@ def test_experts(build, kind: str, tokens: int, top_k: int, experts: int, dim: i
     hidden = run(build, gate_up_variant, tensors, sizes, kind, y, cuts[0], gate=gate)
     sizes, tensors = (tokens, dim, wide, experts, top_k), [hidden, *down, None, chosen, gains]
     got = run(build, down_variant, tensors, sizes, kind, ((tokens, dim), x.dtype), cuts[1])
-    check(got, fp8_experts(x.float(), chosen, gains, *gate_up, *down, *BLOCKS[kind], *gate))
+    layers = gate_up[0], wide_gate_up, down[0], wide_down
+    check(got, fp8_experts(x.float(), chosen, gains, *layers, *BLOCKS[kind], *gate))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("kind", "shape"), [("128", (2, 130, 272)), ("32", (1, 40, 80)), ("rows", (3, 5, 16))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("128", (2, 130, 272)), ("32", (1, 40, 80)), ("rows", (3, 5, 16)), ("bytes", (2, 7, 80))]
+)
 def test_dequantize(build, kind: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    weight = random_weight(shape, *BLOCKS[kind], "cpu", rng())
+    *weight, wide_scale = weight_of(shape, kind, 0)
     scaled = fp8.blocks(*BLOCKS[kind], shape[2])
-    sizes = 0, shape[1], shape[2], shape[0], 0
-    got = launch(
-        build(OUT=fp8.OUT[dtype]), [None, *weight, None, None, None], sizes, scaled, (shape, dtype), (2, 1, 1), 256
-    )
-    assert torch.equal(got, fp8_dequantize(*weight, *BLOCKS[kind]).to(dtype))
+    sizes, program = (0, shape[1], shape[2], shape[0], 0), build(OUT=fp8.OUT[dtype], BYTE_SCALES=int(kind == "bytes"))
+    got = launch(program, [None, *weight, None, None, None], sizes, scaled, (shape, dtype), (2, 1, 1), 256)
+    assert torch.equal(got, fp8_dequantize(weight[0], wide_scale, *BLOCKS[kind]).to(dtype))
+
+
+def test_scales_of_a_byte_are_powers_of_two(build) -> None:
+    """Each byte of E8M0 but the one that is no number, the subnormal one too, to the bit."""
+    codes = torch.full((1, 255, 32), 0x38, dtype=torch.uint8)  # 1
+    scale = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
+    scaled = fp8.blocks(*BLOCKS["bytes"], 32)
+    program, tensors = build(OUT=2, BYTE_SCALES=1), [None, codes, scale, None, None, None]
+    y = (1, 255, 32), torch.float32
+    got = launch(program, tensors, (0, 255, 32, 1, 0), scaled, y, (2, 1, 1), 256)
+    assert torch.equal(got[0], (2.0 ** (torch.arange(255).double() - 127)).float().view(-1, 1).expand(-1, 32))
 
 
 def test_from_the_op_down(folder: Path) -> None:
     """Every case of the ops through what chooses and launches the kernels."""
     launched = [line.rsplit(" ", 1) for line in host_lines(HERE / "fp8_on_cpu" / "host.py", folder)]
-    assert len(launched) > 12
-    assert all(count == ("2" if name.startswith("fp8_experts") else "1") for name, count in launched)
+    assert len(launched) > 20
+    assert all(count == ("2" if "fp8_experts" in name else "1") for name, count in launched)
 
 
 VARIANTS = (
@@ -275,6 +307,7 @@ def test_every_linear_of_few_tokens_fits(
     monkeypatch.setattr(cuda_build.Source, "is_portable", lambda source, index: device is not H200)
     for grain in (32, 128):
         assert fp8.STREAM.tiling(tokens, weight(n, k, grain), 0)[1] is not None
+    assert mxfp8.STREAM.tiling(tokens, stream.Weight((1, n, k), {}), 0)[1] is not None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """MXFP8 weights (`formats/mxfp8.py`): codes uint8 [..., n, k], scale uint8 [..., n, ceil(k/32)], E8M0 and not 255. A
 weight is exact where float32 holds the number.
 
-A GPU runs the kernels of FP8 with blocks of 1 x 32, which read the scales as float32.
+On a GPU few tokens run straight from the codes where k is a multiple of 128 (`ops/cuda/mxfp8.py`).
 """
 
 from typing import Any
@@ -38,41 +38,33 @@ def random_weight(shape: Shape, device: torch.device | str, g: torch.Generator) 
 
 
 def _dequantize(codes: Tensor, scale: Tensor) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
+    from onegraph.ops.cuda import mxfp8
 
-    if not fp8.takes_codes(codes):
-        return None
-    return fp8.dequantize(codes, scale.view(E8M0).float(), *BLOCK, torch.float32)
+    return mxfp8.dequantize(codes, scale, torch.float32) if mxfp8.takes_codes(codes) else None
 
 
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
+def _linear(x: Tensor, *rest: Any) -> Tensor | None:
+    from onegraph.ops.cuda import mxfp8
 
-    return fp8.linear(x, codes, scale.view(E8M0).float(), bias, *BLOCK, float32) if fp8.takes(x) else None
-
-
-def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.grouped_linear(x, codes, scale.view(E8M0).float(), *BLOCK) if fp8.takes(x) else None
+    return mxfp8.linear(x, *rest) if mxfp8.takes(x) else None
 
 
-def _experts(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
-    down_scale: Tensor, *gate: float,
-) -> Tensor | None:  # fmt: skip
-    from onegraph.ops.cuda import fp8
+def _grouped_linear(x: Tensor, *rest: Any) -> Tensor | None:
+    from onegraph.ops.cuda import mxfp8
 
-    if not fp8.takes(x):
-        return None
-    layers = gate_up, gate_up_scale.view(E8M0).float(), down, down_scale.view(E8M0).float()
-    return fp8.experts(x, experts, weights, *layers, *BLOCK, *gate)
+    return mxfp8.grouped_linear(x, *rest) if mxfp8.takes(x) else None
+
+
+def _experts(x: Tensor, *rest: Any) -> Tensor | None:
+    from onegraph.ops.cuda import mxfp8
+
+    return mxfp8.experts(x, *rest) if mxfp8.takes(x) else None
 
 
 def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import fp8
+    from onegraph.ops.cuda import mxfp8
 
-    return fp8.reads(*BLOCK, k, dtype, device)
+    return mxfp8.reads(k, dtype, device)
 
 
 _ANY = Sample(make=random_weight)

@@ -1,9 +1,11 @@
-"""The ops of FP8 as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU: `host.py FOLDER`,
-which holds the sources. Prints a line for each case that launched something; fails where a result is wrong."""
+"""The ops of FP8 and MXFP8 as a GPU runs them, from the op down to every launch, whose kernel runs on this CPU:
+`host.py FOLDER`, which holds the sources. Prints a line for each case that launched something; fails where a result is
+wrong."""
 
 import ctypes
 import sys
 from functools import cache
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,9 +13,8 @@ import torch
 
 from h200 import H200
 from on_cpu import compile_run, launch_on_cpu
-from onegraph.ops import fp8 as ops
-from onegraph.ops.cuda import build, fp8
-from onegraph.ops.registry import OPS
+from onegraph.ops import mxfp8 as ops
+from onegraph.ops.cuda import build, fp8, mxfp8
 
 FOLDER = Path(sys.argv[1])
 launches = 0
@@ -39,14 +40,21 @@ class Kernel:
         self.run(ctypes.c_char_p(arguments), *grid, threads)
 
 
-launch_on_cpu(lambda source, device, *defines: {source.functions[0]: Kernel(**dict(defines))})
+def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+    which = {"BYTE_SCALES": 1} if source is mxfp8.STREAM.source else {}  # as run.cpp calls it
+    return {source.functions[0]: Kernel(**dict(defines), **which)}
+
+
+launch_on_cpu(kernels)
+torch.mm = lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype)  # which a CPU has not
 build.device = lambda index: H200
 build.Source.is_portable = lambda source, index: False
-fp8.takes = fp8.takes_codes = lambda tensor: tensor.numel() > 0
+for module in (fp8, mxfp8):
+    module.takes = module.takes_codes = lambda tensor: tensor.numel() > 0
 
-for name in ("fp8_dequantize", "fp8_linear", "fp8_grouped_linear", "fp8_experts"):
-    op = OPS[name]
-    kernel = attrgetter(op.kernel.partition(":")[2])(ops)
+for op in (*ops.FP8.ops.values(), *ops.CODED.ops.values()):
+    name, (module, _, target) = op.name, op.kernel.partition(":")
+    kernel = attrgetter(target)(import_module(module))
     for case in op.cases:
         launches, args = 0, case.make(torch.device("cpu"), torch.bfloat16, torch.Generator().manual_seed(0))
         got, given = kernel(*args), op.reference(*args)

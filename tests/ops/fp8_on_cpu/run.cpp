@@ -5,6 +5,8 @@
 
 #ifdef OUT
 #include "fp8_dequantize.cu"
+#elif BYTE_SCALES
+#include "mxfp8.cu"
 #else
 #include "fp8.cu"
 #endif
@@ -14,6 +16,8 @@ static Arguments arguments;
 static void thread() {
 #ifdef OUT
   fp8_dequantize(arguments);
+#elif BYTE_SCALES
+  mxfp8_linear(arguments);
 #else
   fp8_linear(arguments);
 #endif
@@ -55,10 +59,12 @@ int main(int, char** names) {
   };
   Arguments& a = arguments;
   a.n = h[1], a.k = h[2], a.matrices = h[3];
+#if defined OUT || !BYTE_SCALES
   a.row_shift = h[5], a.column_shift = h[6], a.scale_pitch = h[7];
+#endif
   u8* const x = tensor((size_t)h[15] * 2);
   a.codes = tensor((size_t)h[3] * h[1] * h[2]);
-  a.scale = (float*)tensor((size_t)h[16] * 4);
+  a.scale = (decltype(a.scale))tensor((size_t)h[16] * sizeof *a.scale);
   const size_t bytes = h[17];
   a.y = ending_a_page(bytes);
   memset(a.y, 0xFF, bytes);

@@ -1,11 +1,21 @@
-// FP8 (E4M3) weights to floats, for products of many tokens. OUT: 0 bfloat16, 1 float16, 2 float32, which is exact.
+// FP8 and MXFP8 (E4M3) weights to floats, for products of many tokens. OUT: 0 bfloat16, 1 float16, 2 float32, which is exact.
+// BYTE_SCALES: 1: scales are bytes of E8M0, 0: float32.
 
 #define HALF (OUT == 1)
 #include "nvfp4_common.cuh"
+#include "e8m0.cuh"
+
+#if BYTE_SCALES
+typedef u8 Scale;
+__device__ __forceinline__ float widen_scale(u8 v) { return e8m0_to_float(v); }
+#else
+typedef float Scale;
+__device__ __forceinline__ float widen_scale(float v) { return v; }
+#endif
 
 struct Arguments {
   const u8* codes;     // [matrices, n, k]
-  const float* scale;  // [matrices, ceil(n / 2^row_shift), scale_pitch]
+  const Scale* scale;  // [matrices, ceil(n / 2^row_shift), scale_pitch]
   void* y;             // [matrices, n, k]
   int matrices, n, k;
   int row_shift, column_shift, scale_pitch;
@@ -20,7 +30,8 @@ extern "C" __global__ void fp8_dequantize(const Arguments a) {
   for (long long at = blockIdx.x * 256ll + threadIdx.x; at < all; at += gridDim.x * 256ll) {
     const u32 row = at / chunks, chunk = at % chunks, matrix = row / a.n, r = row % a.n;
     const uint4 codes = ((const uint4*)a.codes)[at];
-    const float gain = a.scale[((long long)matrix * scale_rows + (r >> a.row_shift)) * a.scale_pitch + (chunk * 16 >> a.column_shift)];
+    const float gain =
+        widen_scale(a.scale[((long long)matrix * scale_rows + (r >> a.row_shift)) * a.scale_pitch + (chunk * 16 >> a.column_shift)]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float v[8];
