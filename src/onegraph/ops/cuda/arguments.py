@@ -54,13 +54,3 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return 0 if value is None else value
-
-
-def pointer(tensor: torch.Tensor | None) -> int:
-    """Its address, 0 of None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def addresses(**tensors: torch.Tensor | None) -> dict[str, int]:
-    """`pointer` of each."""
-    return {name: pointer(tensor) for name, tensor in tensors.items()}

@@ -21,8 +21,6 @@ import torch
 
 from onegraph.ops import family
 from onegraph.ops.cuda.arguments import Arguments as Arguments
-from onegraph.ops.cuda.arguments import addresses as addresses
-from onegraph.ops.cuda.arguments import pointer as pointer
 from onegraph.ops.family import Family
 
 
@@ -282,19 +280,6 @@ class Source:
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
         form = self.form(capability)
         return compile_cubin(self.path, {**defines, **form.defines}, capability, checks, form.arch)
-
-    def portable(self, capability: tuple[int, int]) -> bool:
-        return self.form(capability).portable
-
-    def load(
-        self, defines: Mapping[str, int], device: int, shared: int = 0, functions: tuple[str, ...] = ()
-    ) -> tuple[Kernel, ...]:
-        found = load(self, defines, device)
-        return tuple(found[name] for name in functions or found)
-
-    def usable(self, device: int, otherwise: str) -> bool:
-        self.otherwise = otherwise
-        return self.is_built(device)
 
     @cache  # noqa: B019
     def is_built(self, device: int) -> bool:
