@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from onegraph.engine.generate import Engine
 
 from fuzz import tiny
 from fuzz.run import invoke
@@ -18,7 +19,6 @@ from onegraph import LLM, SamplingParams
 from onegraph.api import draft_prompts
 from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_head, unseen
 from onegraph.api.draft_prompts import COPIED, PIECE, PROMPT, TASKS, Pieces, Prompts
-from onegraph.engine.generate import Engine
 from onegraph.engine.params import Stats
 
 OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}
