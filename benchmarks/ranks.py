@@ -124,7 +124,7 @@ def round_rows(model: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]
             batch=batch, context=args.context, tokens=args.steps, drafts=args.draft, chance=[0.8], repeats=3, kv=None,
             sampling=False, eagle=None,
         )  # fmt: skip
-        for row in speculate.rows(wanted, model, None):
+        for row in speculate.rows(wanted, model, None, False):
             yield row | machine(torch.device("cuda", 0))
 
 

@@ -45,13 +45,14 @@ def pretend(engine: Any, step: float) -> None:
 
         return fetched, None
 
-    engine.executor.ahead = 1
-    engine.runner = lambda *args, **kwargs: None
-    engine.begin = lambda sequence: None
-    engine.prefill = lambda sequence, end: report(1, 0, 0.0)
-    engine.load = lambda loaded: rows.__setitem__(0, len(loaded))
-    engine.load_tables = lambda loaded: None
-    engine.decode = lambda reach: report(rows[0], 1, step)
+    executor = engine.executor
+    executor.ahead = 1
+    executor.step = lambda *args, **kwargs: None
+    executor.begin = lambda sequence: None
+    executor.prefill = lambda sequence, end: report(1, 0, 0.0)
+    executor.load = lambda loaded: rows.__setitem__(0, len(loaded))
+    executor.load_tables = lambda loaded: None
+    executor.decode = lambda reach: report(rows[0], 1, step)
 
 
 def serve(model: str, batch: int, step: float, context: int) -> None:

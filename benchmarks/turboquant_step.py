@@ -74,7 +74,7 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: 
     rows["positions"].fill_(context - STEPS - 1)
     rows["limits"].fill_(context)
     rows["slots"] = torch.arange(1, 1 + batch, dtype=torch.int32)
-    order = torch.randperm(engine.executor.cache.pages - 1).int()
+    order = torch.randperm(engine.executor.sizes.pages - 1).int()
     rows["table"] = 1 + order[torch.arange(batch * width) % len(order)].view(batch, width)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
@@ -132,12 +132,9 @@ def parts() -> None:
     device = torch.device("cuda", 0)
     angle = torch.arange(40000, device=device)[:, None] * 500000.0 ** -(torch.arange(0, DIM, 2, device=device) / DIM)
     blocks = [
-        Attention(
-            index=i, qkv=torch.nn.Identity(), out=torch.nn.Identity(), heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM,
-            cos=angle.cos(), sin=angle.sin(),
-        )
+        Attention(index=i, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, cos=angle.cos(), sin=angle.sin())
         for i in range(LAYERS)
-    ]  # fmt: skip
+    ]
     for batch, context in ((1, 1024), (16, 1024), (1, 32768), (8, 32768)):
         per_row = -(-(context + 64) // 16)
         sizes: dict[str, Any] = {

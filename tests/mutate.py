@@ -56,11 +56,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "ops/test_sampling.py",
         "models/test_llama.py",
         "engine/test_deepseek_engine.py",
+        "engine/test_deepseek_placed.py",
     ),
     "engine/ab.py": ("engine/test_ab.py",),
     "engine/bench.py": ("engine/test_bench.py",),
     "engine/evaluate.py": ("engine/test_evaluate.py",),
-    "engine/placed.py": ("engine/test_deepseek_placed.py",),
     "formats/": (
         *("formats/test_checkpoint.py", "quant/test_llama_quantized.py", "models/test_llama_config.py"),
         "fuzz/test_fuzz.py",

@@ -19,6 +19,7 @@ from onegraph import LLM, SamplingParams
 from onegraph.api import draft_prompts
 from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_head, unseen
 from onegraph.api.draft_prompts import COPIED, PIECE, PROMPT, TASKS, Pieces, Prompts
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import Stats
 
 OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}

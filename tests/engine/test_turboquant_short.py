@@ -494,7 +494,7 @@ def test_how_large_a_cache_is(
     setting = None if kv is None else parse_kv(kv)
     found: Any = OnGpu()
     sizes = sizes_of(found, setting, rows=rows, context=context, page_size=None, pages=given)
-    assert (sizes.page_size, sizes.pages, sizes.coded, sizes.per_row, sizes.short.tokens) == want
+    assert (sizes.page_size, sizes.pages, sizes.coded, sizes.per_row, sizes.exact_window.tokens) == want
     assert page_size_of(found, setting) == sizes.page_size
 
 

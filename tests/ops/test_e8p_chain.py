@@ -113,7 +113,7 @@ def test_auto_reads_no_more_drafts_than_a_chain_takes(tmp_path: Path) -> None:
     most = cuda_chain.MAX_TOKENS - 1
     one = chained(model)
     for of, tokens, counts in ((model, "auto", (0, 1, 3, 7)), (one, "auto", (0, 1, 3, most)), (one, 7, (0, 7))):
-        assert Engine(of, max_context=64, draft=NgramDrafter, draft_tokens=tokens)._speculation.counts == counts
+        assert Engine(of, max_context=64, draft=NgramDrafter, draft_tokens=tokens).executor.speculation.counts == counts
 
 
 def test_the_step_of_chains_replays_as_eager_on_a_simulated_gpu(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def step_us(engine: Engine, batch: int, *, sampling: bool, drafts: int = 0) -> f
     on the state of the last `generate`."""
     runner = engine.executor.step("decode", sampling=sampling, drafts=drafts)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
+    times: list[float] = []
     with runner.running():
         for _ in range(20):
             begin.record()

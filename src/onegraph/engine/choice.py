@@ -93,13 +93,15 @@ def draw(logits: Tensor, after: Tensor, inputs: Mapping[str, Tensor], *, samplin
     """Tokens int64 [B] from logits [B, V]; `after` int32 [B] are their positions. With min-p where inputs have it. own:
     logits are float32 and nobody reads them again."""
     if not sampling:
-        return greedy(logits)
+        likeliest: Tensor = greedy(logits)
+        return likeliest
     if "min_p" in inputs:
         if not own:  # min-p cuts in place
             logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         top_p = min_p(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "min_p")))
         inputs = {**inputs, "top_p": top_p}
-    return sample(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "seed")), after)
+    drawn: Tensor = sample(logits, *(inputs[name] for name in ("temperature", "top_k", "top_p", "seed")), after)
+    return drawn
 
 
 class ChoiceState:

@@ -109,4 +109,5 @@ class SplitAttention:
     cache: Any
 
     def attend(self, attention: Any, *inputs: Tensor | None) -> Tensor:
-        return split_point("attention", kept(self.cache.attend), attention, *inputs)
+        out: Tensor = split_point("attention", kept(self.cache.attend), attention, *inputs)
+        return out

@@ -128,7 +128,8 @@ class Steps:
             stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 positions.copy_(after)
-                return stream
+                carried: Tensor = stream
+                return carried
             hidden = model.leave(stream)
             new, logits = self._draw(model, hidden, counts, after, inputs, choice)
         if self.rounds is not None:
@@ -140,7 +141,8 @@ class Steps:
             self.rounds.drafter.read(
                 Pass(tokens=tokens, positions=positions, counts=counts, table=table, slots=slots, made=made)
             )
-        report = finish_step(new, logits, after, inputs["drawn"] if decoding else torch.empty_like(new), positions)
+        last = inputs["drawn"] if decoding else torch.empty_like(new)
+        report: Tensor = finish_step(new, logits, after, last, positions)
         return report if decoding else report.masked_fill(_broken(hidden, counts), BROKEN)
 
     def round(
@@ -159,7 +161,8 @@ class Steps:
             stream = inputs["stream"] if stage else model.enter(tokens)
             stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
-                return stream
+                carried: Tensor = stream
+                return carried
             hidden = model.leave(stream)
             if drafts:
                 logits = model.logits(hidden.flatten(0, 1))

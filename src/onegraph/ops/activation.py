@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 

@@ -64,7 +64,8 @@ def places(token: Tensor, counts: Tensor, block_table: Tensor, page_size: int) -
 def _rope_cache_write(call: RopeCacheWrite) -> Tensor:
     _, page_size, kv_heads, dim = call.k_cache.shape
     both, values, token = turned(call, call.heads, kv_heads, dim)
-    q, k = both.to(call.qkv.dtype).split((call.heads, kv_heads), dim=2)
+    both = both.to(call.qkv.dtype)
+    q, k = both[:, :, : call.heads], both[:, :, call.heads :]
     if call.slots is None:
         assert call.counts is not None
         assert call.block_table is not None

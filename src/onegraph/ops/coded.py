@@ -111,7 +111,7 @@ class Coded:
             return x
 
         if experts.numel() <= count:  # few tokens: the weights that they use
-            out = at(experts.flatten(), wide.repeat_interleave(top_k, 0)).unflatten(0, (tokens, top_k))
+            out: Tensor = at(experts.flatten(), wide.repeat_interleave(top_k, 0)).unflatten(0, (tokens, top_k))
             return (out * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         total = torch.zeros_like(wide)
         for e in range(count):  # many: each expert on all tokens; what did not choose it may be infinite

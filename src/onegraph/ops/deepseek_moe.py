@@ -52,7 +52,8 @@ def _routed_experts(
         hidden = torch.einsum("tkfd,td->tkf", gate_up.index_select(0, chosen).unflatten(0, (tokens, top_k)), x)
 
         def own(bias: Tensor) -> Tensor:
-            return bias.index_select(0, chosen).unflatten(0, (tokens, top_k))
+            rows: Tensor = bias.index_select(0, chosen).unflatten(0, (tokens, top_k))
+            return rows
 
         hidden = swiglu.reference(biased(hidden, 0, own), *gate)
         each = torch.einsum("tkdf,tkf->tkd", down.index_select(0, chosen).unflatten(0, (tokens, top_k)), hidden)

@@ -15,7 +15,8 @@ def _linear(
     format: WeightFormat, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
 ) -> Tensor:
     if float32 and bias is None:
-        return linear(x, weight["weight"], True)
+        wide: Tensor = linear(x, weight["weight"], True)
+        return wide
     y = torch.nn.functional.linear(x, weight["weight"], bias)
     return y.float() if float32 else y
 
@@ -37,7 +38,9 @@ def _experts(
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     first, second = biases or (None, None)
-    return routed_experts(x, experts, weights, gate_up["weight"], first, down["weight"], second, *gate.numbers)
+    layers = gate_up["weight"], first, down["weight"], second
+    y: Tensor = routed_experts(x, experts, weights, *layers, *gate.numbers)
+    return y
 
 
 WEIGHT = WeightOps(

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from onegraph.formats.e8p import BITS, STAGE_RATIO, codebook, hadamard_block, residual_dtype, sign_masks
 from onegraph.ops.calls import E8PLinear
-from onegraph.ops.hadamard import FLOATS, hadamard
+from onegraph.ops.checks import FLOATS
+from onegraph.ops.hadamard import hadamard
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -38,7 +39,7 @@ def _linear(call: E8PLinear) -> Tensor:
         v = torch.nn.functional.silu(gate) * up
     if call.eps is not None:
         v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + call.eps)
-    y = hadamard.reference(v * call.in_scale, hadamard_block(call.k)) @ q.T
+    y: Tensor = hadamard.reference(v * call.in_scale, hadamard_block(call.k)) @ q.T
     y = hadamard.reference(y, hadamard_block(call.n)) * call.out_scale
     for more in (call.bias, call.add):
         if more is not None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.e8p import codebook
+from onegraph.ops.checks import FLOATS
 from onegraph.ops.e8p import check_codes, check_place, check_scales, e8p_linear, random_codes, random_scales
-from onegraph.ops.hadamard import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -29,7 +29,9 @@ def _chain(
 ) -> tuple[Tensor, Tensor]:
     def link(i: int, x: Tensor, *around: Any) -> Tensor:
         rest = rests[i] if rests else None
-        return e8p_linear.reference(x, codes[i], rest, codebook, in_scales[i], out_scales[i], biases[i], bits, *around)
+        layer = codes[i], rest, codebook, in_scales[i], out_scales[i], biases[i], bits
+        y: Tensor = e8p_linear.reference(x, *layer, *around)
+        return y
 
     residual = link(0, x, residual)
     residual = link(2, link(1, residual, None, eps), residual, None, True)

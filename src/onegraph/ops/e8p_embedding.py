@@ -22,7 +22,7 @@ def _embedding(
 ) -> Tensor:
     flat = ids.reshape(-1)
     q = e8p_decode.reference(codes[flat], None if residual is None else residual[flat], codebook, bits).float()
-    rows = hadamard.reference(q, hadamard_block(q.shape[1])) * in_scale * out_scale[flat].unsqueeze(1)
+    rows: Tensor = hadamard.reference(q, hadamard_block(q.shape[1])) * in_scale * out_scale[flat].unsqueeze(1)
     return rows.reshape(*ids.shape, -1)
 
 

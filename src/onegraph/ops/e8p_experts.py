@@ -31,7 +31,7 @@ def _product(
 
     q = e8p_decode.reference(one(codes), None if residual is None else one(residual), call.codebook, call.bits).float()
     n, k = q.shape
-    y = hadamard.reference(x * one(in_scale), hadamard_block(k)) @ q.T
+    y: Tensor = hadamard.reference(x * one(in_scale), hadamard_block(k)) @ q.T
     y = hadamard.reference(y, hadamard_block(n)) * one(out_scale)
     return y if bias is None else y + one(bias)
 
@@ -138,7 +138,7 @@ GPT_OSS = (7.0, 1.702, 1.0)
 
 
 def _bytes(x: Tensor, experts: Tensor, weights: Tensor, codebook: Tensor, *rest: Any) -> int:
-    count = rest[0].shape[0]
+    count: int = rest[0].shape[0]
     layers = nbytes(*(t for t in rest if isinstance(t, Tensor)))
     return 2 * nbytes(x) + nbytes(codebook) + min(experts.numel(), count) * (layers // count)
 

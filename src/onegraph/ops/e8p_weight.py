@@ -27,7 +27,8 @@ def _run(
     format: E8PFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, eps: float | None,
     silu: bool, float32: bool,
 ) -> Tensor:  # fmt: skip
-    return e8p_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32)
+    y: Tensor = e8p_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32)
+    return y
 
 
 def _all_reduce(

@@ -14,6 +14,7 @@ import os
 from typing import Literal, get_args
 
 Family = Literal["hopper", "portable", "triton", "reference"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 VARIABLE = "ONEGRAPH_KERNELS"
 
 
@@ -21,10 +22,10 @@ def _read(value: str | None) -> Family | None:
     """Raises ValueError for a family that there is not."""
     if not value:
         return None
-    for family in get_args(Family):
+    for family in FAMILIES:
         if value == family:
             return family
-    raise ValueError(f"{VARIABLE} is {value!r}; allowed: {', '.join(get_args(Family))}, or unset for the best there is")
+    raise ValueError(f"{VARIABLE} is {value!r}; allowed: {', '.join(FAMILIES)}, or unset for the best there is")
 
 
 FORCED: Family | None = _read(os.environ.get(VARIABLE))

@@ -10,7 +10,7 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 def _reference(x: Tensor, block: int) -> Tensor:
     rows = x.float().reshape(-1, block)
-    return (_butterfly(rows, block) * block**-0.5).reshape(x.shape).to(x.dtype)
+    return _butterfly(rows, block).mul(block**-0.5).reshape(x.shape).to(x.dtype)
 
 
 def _butterfly(y: Tensor, block: int, inner: int = 1) -> Tensor:
@@ -27,14 +27,14 @@ def _butterfly(y: Tensor, block: int, inner: int = 1) -> Tensor:
 
 def rotate_rows(x: Tensor, block: int) -> Tensor:
     """`hadamard` along the first dimension of x float32 [n, k], block dividing n: the bits of the transposed call."""
-    return _butterfly(x.contiguous(), block, x.shape[1]) * block**-0.5
+    return _butterfly(x.contiguous(), block, x.shape[1]).mul(block**-0.5)
 
 
 def rotate_integers(x: Tensor, block: int) -> Tensor:
     """`hadamard(x, block)` of x float32 [n, k] that holds integers below 2^24 / block: a product with the matrix, whose
     sums are exact in any order, so the bits are the same."""
     matrix = _butterfly(torch.eye(block, device=x.device), block)
-    return ((x.reshape(-1, block) @ matrix) * block**-0.5).reshape(x.shape)
+    return (x.reshape(-1, block) @ matrix).mul(block**-0.5).reshape(x.shape)
 
 
 def _check(x: Tensor, block: int) -> None:

@@ -15,7 +15,7 @@ from onegraph.ops.samples import Sample
 
 def _decode(codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor | None) -> Tensor:
     q = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).float().unflatten(-1, (scale.shape[-1], -1))
-    weight = ((q - zero.float().unsqueeze(-1)) * scale.float().unsqueeze(-1)).flatten(-2)
+    weight: Tensor = ((q - zero.float().unsqueeze(-1)) * scale.float().unsqueeze(-1)).flatten(-2)
     if order is None:
         return weight
     return torch.empty_like(weight).scatter_(-1, order.long().unsqueeze(-2).expand_as(weight), weight)

@@ -69,7 +69,8 @@ def in_passes(run: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, add: Te
             given = _padded(given[0]), None if given[1] is None else _padded(given[1])
         found.append(run(*given)[:count])
     made = found[0] if len(found) == 1 else torch.cat(found)
-    return made.unflatten(0, x.shape[:-1])
+    out: Tensor = made.unflatten(0, x.shape[:-1])
+    return out
 
 
 def _padded(x: Tensor) -> Tensor:

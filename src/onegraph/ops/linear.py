@@ -4,7 +4,8 @@ bfloat16 tie, and greedy then breaks ties."""
 import torch
 from torch import Tensor
 
-from onegraph.ops.norm import FLOATS, check_norm, rms_norm
+from onegraph.ops.checks import FLOATS
+from onegraph.ops.norm import check_norm, rms_norm
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 

@@ -26,7 +26,8 @@ def factors(scale: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor, scale: Tensor) -> Tensor:
-    return (decode_e2m1(codes).unflatten(-1, (-1, GROUP)) * factors(scale).unsqueeze(-1)).flatten(-2)
+    groups: Tensor = decode_e2m1(codes).unflatten(-1, (-1, GROUP))
+    return (groups * factors(scale).unsqueeze(-1)).flatten(-2)
 
 
 def _wanted(codes: Tensor, scale: Tensor) -> tuple[tuple[Dtypes, Shape], ...]:

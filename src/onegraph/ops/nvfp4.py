@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.nvfp4 import E2M1_MAX, E4M3, E4M3_MAX, GROUP
-from onegraph.ops.norm import FLOATS
+from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 SMALLEST = 2.0**-126  # a scale is never zero: what is divided by it would not be finite
@@ -59,7 +59,8 @@ def global_scale_of(x: Tensor) -> Tensor:
 
 def times_scales(values: Tensor, scale: Tensor) -> Tensor:
     """float32 [..., k] times the E4M3 numbers of scale uint8 [..., k/16], exact: six bits of mantissa."""
-    return (values.unflatten(-1, (-1, GROUP)) * scale.view(E4M3).float().unsqueeze(-1)).flatten(-2)
+    groups: Tensor = values.unflatten(-1, (-1, GROUP))
+    return (groups * scale.view(E4M3).float().unsqueeze(-1)).flatten(-2)
 
 
 def _quantize_rows(x: Tensor) -> Tensor:

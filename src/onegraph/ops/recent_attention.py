@@ -51,7 +51,8 @@ def _recent_attention(call: RecentAttention) -> Tensor:
         a, b = (near - most).exp().unsqueeze(-1), (far - most).exp().unsqueeze(-1)
         past = history.float().masked_fill(b == 0, 0.0)
         out = (out * a + past * b) / (a + b).clamp_min(1e-30)
-    return ((out @ rotation.float()) * dim**-0.5).to(q.dtype).contiguous()
+    turned: Tensor = (out @ rotation.float()) * dim**-0.5
+    return turned.to(q.dtype).contiguous()
 
 
 def _check(call: RecentAttention) -> None:

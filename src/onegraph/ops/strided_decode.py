@@ -8,9 +8,8 @@ import torch
 from onegraph.ops.attention import check_caches
 from onegraph.ops.calls import StridedDecode
 from onegraph.ops.cases import Draw
-from onegraph.ops.checks import check_grouped, check_tensors
+from onegraph.ops.checks import FLOATS, check_grouped, check_tensors
 from onegraph.ops.decode_attention import paged_decode
-from onegraph.ops.norm import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 

@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from onegraph.ops.cuda.decode_attention import KERNEL, TILE, supports_input
+from onegraph.ops.cuda.decode_attention import KERNEL, supports_input
+from onegraph.ops.cuda.decode_plan import TILE
 from onegraph.ops.strided_decode import strided_decode
 
 

@@ -77,8 +77,6 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
     """float32 [..., k] -> float32 [..., n]."""
     rows = x.shape[:-1].numel()
     more = padded(rows) - rows
-    if not more:
-        y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed)
-        return y
-    wide = pad(x.reshape(rows, -1), (0, 0, 0, more))
-    return torch.ops.quantized.linear_dynamic_fp16(wide, packed)[:rows].reshape(*x.shape[:-1], -1)
+    wide = pad(x.reshape(rows, -1), (0, 0, 0, more)) if more else x
+    y: Tensor = torch.ops.quantized.linear_dynamic_fp16(wide, packed)
+    return y[:rows].reshape(*x.shape[:-1], -1) if more else y

@@ -39,9 +39,10 @@ def shared(sizes: Sizes, bits: int) -> int:
     """Bytes of shared memory of a block."""
     heads, width, inner, qkv = sizes
     links = [(width, heads), (2 * inner, width), (width, inner), (qkv, width)][: 4 if qkv else 3]
-    codes, sums = zip(*(_link(n, k, bits) for n, k in links), strict=True)
+    found = [_link(n, k, bits) for n, k in links]
+    codes, sums = sum(link[0] for link in found), [link[1] for link in found]
     received = max(sums[::2]) + max(*sums[1::2], sums[-1])
-    return TABLES[bits] + SHARED_STRUCT + sum(codes) + 4 * received + 2 * max(heads, width, inner)
+    return TABLES[bits] + SHARED_STRUCT + codes + 4 * received + 2 * max(heads, width, inner)
 
 
 def supports_shape(tokens: int, sizes: Sizes, bits: int, dtype: torch.dtype) -> bool:

@@ -117,7 +117,7 @@ def test_ranks_hold_parts_in_codes(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
         (got,) = of_ranks(model, [row])
-    assert model.beside[1].blocks[0].out.linear.format is MXFP8
+    assert model.ranks[1].blocks[0].out.linear.format is MXFP8
     with torch.no_grad():
         want = hf(torch.tensor([row])).logits[0]
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
