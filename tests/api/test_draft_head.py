@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from onegraph.engine.generate import Engine
 
 from fuzz import tiny
 from fuzz.run import invoke

@@ -580,7 +580,7 @@ def test_progress_in_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         bar.update()
     assert capsys.readouterr().err == "making: 1 of 2 parts, 0 s, about 0 s left\nmaking: 2 of 2 parts, 0 s\n"
     bar = PlainBar("making", "part", 4)
-    bar.started -= 30.0
+    bar.started, bar.mark = bar.started - 30.0, (bar.started - 30.0, 0)
     bar.update()
     assert capsys.readouterr().err == "making: 1 of 4 parts, 30 s, about 90 s left\n"
     monkeypatch.setattr(PlainBar, "EVERY", 60.0)

@@ -245,7 +245,7 @@ class Progress:
 
 
 class PlainBar:
-    """Progress for logs: a whole line every ten seconds, with the time left at the rate so far, and one at the end."""
+    """Progress for logs: a line every ten seconds, with the time left at the rate since the last one; one at the end."""
 
     EVERY = 10.0  # seconds
 
@@ -253,6 +253,7 @@ class PlainBar:
         self.what, self.unit, self.total, self.n = what, unit, total, 0
         self.started = self.printed = time.monotonic()
         self.shown = -1
+        self.mark = self.started, 0  # when the last line was printed, and how much was done
 
     def __enter__(self) -> PlainBar:
         return self
@@ -270,8 +271,12 @@ class PlainBar:
         self.printed, self.shown = time.monotonic(), self.n
         of = f" of {self.total}" if self.total else ""
         spent = self.printed - self.started
-        missing = (self.total or 0) - self.n
-        left = f", about {missing * spent / self.n:.0f} s left" if self.n and missing > 0 else ""
+        missing, (begun, before) = (self.total or 0) - self.n, self.mark
+        recent = (
+            (self.printed - begun) / (self.n - before) if self.n > before else 0.0
+        )  # a resumed run begins with a jump
+        left = f", about {missing * recent:.0f} s left" if self.n > before and missing > 0 else ""
+        self.mark = self.printed, self.n
         print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
 
 

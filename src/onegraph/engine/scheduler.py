@@ -86,10 +86,10 @@ class Scheduler:
         """
         if self._open:
             raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
-        self._open = True
         self.executor.stats = Stats(mode=self.stats.mode)
         if self.executor.cache_dirty:
             self._clear_cache()
+        self._open = True
         self._interleave = interleave
         self._cacheable = self.executor.prefix_cacheable
         self._share = share and self._cacheable

@@ -1,6 +1,7 @@
 """MXFP8 linears and routed experts on a GPU: variants of FP8 with scales of a byte, by `mxfp8.cu`.
 
-k that is no multiple of 128 decodes the weight once and multiplies through cuBLAS.
+Linears whose k is no multiple of 128 decode the weight once and multiply through cuBLAS; such experts run FP8's kernel,
+with their scales as float32.
 """
 
 from math import prod
@@ -8,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from onegraph.ops.cuda import build, stream
+from onegraph.ops.cuda import build, fp8, stream
 from onegraph.ops.cuda.fp8 import BLOCKS, CODES, FP8, OUT, PLAIN
 from onegraph.ops.cuda.stream import GATE, HALVES, ROWS, SIZES, Footprint, Variant, Weight
 
@@ -31,6 +32,7 @@ class MXFP8(FP8):
         otherwise="torch computes MXFP8 linears",
         example={**PLAIN.defines(3), "HALF": 0},
     )
+    aligned = "codes", "scale"
 
     def reads(self, weight: Weight) -> bool:
         return weight.shape[2] % COLUMNS == 0
@@ -93,7 +95,10 @@ def experts(
     first, second = weight_of(gate_up, gate_up_scale), weight_of(down, down_scale)
     if first is None or second is None:
         return None
-    return STREAM.experts(x, experts, weights, first, second, gate)
+    if STREAM.reads(first) and STREAM.reads(second):
+        return STREAM.experts(x, experts, weights, first, second, gate)
+    scales = gate_up_scale.view(torch.float8_e8m0fnu).float(), down_scale.view(torch.float8_e8m0fnu).float()
+    return fp8.experts(x, experts, weights, gate_up, scales[0], down, scales[1], 1, GROUP, *gate)
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
