@@ -344,9 +344,9 @@ def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(
 SLOW = """
 import sys, time
 from onegraph.cli import main
-from onegraph.engine.engine import Engine
-prefill = Engine.prefill
-Engine.prefill = lambda *args: time.sleep(0.5) or prefill(*args)
+from onegraph.engine.executor import Executor
+prefill = Executor.prefill
+Executor.prefill = lambda *args: time.sleep(0.5) or prefill(*args)
 sys.exit(main())
 """
 

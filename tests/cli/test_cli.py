@@ -610,7 +610,7 @@ def test_progress_of_the_api_is_a_bar_for_each_thing_done(capsys: pytest.Capture
         for step in (("sampling text", 0, 9), ("sampling text", 9, 9), ("quantizing", 0, 0), ("quantizing", 2, 5)):
             shown(*step)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.rsplit(",", 1)[0] for line in lines] == ["sampling text: 9 of 9 tokens", "quantizing: 2 of 5 groups"]
+    assert [line.split(",", 1)[0] for line in lines] == ["sampling text: 9 of 9 tokens", "quantizing: 2 of 5 groups"]
     shown = Progress(quantizing="group")
     shown("quantizing", 1, 5)
     shown.__exit__(KeyError, KeyError(), None)

@@ -218,7 +218,8 @@ def test_after_a_step_that_not_all_ranks_ran_the_next_run_is_right(error: type[B
     engine = Engine(hasty(tmp_path), max_batch=2, max_context=64, chunk=8)
     want = engine.generate([text(9)], SamplingParams(max_tokens=8))
     runner: Any = engine.executor.step("decode")
-    second, ran = runner.ranks[1], runner.ranks[1].replay
+    second = runner.ranks[1][0]
+    ran = second.replay
 
     def fails(bucket: int | None = None) -> Any:
         second.replay = ran

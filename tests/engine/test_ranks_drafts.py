@@ -304,7 +304,7 @@ def test_after_a_round_that_not_all_ranks_ran_the_next_run_is_right(tmp_path: Pa
         engine.generate(PROMPTS[:1], params)
     assert engine.generate(PROMPTS[:1], params) == want
     second: Any = engine.executor.step("decode", drafts=3)
-    second = second.ranks[1]
+    second = second.ranks[1][0]
     ran, times = second.replay, iter(range(9))
 
     def fails(bucket: int | None = None) -> Any:

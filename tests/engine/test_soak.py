@@ -68,7 +68,7 @@ def test_bfloat16(deepseek, damaged, tmp_path):
         return engines[-1]
 
     def lose_a_key(this, done):
-        cache = engines[0]._cache
+        cache = engines[0].executor.cache
         view = cache.view
 
         def spoiled(*arguments):
@@ -95,7 +95,7 @@ def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
 
     def damage(this, done):
         tables = engines[0].executor.step("decode", sampling=True).stages[0].inputs["table"]
-        attend = type(engines[0]._cache).attend
+        attend = type(engines[0].executor.cache).attend
         if done < 600:
             return
         page = int(tables[0, 0])
@@ -104,7 +104,7 @@ def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
             cache.keys[0][page, 2] += 0.01
             return attend(cache, attention, qkv)
 
-        engines[0]._cache.__class__ = type("Spoiled", (type(engines[0]._cache),), {"view": spoil_view(spoiled)})
+        engines[0].executor.cache.__class__ = type("Spoiled", (type(engines[0].executor.cache),), {"view": spoil_view(spoiled)})
 
     verdict = soak(make, steps=1200, path=tmp_path / "rounds.jsonl", on_round=damage)
     assert any("drifted" in problem for problem in verdict.problems)
@@ -160,7 +160,7 @@ def test_a_storage_that_moves_is_found(tmp_path):
         return engines[-1]
 
     def move(this, done):
-        engines[0]._cache.values[1] = engines[0]._cache.values[1].clone()
+        engines[0].executor.cache.values[1] = engines[0].executor.cache.values[1].clone()
 
     verdict = soak(make, steps=500, path=tmp_path / "rounds.jsonl", on_round=move)
     assert any("state 3: a graph holds the old address" in problem for problem in verdict.problems)

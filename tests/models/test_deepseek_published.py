@@ -136,7 +136,8 @@ def test_the_loader_asks_for_exactly_these_tensors(name):
     decoder, draft = (Loader(checkpoint, family, torch.bfloat16) for family in (parsed, DraftFamily(parsed)))
     decoder.check()
     draft.check()
-    assert set(decoder.expected()) | set(draft.expected()) == set(table)
+    weights = {name for name in table if not name.endswith(".input_scale")}  # activations are not rounded
+    assert set(decoder.expected()) | set(draft.expected()) == weights
     routed = NVFP4 if "NVIDIA" in name else MXFP4
     for layer, format in (
         ("layers.5.attn.wq_a", FP8[128, 128]),

@@ -43,8 +43,61 @@ struct Arguments {
 };
 
 #if MODE != 0
-constexpr bool WEIGHED = MODE == 2;
-#include "routes.cuh"
+constexpr int PAIRS = 255;  // of a token and an expert, in a pass
+constexpr u8 NOBODY = 255;
+struct Routes {
+  int slots, key[PAIRS];
+  int expert[PAIRS];         // of a slot
+  float weight[PAIRS];       // of a pair
+  u16 leader[PAIRS];
+  u8 chosen[PAIRS][COLUMNS];  // by slot and column: the pair
+  u8 column[PAIRS], token[PAIRS];
+};
+__shared__ Routes routes;
+
+// Slots are the distinct experts in order of appearance. (One that a token chose twice gets two, and so does one that,
+// moved together, has more tokens than columns.)
+__device__ __forceinline__ void find_routes(const Arguments& a, int first_token, int count) {
+  const int pairs = count * a.top_k;
+  for (int i = threadIdx.x; i < pairs * COLUMNS; i += blockDim.x) routes.chosen[i / COLUMNS][i % COLUMNS] = NOBODY;
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    routes.expert[p] = min(max(a.experts[first_token * a.top_k + p], 0), a.matrices - 1);
+    routes.weight[p] = MODE == 2 ? a.weights[first_token * a.top_k + p] : 0.f;
+    routes.token[p] = p / a.top_k;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    int before = 0;
+    for (int q = p - p % a.top_k; q < p; ++q) before += routes.expert[q] == routes.expert[p];
+    routes.key[p] = routes.expert[p] * PAIRS + before;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    constexpr int SPAN = TOGETHER ? COLUMNS : PAIRS;
+    int leader = p, rank = 0;
+#pragma unroll 8
+    for (int q = 0; q < p; ++q)
+      if (routes.key[q] == routes.key[p] && rank++ % SPAN == 0) leader = q;
+    routes.leader[p] = rank % SPAN ? leader : p;
+    routes.column[p] = TOGETHER ? rank % SPAN : routes.token[p];
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += blockDim.x) {
+    const int leader = routes.leader[p];
+    int slot = 0;
+#pragma unroll 8
+    for (int q = 0; q < leader; ++q) slot += routes.leader[q] == q;
+    routes.chosen[slot][routes.column[p]] = p;
+    if (leader == p) routes.expert[slot] = routes.key[p] / PAIRS;
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    int slots = 0;
+#pragma unroll 8
+    for (int q = 0; q < pairs; ++q) slots += routes.leader[q] == q;
+    routes.slots = slots;
+  }
+  __syncthreads();
+}
 #endif
 
 // Where a warp is in its list: rounds of `hold` tiles; in a round its slices; in a slice its tiles of the round.
@@ -116,8 +169,7 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) nvfp4_linear(const Argumen
   let_next_start();
   int all_tiles = row_tiles, all_slices = slices;
 #if MODE != 0
-  const long long first_pair = (long long)first_token * a.top_k;
-  find_routes(a.experts + first_pair, a.weights + first_pair, count, a.top_k, a.matrices);
+  find_routes(a, first_token, count);
   if (MODE == 1) all_tiles *= routes.slots;
   if (MODE == 2) all_slices *= routes.slots;
 #endif
@@ -245,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) nvfp4_linear(const Argumen
 #if GROUP == 32 && MODE == 2
     if (a.bias)
       for (int p = token * a.top_k; p < (token + 1) * a.top_k; ++p)
-        sum += routes.weight[p] * a.bias[(long long)(expert_of(p, count)) * a.n + r];
+        sum += routes.weight[p] * a.bias[(long long)(routes.key[p] / PAIRS) * a.n + r];
 #endif
     return sum;
   };
