@@ -104,7 +104,8 @@ def test_state_that_is_damaged_on_the_way_is_found(tmp_path):
             cache.keys[0][page, 2] += 0.01
             return attend(cache, attention, qkv)
 
-        engines[0].executor.cache.__class__ = type("Spoiled", (type(engines[0].executor.cache),), {"view": spoil_view(spoiled)})
+        held = engines[0].executor.cache
+        held.__class__ = type("Spoiled", (type(held),), {"view": spoil_view(spoiled)})
 
     verdict = soak(make, steps=1200, path=tmp_path / "rounds.jsonl", on_round=damage)
     assert any("drifted" in problem for problem in verdict.problems)

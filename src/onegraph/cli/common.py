@@ -245,7 +245,7 @@ class Progress:
 
 
 class PlainBar:
-    """Progress for logs: a line every ten seconds, with the time left at the rate since the last one; one at the end."""
+    """Progress for logs: a line every ten seconds, with the time left at the rate since the last; one at the end."""
 
     EVERY = 10.0  # seconds
 
