@@ -1,4 +1,4 @@
-"""From what the readers saw of a target to the report that is told of it.
+"""Makes one report of what the readers saw of a target.
 
 Merge, reconcile, causes, places, allowances: each once and in this order, for the command, `check_step`, pytest,
 `--run`, `--live` and `--vllm` alike.
