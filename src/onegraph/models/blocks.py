@@ -7,6 +7,7 @@ from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
+from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
 from onegraph.models.routed import CORRECTION, Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
@@ -14,20 +15,20 @@ from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.moe import GatedExpert, MoE
 from onegraph.nn.peers import Peer
+from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
-
-OUT = "self_attn.o_proj"
-DOWN = "mlp.down_proj"
 
 Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
-    norm and a sum behind, or both."""
+    """One layer of the decoder: attention or what stands in its place, then an MLP or experts, each between a norm in
+    front and a sum behind, or a norm and a sum behind, or both."""
 
-    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+    def __init__(
+        self, *, qkv: Normed | Bare | Inputs, attention: Attention | Recurrent, out: Summed, mlp: MLP | MoE
+    ) -> None:
         super().__init__()
         self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
 
@@ -39,7 +40,8 @@ class Block(nn.Module):
     def forward(self, stream: Stream, cache: Attend) -> Stream:
         """The residual stream before the layer -> after it; the argument is left as it was."""
         qkv, total = self.qkv(stream)
-        result: Stream = self.mlp(self.out(cache.attend(self.attention, qkv), total))
+        inputs = qkv if isinstance(qkv, tuple) else (qkv,)
+        result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
         return result
 
 
@@ -60,8 +62,7 @@ def build_block(
     can. peer: make the part of this rank, whose results the ranks add up.
     """
     prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
-    share = share_of(peer)
-    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
+    mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
@@ -80,18 +81,37 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        linear = loader.linear(prefix + DOWN, device, columns(share, config.intermediate_size))
+        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.intermediate_size))
         down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
 
+    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    if mixer is not None:
+        inputs, recurrent = build_recurrent(loader, mixer, i, norm(str(names.attention_in)), config.eps, device, joined)
+        out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        return Block(qkv=inputs, attention=recurrent, out=out, mlp=half)
+    attention, whole = build_attention(loader, config, i, tables, device, share)
+    out_name, inner = prefix + config.traits.names.out, columns(share, config.heads, config.head_dim)
+    out = Summed(loader.linear(out_name, device, inner), after=behind(names.attention_out), fused=fused, peer=peer)
+    qkv = front(names.attention_in, qkv_parts(config, share), whole)
+    return Block(qkv=qkv, attention=attention, out=out, mlp=half)
+
+
+def build_attention(
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
+) -> tuple[Attention, WholeNorms | None]:
+    """The attention of block `i`, a rank's share of its heads, and the norms of all heads together, if it has them."""
+    prefix = f"model.layers.{i}."
+    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:
-        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        names = config.traits.names.head_norms
+        norms = [norm_weight(loader, config, f"{prefix}{name}.weight", device) for name in names]
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
     cos, sin = tables[config.ropes[i]]
     attention = Attention(
-        index=i,
+        index=config.attention_index(i),
         heads=heads[1] - heads[0],
         kv_heads=kv_heads[1] - kv_heads[0],
         head_dim=config.head_dim,
@@ -105,13 +125,7 @@ def build_block(
         scale=config.scale,
         softcap=config.softcap,
     )
-    out = loader.linear(prefix + OUT, device, columns(share, config.heads, config.head_dim))
-    return Block(
-        qkv=front(names.attention_in, qkv_parts(config, share), whole),
-        attention=attention,
-        out=Summed(out, after=behind(names.attention_out), fused=fused, peer=peer),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer),
-    )
+    return attention, whole
 
 
 def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:

@@ -7,11 +7,12 @@ that call and nothing else.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
@@ -23,9 +24,9 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]."""
+    [B, Q, heads * head_dim]. Of a hybrid model also a way to run a `Recurrent`, of what its linears gave."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -185,8 +186,10 @@ class PagedCache(SequenceState):
 class CausalAttention:
     """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        a = attention
+    def attend(self, attention: Attention | Recurrent, *inputs: Tensor) -> Tensor:
+        if isinstance(attention, Recurrent):
+            return attention.whole(*inputs)
+        a, (qkv,) = attention, inputs
         batch, length, _ = qkv.shape
         heads = qkv.view(batch, length, -1, a.head_dim)
         q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), dim=2)
