@@ -33,6 +33,10 @@ NEW = [
     "olmo2",
     "phi3",
     "granite",
+    "lfm2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
 ]
 
 
@@ -69,6 +73,9 @@ IDLE = {
     "max_window_layers": {*VARIANTS},  # one of the two, or layer_types says which layers
     "no_rope_layer_interval": {"smollm3", "smollm3_listed"},  # no_rope_layers says which layers
     "_sliding_window_pattern": {"gemma3", "gemma3_256"},  # layer_types says which layers
+    "full_attn_idxs": {"lfm2_bias"},  # layer_types says the same
+    "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
+    "block_multiple_of": {"lfm2_bias"},
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
 }
 
@@ -201,6 +208,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
     left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim")
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
+    given["num_hidden_layers"] = 4  # of which hybrids have one that attends
     for variant in NEW:
         theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given)
         ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})

@@ -27,10 +27,10 @@ class Block(nn.Module):
     front and a sum behind, or a norm and a sum behind, or both."""
 
     def __init__(
-        self, *, qkv: Normed | Bare | Inputs, attention: Attention | Recurrent, out: Summed, mlp: MLP | MoE
+        self, *, layer: int, qkv: Normed | Bare | Inputs, attention: Attention | Recurrent, out: Summed, mlp: MLP | MoE
     ) -> None:
         super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
+        self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
 
     @property
     def fused(self) -> bool:
@@ -89,12 +89,12 @@ def build_block(
     if mixer is not None:
         inputs, recurrent = build_recurrent(loader, mixer, i, norm(str(names.attention_in)), config.eps, device, joined)
         out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
-        return Block(qkv=inputs, attention=recurrent, out=out, mlp=half)
+        return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
     attention, whole = build_attention(loader, config, i, tables, device, share)
     out_name, inner = prefix + config.traits.names.out, columns(share, config.heads, config.head_dim)
     out = Summed(loader.linear(out_name, device, inner), after=behind(names.attention_out), fused=fused, peer=peer)
     qkv = front(names.attention_in, qkv_parts(config, share), whole)
-    return Block(qkv=qkv, attention=attention, out=out, mlp=half)
+    return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half)
 
 
 def build_attention(
@@ -105,8 +105,8 @@ def build_attention(
     heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:
-        names = config.traits.names.head_norms
-        norms = [norm_weight(loader, config, f"{prefix}{name}.weight", device) for name in names]
+        q, k = (f"{prefix}{name}.weight" for name in config.traits.names.head_norms)
+        norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
     cos, sin = tables[config.ropes[i]]

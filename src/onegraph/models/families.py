@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from onegraph.models import mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
 
@@ -41,6 +42,7 @@ class Names(NamedTuple):
     norm: str = "model.norm"
 
 
+USUAL = Names()
 _LFM2 = Names(
     out="self_attn.out_proj",
     head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
@@ -94,9 +96,9 @@ class Traits:
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
-    names: Names = Names()
+    names: Names = USUAL
     eps: str = "rms_norm_eps"
-    mixers: Callable[[Fields, int], mixers.Mixers] = mixers.none
+    mixers: Callable[[Fields, int], Mixers] = mixers.none
     output_gate: bool = False
     mrope: bool = False
     mtp: str | None = None

@@ -238,7 +238,8 @@ class Llama(nn.Module):
             "device": self.device,
             "dtype": self.dtype,
         }
-        make: Callable[..., Any] = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
+        make: Callable[..., PagedCache | TurboQuantCache | HybridCache]
+        make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
         if self.recurrent:
             make = partial(self._hybrid, make)
         needed = make(**sizes | {"device": "meta"}).nbytes

@@ -1,8 +1,8 @@
 """What stands in attention's place in some layers of a hybrid model, as config.json describes it.
 
-Meaning and defaults of the fields are transformers' own (5.17). Such a layer reads the residual stream through linears,
-mixes a token with those before it through a state of fixed size, and writes the result through one more linear. A record
-here says which linears and tensors that takes; `models/recurrent.py` makes the modules.
+Meaning and defaults of the fields are transformers' own (5.17). Such a layer reads the residual stream through
+linears, mixes a token with those before it through a state of fixed size, and writes the result through one more
+linear. A record here says which linears and tensors that takes; `models/recurrent.py` makes the modules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -113,9 +113,7 @@ class GatedDelta:
         """Raises ValueError for sizes that do not go together."""
         k_heads, v_heads = (fields.integer(f"linear_num_{each}_heads", high=4096) for each in ("key", "value"))
         if v_heads % k_heads:
-            raise ValueError(
-                f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}"
-            )
+            raise ValueError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
         kind = fields.get("mamba_ssm_dtype")
         if kind not in (None, "float32"):
             raise ValueError(f"mamba_ssm_dtype is {short(kind)}; recurrent states are kept in float32")

@@ -23,12 +23,12 @@ def build_recurrent(
     main = [loader.linear(prefix + name, device) for name in mixer.inputs]
     order, steady = (mixer.order, mixer.steady_order) if isinstance(mixer, GatedDelta) else (None, None)
     linear, after = _in_order(main, order, joined)
-    rates = None
+    rates: Linear | None = None
     if mixer.steady:
-        each = [loader.linear(prefix + name, device) for name in mixer.steady]
-        rates, behind = _in_order([one.dense(loader.dtype) if one.format.coded else one for one in each], steady, True)
-        assert isinstance(rates, Linear)
-        assert behind is None
+        own = [loader.linear(prefix + name, device) for name in mixer.steady]
+        one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
+        assert isinstance(one, Linear)  # dense linears are joined in any order
+        rates = one
     inputs = Inputs(Normed(norm, linear, eps, after=after), rates, norm)
     if isinstance(mixer, GatedDelta):
         name = f"{prefix}linear_attn."

@@ -145,9 +145,7 @@ class ShortConvolution(Recurrent):
 
     def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
         (ring,), (x,) = state, inputs
-        out: Tensor = short_conv(
-            x, self.conv, self.bias, ring, rows.slots, rows.positions, rows.counts, False, True
-        )
+        out: Tensor = short_conv(x, self.conv, self.bias, ring, rows.slots, rows.positions, rows.counts, False, True)
         return out
 
 
