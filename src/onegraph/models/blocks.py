@@ -124,6 +124,7 @@ def build_attention(
         sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
         softcap=config.softcap,
+        gated=config.traits.output_gate,
     )
     return attention, whole
 

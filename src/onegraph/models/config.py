@@ -186,6 +186,12 @@ class LlamaConfig:
         return f"{self.traits.names.norm}.weight"
 
     @property
+    def steady(self) -> list[str]:
+        """Linears that are never rounded, whatever a rate map says."""
+        mixers = enumerate(self.mixers)
+        return [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+
+    @property
     def attention_layers(self) -> int:
         """How many layers attend: those whose keys and values are cached."""
         return self.mixers.count(None)

@@ -54,9 +54,8 @@ class LlamaSource:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Linears that stay as they are: those of decay and beta (`models.mixers.GatedDelta.steady`)."""
-        mixers = enumerate(self.parsed.mixers)
-        return tuple(f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady)
+        """Linears that stay as they are: those of beta and decay (`models/mixers.py`)."""
+        return tuple(self.parsed.steady)
 
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Linears of block `i` [n, k] and its stacks of experts [E, n, k], by the name within it."""
