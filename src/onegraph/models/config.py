@@ -201,10 +201,7 @@ class LlamaConfig:
         """What of its attention a KV cache in codes does not know; None: nothing."""
         if self.traits.sinks:
             return "attention sinks"
-        if self.softcap:
-            return "a bound of attention scores"
-        partial = any(rope is not None and rope.turned(self.head_dim) < self.head_dim for rope in self.ropes)
-        return "heads of which a part rotates" if partial else None
+        return "a bound of attention scores" if self.softcap else None
 
     @property
     def parts(self) -> Parts:
