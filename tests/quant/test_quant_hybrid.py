@@ -98,14 +98,13 @@ def test_heads_of_whole_blocks_are_one_linear(tmp_path: Path) -> None:
 
 
 def test_other_recipes_round_a_hybrid(tmp_path: Path) -> None:
-    """Under Hessians of the KL by backward passes through the recurrence, then with scales tuned."""
+    """Under Hessians of the KL, by backward passes through the recurrence."""
     hf = source("qwen3_5", tmp_path / "model", **SIZES["qwen3_5"])
-    before = hf(TOKENS).logits[0].log_softmax(-1).detach()
-    found = {}
+    before, found = hf(TOKENS).logits[0].log_softmax(-1).detach(), {}
     for recipe in ("quick", "good"):
-        made(tmp_path, recipe=recipe, bits=3, tokens=1024)
+        made(tmp_path, recipe=recipe, tokens=1024)
         with Checkpoint.open(tmp_path / "out") as checkpoint:
             logits = Decoder(Llama.load(checkpoint), 1, 64).feed(TOKENS.tolist())[0].log_softmax(-1)
         found[recipe] = float((before.exp() * (before - logits)).sum(-1).mean())
         (tmp_path / "out").rename(tmp_path / recipe)
-    assert all(0 < kl < 1.0 for kl in found.values()), found
+    assert 0 < found["good"] < 1.1 * found["quick"] < 1, found
