@@ -46,6 +46,11 @@ class Layer:
             torch.full((4, DEPTH, v_heads, dv), **junk), torch.full((4, DEPTH, v_heads, each), **junk),
         )  # fmt: skip
 
+    def to(self, device: str) -> "Layer":
+        """Weights and state on another device; texts and results stay on the CPU."""
+        self.__dict__.update({name: t.to(device) for name, t in vars(self).items() if isinstance(t, Tensor)})
+        return self
+
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
@@ -68,16 +73,21 @@ class Layer:
                 x[row, : lengths[row]] = inputs[i]
             padded.append(x)
         ints = (torch.tensor(v, dtype=torch.int32) for v in ([r[0] for r in rows], [r[1] for r in rows], lengths))
+        moved = ([t.to(self.weight.device) for t in each] for each in (padded, ints))
         return GatedDelta(
-            *padded, self.weight, self.a_log, self.dt_bias, self.norm, 1e-6, *self.written, *ints, self.limit,
-            self.sigmoid,
+            *next(moved), self.weight, self.a_log, self.dt_bias, self.norm, 1e-6, *self.written, *next(moved),
+            self.limit, self.sigmoid,
         )  # fmt: skip
 
     def run(self, *rows: tuple[int, int, tuple[Tensor, ...]], tokens: int = 0) -> list[Tensor]:
         """Of each row the outputs [its tokens, ...]."""
-        out = gated_delta(*self.call(list(rows), tokens))
+        out = self.step(self.call(list(rows), tokens)).cpu()
         assert not out.isnan().any()
         return [out[i, : len(row[2][0])] for i, row in enumerate(rows)]
+
+    def step(self, call: GatedDelta) -> Tensor:
+        out: Tensor = gated_delta(*call)
+        return out
 
     def read(self, text: tuple[Tensor, ...], cuts: list[int], slot: int = 1) -> Tensor:
         """A whole text in steps that end at `cuts`."""
@@ -94,10 +104,11 @@ class Layer:
             key, delta, decay = (t[slot, token % DEPTH] for t in (self.keys, self.deltas, self.decays))
             key = key.repeat_interleave(len(delta) // len(key), 0)
             state = state * decay[:, None] + delta[:, :, None] * key[:, None]
-        return state
+        return state.cpu()
 
     def truth(self, text: tuple[Tensor, ...], chunk: bool = False) -> tuple[Tensor, Tensor]:
         """transformers' functions on the whole text: outputs [T, Hv dv] and S [Hv, dv, dk]."""
+        self.to("cpu")
         qkv, z, b, a = text
         (k_heads, v_heads), (dk, dv) = self.heads, self.dims
         padded = torch.nn.functional.pad(qkv.T, (self.width - 1, 0))

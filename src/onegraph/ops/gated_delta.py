@@ -14,6 +14,8 @@ More than `MAX_TOKENS` tokens a row are a chunk of a prompt: solved in blocks of
 to S, no records. After it no token can be taken back.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -121,6 +123,7 @@ def gated_norm(call: GatedDelta, o: Tensor) -> Tensor:
 
 
 def _gated_delta(call: GatedDelta) -> Tensor:
+    call = replace(call, counts=torch.where(call.slots > 0, call.counts, 0))
     slots, positions, counts, heads = call.slots, call.positions, call.counts, call.state.shape[1]
     first = torch.where(positions == 0, 0, call.base[:, 0].index_select(0, slots.long()))
     state = replayed(call, first)
@@ -234,6 +237,7 @@ gated_delta = register(
         schema="-> Tensor",
         reference=_gated_delta,
         fake=lambda call: call.qkv.new_empty(call.z.shape),
+        kernel="onegraph.ops.cuda.gated_delta:gated_delta",
         check=_check,
         cases=(
             _case("qwen", (2, 6), (128, 128), [0, 5, 70, 9], [1, 1, 0, 1], waiting=[0, 1, 1, 3]),
@@ -253,7 +257,7 @@ gated_delta = register(
     )
 )  # fmt: skip
 """qkv [B, Q, 2 Hk dk + Hv dv], before its convolution, and gates z [B, Q, Hv dv] -> [B, Q, Hv dv]. float32 inside,
-rounded once; zeros where a row has no token.
+rounded once; zeros where a row has no token, or no slot but 0.
 
 Row b's tokens stand at positions[b] + i, the first counts[b] are real; its sequence is in slots[b]; int32 [B]. Slot 0
 belongs to no sequence and is never written; a row at position 0 begins a text, whatever its slot holds.
@@ -269,4 +273,7 @@ state float32 or bfloat16 [slots, Hv, dv, dk]: S of positions below base int32 [
 Records float32, token t at t mod D: keys [slots, D, Hk, dk], deltas [slots, D, Hv, dv], decays [slots, D, Hv, 1 or dk],
 which are exp(g). A step of up to `MAX_TOKENS` tokens a row writes records, and S of its first position where
 after it more than `limit` would wait, or where a text begins. Between two steps of a row its position may go back as
-far as to where the first of them began; limit + Q <= D of the largest Q. More tokens a row: see above."""
+far as to where the first of them began; limit + Q <= D of the largest Q. More tokens a row: see above.
+
+A step may run in a captured graph, or after a kernel launched without the programmatic attribute (rule 4 of
+`ops/triton/launch.py`): slots, positions and state are read before its wait."""

@@ -121,6 +121,7 @@ short_conv = register(
         schema="-> Tensor",
         reference=_short_conv,
         fake=_empty,
+        kernel="onegraph.ops.triton.short_conv:short_conv",
         check=_check,
         cases=(
             _case("lfm2", 64, 3, [0, 1, 2, 700], [1, 1, 1, 1], gated=True),
