@@ -4,14 +4,13 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models import windows
+from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.parts import Component, Parts, Stack
@@ -21,11 +20,6 @@ from onegraph.models.routed import Routed
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
 LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
-# A model that also sees images: config.json has the text model's own beside the others', and files have it under a
-# prefix, as transformers wrote it before version 5 and since.
-NESTED = {"gemma3": "gemma3_text"}
-_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head\.))")
-_SIGHT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +30,8 @@ class LlamaConfig:
     that does not rotate. `scale` and `softcap` (0: none) are those of attention scores. `embed_scale` multiplies rows
     of the embedding; `residual_scale` what a sublayer adds; logits are divided by `logits_divisor`, then bounded by
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
-    tokens that end a text. `nested`: see `NESTED`. `drafts` counts the layers behind the last that only predict further
-    tokens: files may hold them, and nothing reads them.
+    tokens that end a text. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
+    layers behind the last that only predict further tokens: files may hold them, and nothing reads them.
     """
 
     model_type: str
@@ -81,17 +75,17 @@ class LlamaConfig:
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
-        nested = str(config.get("model_type")) in NESTED
-        if nested:
-            config = _text_of(config)
+        nested = wrapper.is_wrapper(config)
+        config = wrapper.text_config(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            known = ", ".join([*FAMILIES, *NESTED])
+            known = ", ".join(FAMILIES)
             raise ValueError(f"model_type {short(family)} is not supported; supported: {known}")
         traits = FAMILIES[family]
         fields = Fields(config, traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
         quantization = parse_quantization(fields.get("quantization_config"))
+        quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
@@ -224,6 +218,7 @@ class LlamaConfig:
             tensors=tensors | {NORM: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
+            own_head=self.nested,
             components=self._components,
             ignored=self._ignored,
         )
@@ -253,28 +248,12 @@ class LlamaConfig:
 
     def family_name(self, name: str) -> str:
         """The text model's own name of a tensor."""
-        if not self.nested:
-            return name
-        return _PREFIX.sub(lambda found: "" if found[0] == "language_model." else "model.", name)
+        return wrapper.family_name(name) if self.nested else name
 
     def _ignored(self, name: str) -> bool:
         spare = range(self.layers, self.layers + self.drafts)
-        return (self.nested and _SIGHT.match(name) is not None) or any(
-            name.startswith(f"model.layers.{i}.") for i in spare
-        )
-
-
-def _text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's config of one that also sees images."""
-    family, text = config["model_type"], config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"text_config is {short(text)}; {family} must have its text model's config there")
-    if any(part.get("quantization_config") is not None for part in (config, text)):
-        raise ValueError(f"quantization_config of {family} is not supported; give its text model ({NESTED[family]})")
-    if text.get("model_type") not in (None, NESTED[family]):
-        raise ValueError(f"text_config.model_type is {short(text['model_type'])}; of {family} it is {NESTED[family]}")
-    above = {key: config[key] for key in ("eos_token_id", "tie_word_embeddings") if config.get(key) is not None}
-    return {**above, **text, **above, "model_type": NESTED[family]}
+        other = name.startswith("mtp.") or (self.nested and wrapper.is_other(name))
+        return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
 def _sizes(fields: Fields) -> tuple[int, int, int, int]:

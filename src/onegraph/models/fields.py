@@ -115,7 +115,7 @@ class Fields:
     def check_unread(self, family: str) -> None:
         """Raises ValueError for the first key that nobody read, unless it cannot matter or says "not used"."""
         for key, value in self.config.items():
-            if key in self._read or key in INERT or _unused(value, NEUTRAL.get(key, ())):
+            if key in self._read or key in INERT or unused(value, NEUTRAL.get(key, ())):
                 continue
             if key in NEUTRAL:
                 raise ValueError(f"{key} is {short(value)}; this feature is not supported for {family}")
@@ -125,7 +125,8 @@ class Fields:
             )
 
 
-def _unused(value: object, neutral: Iterable[object]) -> bool:
+def unused(value: object, neutral: Iterable[object]) -> bool:
+    """Whether the value of a key says "not used"; `neutral`: more such values than null, false and nothing in it."""
     return value is None or value is False or value in ([], {}, "") or any(_same(value, other) for other in neutral)
 
 
