@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder, hf_model
+from models import SIZES, Decoder, hf_model
 from onegraph.api.llm import LLM
 from onegraph.api.plan import plan
 from onegraph.api.quantize import quantize
@@ -253,3 +253,69 @@ def test_a_text_models_checkpoint_is_itself(tmp_path: Path) -> None:
     assert text_checkpoint(checkpoint) is checkpoint
     assert not isinstance(checkpoint, TextCheckpoint)
     assert text_config(checkpoint.config) is checkpoint.config
+
+
+# -------------------------------------------------------------------------------------------------- Qwen's text models
+
+QWEN: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 96, "mlp_ratio": 1}},
+    "Qwen2_5_VL": {"vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 96}},
+    "Qwen3VL": {
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 96, "deepstack_visual_indexes": [0],
+        },
+        "head_dim": 16,
+    },
+}  # fmt: skip
+
+
+def save_qwen(kind: str, path: Path) -> Any:
+    """A tiny model of Qwen-VL's kinds, saved to `path`."""
+    import transformers
+
+    more = dict(QWEN[kind])
+    vision, sizes = more.pop("vision_config"), {k: v for k, v in SIZES.items() if k != "head_dim"}
+    sizes |= {"hidden_size": 96, **more}
+    rope = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": [2, 3, 3]}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=sizes | {"rope_parameters": rope}, vision_config=vision | {"intermediate_size": 16},
+        image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "visual" not in name:
+                one = parameter.dim() == 1
+                parameter.copy_(torch.randn_like(parameter) * (0.3 if one else 1.5 / parameter.shape[-1] ** 0.5) + one)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.mark.parametrize("kind", QWEN)
+def test_the_text_of_qwen_vl(kind: str, tmp_path: Path) -> None:
+    hf, row = save_qwen(kind, tmp_path / "m"), tokens(24)
+    assert (logits_of(tmp_path / "m", row) - truth(hf, row)).abs().max() < 1e-4
+    (module,) = skipped(Checkpoint.open(tmp_path / "m").names)
+    assert module.removeprefix("model.") == "visual"
+
+
+def test_a_config_that_has_the_texts_keys_beside_the_others(tmp_path: Path) -> None:
+    """Qwen2.5-VL as it was published: one flat config.json, `visual.` beside `model.layers.`."""
+    hf, row = save_qwen("Qwen2_5_VL", tmp_path / "m"), tokens(24)
+
+    def flat(config: dict[str, Any]) -> dict[str, Any]:
+        text = dict(config.pop("text_config"))
+        rope = text.pop("rope_parameters")
+        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+        return {**text, **config}
+
+    def name(stored: str) -> str:
+        return stored.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+
+    rewrite(tmp_path / "m", tmp_path / "f", name, flat)
+    assert "visual.merger.mlp.0.weight" in Checkpoint.open(tmp_path / "f")
+    assert (logits_of(tmp_path / "f", row) - truth(hf, row)).abs().max() < 1e-4
+    config = Checkpoint.open(tmp_path / "f").config
+    with pytest.raises(ValueError, match=r"mrope_section \[2, 3\] adds up to 5, not to 8"):
+        LlamaConfig.from_dict(config | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}})

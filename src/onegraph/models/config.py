@@ -18,7 +18,7 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
-LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window
+LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window, in configs of Gemma
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
 
 
@@ -89,6 +89,8 @@ class LlamaConfig:
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
+        fields.check_fixed(traits.fixed)
+        fields.read(*traits.idle)
         _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
         if traits.head_norm is True and fields.get("use_qk_norm") is not None and not fields.flag("use_qk_norm"):
             raise ValueError(f"use_qk_norm is False; {family} norms each head of q and k, whatever its config says")
@@ -290,11 +292,19 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
+        config = _in_heads(fields, config)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
         limit = fields.integer("max_position_embeddings", high=windows.MAX_POSITIONS)
-        rope = Rope.from_dict(config, default_theta=theta, max_positions=limit, partial=traits.partial)
+        rope = Rope.from_dict(
+            config,
+            default_theta=theta,
+            max_positions=limit,
+            partial=traits.partial,
+            query_scaling=traits.query_scaling,
+            mrope=traits.mrope,
+        )
         if traits.rope_kinds is not None and rope.kind not in traits.rope_kinds:
             raise ValueError(f"rope type {rope.kind!r} is not supported for {family}; give {traits.rope_kinds[0]!r}")
         return rope
@@ -302,28 +312,40 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     if family == "smollm3":
         rope = parse(config, theta)
         return tuple(rope if turns else None for turns in windows.rotated(fields, layers))
-    if LOCAL not in traits.defaults:
+    if not traits.two_ropes:
         return (parse(config, theta),) * layers
-    fields.read(LOCAL)
-    local, whole = _two(config)
-    near, far = parse(local, traits.defaults[LOCAL]), parse(whole, theta)
-    return tuple(near if window else far for window in windows.five_of_six(fields, layers))
+    key = LOCAL if LOCAL in traits.defaults else "rope_theta"
+    fields.read(key)
+    local, whole = _two(config, key)
+    near, far = parse(local, traits.defaults[key]), parse(whole, theta)
+    return tuple(near if window else far for window in traits.windows(fields, layers))
 
 
-def _two(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _in_heads(fields: Fields, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config that says the part of a head that rotates as a number of coordinates, as one that says the part."""
+    if fields.get("rotary_dim") is None:
+        return config
+    part = fields.integer("rotary_dim", high=1024) / _sizes(fields)[3]
+    if config.get("partial_rotary_factor") not in (None, part):
+        both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
+        raise ValueError(f"{both} disagree; give one of them")
+    return {**config, "partial_rotary_factor": part}
+
+
+def _two(config: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What says the rope of layers with a window, and of the others: transformers 5 writes one object for each into
-    rope_parameters; before, rope_theta and rope_scaling were of the layers without one."""
+    rope_parameters; before, rope_theta and rope_scaling were of the layers without one, and `key` of those with."""
     given = config.get("rope_parameters")
     if given is None:
-        return {"rope_theta": config.get(LOCAL)}, {key: config[key] for key in ROPE_KEYS if key in config}
+        return {"rope_theta": config.get(key)}, {key: config[key] for key in ROPE_KEYS if key in config}
     kinds = windows.SLIDING, windows.FULL
     if not isinstance(given, Mapping) or any(not isinstance(given.get(kind) or {}, Mapping) for kind in kinds):
         raise ValueError(f"rope_parameters is {short(given)}; it must have an object for each of {', '.join(kinds)}")
     if unknown := sorted(set(map(str, given)) - set(kinds)):
         raise ValueError(f"rope_parameters has {', '.join(unknown)}; it must have {' and '.join(kinds)}")
-    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(LOCAL)
+    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(key)
     if near is not None and above is not None and near != above:
-        raise ValueError(f"{LOCAL} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
+        raise ValueError(f"{key} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
     thetas = above, config.get("rope_theta")
     local, whole = (
         {"rope_parameters": given.get(kind), "rope_theta": theta} for kind, theta in zip(kinds, thetas, strict=True)

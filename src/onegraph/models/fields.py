@@ -112,6 +112,14 @@ class Fields:
         """These are somebody else's to read, or have no meaning beside the values of others."""
         self._read.update(keys)
 
+    def check_fixed(self, fixed: Mapping[str, tuple[object, ...]]) -> None:
+        """Raises ValueError for a key with another value than the ones given here; a list may have several of them."""
+        for key, allowed in fixed.items():
+            value = self.get(key)
+            each = value if isinstance(value, list) else [value]
+            if value is not None and not all(_same(one, other) or one is other for one in each for other in allowed):
+                raise ValueError(f"{key} is {short(value)}; supported: {', '.join(map(str, allowed))}")
+
     def check_unread(self, family: str) -> None:
         """Raises ValueError for the first key that nobody read, unless it cannot matter or says "not used"."""
         for key, value in self.config.items():

@@ -99,7 +99,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
-    found = {key: value for key, value in config.items() if not _OF_OTHERS.search(key)}
+    found = {key: value for key, value in config.items() if key == "eos_token_id" or not _OF_OTHERS.search(key)}
     return found | {"model_type": wrapper.text[0]}
 
 
