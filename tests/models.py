@@ -175,6 +175,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 _GATED_DELTA = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
@@ -212,6 +244,7 @@ VARIANTS |= {
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
+FAMILIES += ["ministral3", "olmo3", "minimax_m2"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:

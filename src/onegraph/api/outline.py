@@ -19,6 +19,7 @@ from onegraph.models.llama import config_of
 from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
 from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
+from onegraph.models.wrapper import text_config
 
 if TYPE_CHECKING:  # it needs transformers
     from onegraph.integrations.hf.source import ModulesSource
@@ -28,7 +29,7 @@ def described(path: Path) -> Checkpoint:
     """The checkpoint at a path; where only its config.json is there, one that has the tensors it asks for."""
     if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is not None:
         return Checkpoint.open(path)
-    config = read_config(path)
+    config = dict(text_config(read_config(path)))
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     if foreign(config) and config.get("model_type") not in CONFIGS:

@@ -9,7 +9,7 @@ from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
-from onegraph.models.routed import CORRECTION, Routed
+from onegraph.models.routed import Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
@@ -19,7 +19,8 @@ from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
 
-Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
+# cos, sin and factors of queries of each rope that a model has
+Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 class Block(nn.Module):
@@ -109,7 +110,7 @@ def build_attention(
         norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
-    cos, sin = tables[config.ropes[i]]
+    cos, sin, query_scale = tables[config.ropes[i]]
     attention = Attention(
         index=config.attention_index(i),
         heads=heads[1] - heads[0],
@@ -120,6 +121,7 @@ def build_attention(
         eps=config.eps,
         cos=cos,
         sin=sin,
+        query_scale=query_scale,
         window=config.windows[i],
         sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
@@ -155,7 +157,7 @@ def build_experts(
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
         experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
-    bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
+    bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
         eps=config.eps,
@@ -189,5 +191,9 @@ def build_shared(
 
 def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:
     """Those that `build_block` takes, of so many positions."""
-    found: Tables = {None: (None, None)}
-    return found | {rope: rope.tables(config.head_dim, positions, device) for rope in config.ropes if rope is not None}
+    found: Tables = {None: (None, None, None)}
+    for rope in filter(None, config.ropes):
+        if rope not in found:
+            factors = rope.query_factors(positions, device)
+            found[rope] = (*rope.tables(config.head_dim, positions, device), factors)
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models import windows
+from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.mixers import Mixers, mixers_by_name
@@ -20,13 +20,8 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
-LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window
+LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window, in configs of Gemma
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
-# A model that also sees images: config.json has the text model's own beside the others', and files have it under a
-# prefix, as transformers wrote it before version 5 and since.
-NESTED = {"gemma3": "gemma3_text"}
-_PREFIX = re.compile(r"^(language_model\.model\.|model\.language_model\.|language_model\.(?=lm_head\.))")
-_SIGHT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +32,9 @@ class LlamaConfig:
     that does not rotate. `scale` and `softcap` (0: none) are those of attention scores. `embed_scale` multiplies rows
     of the embedding; `residual_scale` what a sublayer adds; logits are divided by `logits_divisor`, then bounded by
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
-    tokens that end a text. `nested`: see `NESTED`. `drafts` counts the layers behind the last, or under `mtp.`, that
-    only predict further tokens. `mixers` has one entry a layer: what stands in attention's place, None for attention.
+    tokens that end a text. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
+    layers behind the last, or under `mtp.`, that only predict further tokens. `mixers` has one entry a layer: what
+    stands in attention's place, None for attention.
     """
 
     model_type: str
@@ -83,20 +79,22 @@ class LlamaConfig:
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
-        nested = str(config.get("model_type")) in NESTED
-        if nested:
-            config = _text_of(config)
+        nested = wrapper.is_wrapper(config)
+        config = wrapper.text_config(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            known = ", ".join([*FAMILIES, *NESTED])
+            known = ", ".join(FAMILIES)
             raise ValueError(f"model_type {short(family)} is not supported; supported: {known}")
         traits = FAMILIES[family]
         fields = Fields(config, traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
         quantization = parse_quantization(fields.get("quantization_config"))
+        quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields)
         vocab = fields.integer("vocab_size", high=2**24)
+        fields.check_fixed(traits.fixed)
+        fields.read(*traits.idle)
         _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
         if traits.head_norm is True and fields.get("use_qk_norm") is not None and not fields.flag("use_qk_norm"):
             raise ValueError(f"use_qk_norm is False; {family} norms each head of q and k, whatever its config says")
@@ -111,8 +109,6 @@ class LlamaConfig:
             given = traits.softcaps and fields.get(key) is not None
             return fields.number(key, low=1e-3, high=1e6) if given else 0.0
 
-        if traits.output_gate and fields.get("attn_output_gate") is not None and not fields.flag("attn_output_gate"):
-            raise ValueError(f"attn_output_gate is false; {family} without output gates is not supported")
         scalar = fields.number("query_pre_attn_scalar", low=1e-3, high=1e6) if traits.query_scalar else head_dim
         parsed = cls(
             model_type=family,
@@ -254,6 +250,7 @@ class LlamaConfig:
             tensors=tensors | {self.norm: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
+            own_head=self.nested,
             components=self._components,
             ignored=self._ignored,
         )
@@ -295,30 +292,12 @@ class LlamaConfig:
 
     def family_name(self, name: str) -> str:
         """The text model's own name of a tensor."""
-        if not self.nested:
-            return name
-        return _PREFIX.sub(lambda found: "" if found[0] == "language_model." else "model.", name)
+        return wrapper.family_name(name) if self.nested else name
 
     def _ignored(self, name: str) -> bool:
         spare = range(self.layers, self.layers + self.drafts)
-        if self.drafts and self.traits.mtp is not None and name.startswith("mtp."):
-            return True
-        return (self.nested and _SIGHT.match(name) is not None) or any(
-            name.startswith(f"model.layers.{i}.") for i in spare
-        )
-
-
-def _text_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model's config of one that also sees images."""
-    family, text = config["model_type"], config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"text_config is {short(text)}; {family} must have its text model's config there")
-    if any(part.get("quantization_config") is not None for part in (config, text)):
-        raise ValueError(f"quantization_config of {family} is not supported; give its text model ({NESTED[family]})")
-    if text.get("model_type") not in (None, NESTED[family]):
-        raise ValueError(f"text_config.model_type is {short(text['model_type'])}; of {family} it is {NESTED[family]}")
-    above = {key: config[key] for key in ("eos_token_id", "tie_word_embeddings") if config.get(key) is not None}
-    return {**above, **text, **above, "model_type": NESTED[family]}
+        other = name.startswith("mtp.") or (self.nested and wrapper.is_other(name))
+        return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
 def _sizes(fields: Fields) -> tuple[int, int, int, int]:
@@ -355,28 +334,18 @@ def _inner_size(family: str, fields: Fields) -> int:
 
 
 def _check_lfm2(fields: Fields) -> None:
-    """Keys of the published files that say what others do, or how the model was made."""
+    """Keys of the published files that say what others do."""
     for key, other in (
         ("block_dim", "hidden_size"), ("conv_dim", "hidden_size"), ("conv_dim_out", "hidden_size"),
         ("num_heads", "num_attention_heads"), ("tie_embedding", "tie_word_embeddings"),
     ):  # fmt: skip
         if (given := fields.get(key)) is not None and given != fields.get(other):
             raise ValueError(f"{key} is {short(given)} and {other} {short(fields.get(other))}; they must agree")
-    for key in ("block_use_swiglu", "use_pos_enc"):
-        if fields.get(key) is not None and not fields.flag(key):
-            raise ValueError(f"{key} is false; this is not supported for lfm2")
-    fields.read(
-        "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
-        "conv_use_xavier_init",
-    )  # fmt: skip
 
 
 def _drafts(family: str, traits: Traits, fields: Fields) -> int:
     """Layers that only predict further tokens."""
     if traits.mtp is not None:
-        if fields.get("mtp_use_dedicated_embeddings") is not None and fields.flag("mtp_use_dedicated_embeddings"):
-            raise ValueError("mtp_use_dedicated_embeddings is true; draft layers with embeddings of their own are not "
-                             "supported: set it to false to run the model without them")  # fmt: skip
         return 0 if fields.get(traits.mtp) is None else fields.integer(traits.mtp, low=0, high=64)
     return fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0
 
@@ -396,13 +365,19 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
-    if traits.mrope:
-        config = _without_axes(config)
+        config = _in_heads(fields, config)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
         limit = fields.integer("max_position_embeddings", high=windows.MAX_POSITIONS)
-        rope = Rope.from_dict(config, default_theta=theta, max_positions=limit, partial=traits.partial)
+        rope = Rope.from_dict(
+            config,
+            default_theta=theta,
+            max_positions=limit,
+            partial=traits.partial,
+            query_scaling=traits.query_scaling,
+            mrope=traits.mrope,
+        )
         if traits.rope_kinds is not None and rope.kind not in traits.rope_kinds:
             raise ValueError(f"rope type {rope.kind!r} is not supported for {family}; give {traits.rope_kinds[0]!r}")
         return rope
@@ -410,46 +385,40 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     if family == "smollm3":
         rope = parse(config, theta)
         return tuple(rope if turns else None for turns in windows.rotated(fields, layers))
-    if LOCAL not in traits.defaults:
+    if not traits.two_ropes:
         return (parse(config, theta),) * layers
-    fields.read(LOCAL)
-    local, whole = _two(config)
-    near, far = parse(local, traits.defaults[LOCAL]), parse(whole, theta)
-    return tuple(near if window else far for window in windows.five_of_six(fields, layers))
+    key = LOCAL if LOCAL in traits.defaults else "rope_theta"
+    fields.read(key)
+    local, whole = _two(config, key)
+    near, far = parse(local, traits.defaults[key]), parse(whole, theta)
+    return tuple(near if window else far for window in traits.windows(fields, layers))
 
 
-def _without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what gives the coordinates to time, height and width of an image: of text the three are equal, and the
-    rotation is the usual one, whichever coordinate is whose. Raises ValueError for what gives no coordinates."""
-    inside = config.get("rope_parameters", config.get("rope_scaling"))
-    if not isinstance(inside, Mapping):
-        return dict(config)
-    sections, interleaved = inside.get("mrope_section"), inside.get("mrope_interleaved")
-    listed = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)
-    if sections is not None and not listed:
-        raise ValueError(f"mrope_section is {short(sections)}; it must list three counts, of time, height and width")
-    if interleaved is not None and not isinstance(interleaved, bool):
-        raise ValueError(f"mrope_interleaved is {short(interleaved)}; it must be true or false")
-    plain = {key: value for key, value in inside.items() if key not in ("mrope_section", "mrope_interleaved")}
-    if plain.get("type") == "mrope" or plain.get("rope_type") == "mrope":  # as older files call it
-        plain = {key: value for key, value in plain.items() if key != "type"} | {"rope_type": "default"}
-    return {**config, "rope_parameters" if "rope_parameters" in config else "rope_scaling": plain}
+def _in_heads(fields: Fields, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config that says the part of a head that rotates as a number of coordinates, as one that says the part."""
+    if fields.get("rotary_dim") is None:
+        return config
+    part = fields.integer("rotary_dim", high=1024) / _sizes(fields)[3]
+    if config.get("partial_rotary_factor") not in (None, part):
+        both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
+        raise ValueError(f"{both} disagree; give one of them")
+    return {**config, "partial_rotary_factor": part}
 
 
-def _two(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _two(config: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What says the rope of layers with a window, and of the others: transformers 5 writes one object for each into
-    rope_parameters; before, rope_theta and rope_scaling were of the layers without one."""
+    rope_parameters; before, rope_theta and rope_scaling were of the layers without one, and `key` of those with."""
     given = config.get("rope_parameters")
     if given is None:
-        return {"rope_theta": config.get(LOCAL)}, {key: config[key] for key in ROPE_KEYS if key in config}
+        return {"rope_theta": config.get(key)}, {key: config[key] for key in ROPE_KEYS if key in config}
     kinds = windows.SLIDING, windows.FULL
     if not isinstance(given, Mapping) or any(not isinstance(given.get(kind) or {}, Mapping) for kind in kinds):
         raise ValueError(f"rope_parameters is {short(given)}; it must have an object for each of {', '.join(kinds)}")
     if unknown := sorted(set(map(str, given)) - set(kinds)):
         raise ValueError(f"rope_parameters has {', '.join(unknown)}; it must have {' and '.join(kinds)}")
-    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(LOCAL)
+    near, above = (given.get(windows.SLIDING) or {}).get("rope_theta"), config.get(key)
     if near is not None and above is not None and near != above:
-        raise ValueError(f"{LOCAL} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
+        raise ValueError(f"{key} is {above!r}, rope_parameters has {near!r} for {windows.SLIDING}; they must agree")
     thetas = above, config.get("rope_theta")
     local, whole = (
         {"rope_parameters": given.get(kind), "rope_theta": theta} for kind, theta in zip(kinds, thetas, strict=True)

@@ -114,9 +114,6 @@ class GatedDelta:
         k_heads, v_heads = (fields.integer(f"linear_num_{each}_heads", high=4096) for each in ("key", "value"))
         if v_heads % k_heads:
             raise ValueError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
-        kind = fields.get("mamba_ssm_dtype")
-        if kind not in (None, "float32"):
-            raise ValueError(f"mamba_ssm_dtype is {short(kind)}; recurrent states are kept in float32")
         return cls(
             k_heads=k_heads,
             v_heads=v_heads,

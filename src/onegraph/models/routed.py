@@ -27,13 +27,14 @@ _NAMES = {
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_5_moe_text": _USUAL,
     "qwen3_next": _USUAL,
 }
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
-CORRECTION = "e_score_correction_bias"  # beside the router's weight
+_CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
 _SHARED = {
     **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
@@ -119,7 +120,7 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else None,
+            sigmoid=_sigmoid(fields, count, top_k) if glm else Sigmoid(1, 1, 1.0) if family == "minimax_m2" else None,
             shared=_shared(family, fields),
         )
 
@@ -127,6 +128,12 @@ class Routed:
     def router(self) -> str:
         """Its name within a block."""
         return _NAMES[self.family][0]
+
+    @property
+    def correction(self) -> str:
+        """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
+        owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
+        return f"{owner}.{_CORRECTION}"
 
     @property
     def whole(self) -> tuple[str, str]:
@@ -170,7 +177,7 @@ class Routed:
         """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
         shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
-        shapes |= {f"{self.router}.{CORRECTION}": (self.count,)} if self.sigmoid else {}
+        shapes |= {self.correction: (self.count,)} if self.sigmoid else {}
         shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 

@@ -170,11 +170,6 @@ def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
     quantization = getattr(parsed, "quantization", None)
     if quantization is not None and not isinstance(quantization, BlocksConfig):
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
-    if isinstance(parsed, LlamaConfig) and parsed.nested:
-        raise ValueError(
-            f"this is a model of images and text around a {parsed.model_type}; it runs here, but only a checkpoint of "
-            f"the {parsed.model_type} alone can be quantized"
-        )
 
 
 def block_shapes(
