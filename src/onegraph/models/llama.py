@@ -254,7 +254,7 @@ class Llama(nn.Module):
 
     def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
-        return HybridCache(make(**sizes), self.recurrent, slots=sizes["rows"] + 1, **about)
+        return HybridCache(make(**sizes), self.recurrent, **about)
 
 
 @torch.no_grad()
