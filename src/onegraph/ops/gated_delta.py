@@ -50,12 +50,13 @@ def inputs(call: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return q * dk**-0.5, k, v.unflatten(2, (heads, dv)), beta, g
 
 
-def replayed(call: GatedDelta, first: Tensor) -> Tensor:
-    """S [B, Hv, dv, dk] at each row's position, from its checkpoint of position first [B] and the records since."""
+def replayed(call: GatedDelta, first: Tensor, most: int) -> Tensor:
+    """S [B, Hv, dv, dk] at each row's position, from its checkpoint of position first [B] and the records since, of
+    which a row has `most` or fewer."""
     depth, heads = call.keys.shape[1], call.state.shape[1]
     state = torch.where((call.positions == 0).view(-1, 1, 1, 1), 0, call.state.index_select(0, call.slots.long()))
     state = state.float()
-    for i in range(depth):
+    for i in range(most):
         token = first + i
         at = (call.slots * depth + token % depth).long()
         key, delta, decay = (t.flatten(0, 1).index_select(0, at) for t in (call.keys, call.deltas, call.decays))
@@ -71,7 +72,7 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 
 def applied(state: Tensor, key: Tensor, delta: Tensor, decay: Tensor) -> Tensor:
     """S after one token: state [B, Hv, dv, dk], key [B, Hv, dk], delta [B, Hv, dv], decay [B, Hv, 1 or dk]."""
-    return state * decay.unsqueeze(2) + delta.unsqueeze(3) * key.unsqueeze(2)
+    return torch.addcmul(state * decay.unsqueeze(2), delta.unsqueeze(3), key.unsqueeze(2))
 
 
 def stepped(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,7 @@ def stepped(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay:
     for t in range(v.shape[1]):
         kept = state * decay[:, t].unsqueeze(2)
         delta = beta[:, t].unsqueeze(2) * (v[:, t] - (kept @ k[:, t].unsqueeze(3)).squeeze(3))
-        state = kept + delta.unsqueeze(3) * k[:, t].unsqueeze(2)
+        state = torch.addcmul(kept, delta.unsqueeze(3), k[:, t].unsqueeze(2))
         outs.append((state @ q[:, t].unsqueeze(3)).squeeze(3))
         deltas.append(delta)
     return torch.stack(outs, dim=1), torch.stack(deltas, dim=1)
@@ -122,11 +123,17 @@ def gated_norm(call: GatedDelta, o: Tensor) -> Tensor:
     return out.masked_fill((step >= call.counts.unsqueeze(1)).unsqueeze(2), 0.0).to(call.qkv.dtype)
 
 
-def _gated_delta(call: GatedDelta) -> Tensor:
+def first_of(call: GatedDelta) -> Tensor:
+    """The position of each row's checkpoint, int32 [B]."""
+    return torch.where(call.positions == 0, 0, call.base[:, 0].index_select(0, call.slots.long()))
+
+
+def _gated_delta(call: GatedDelta, most: int | None = None) -> Tensor:
+    """most: records that a row has waiting at most, where that is known."""
     call = replace(call, counts=torch.where(call.slots > 0, call.counts, 0))
     slots, positions, counts, heads = call.slots, call.positions, call.counts, call.state.shape[1]
-    first = torch.where(positions == 0, 0, call.base[:, 0].index_select(0, slots.long()))
-    state = replayed(call, first)
+    first = first_of(call)
+    state = replayed(call, first, call.keys.shape[1] if most is None else most)
     q, k, v, beta, g = inputs(call)
     wide = (repeat(q, heads), repeat(k, heads), v, beta)
     live = (counts > 0) & (slots > 0)
@@ -145,7 +152,14 @@ def _gated_delta(call: GatedDelta) -> Tensor:
     return gated_norm(call, o)
 
 
+def on_cpu(call: GatedDelta) -> Tensor:
+    """The reference, without replays of records that there are not."""
+    waiting = (call.positions - first_of(call)).tolist()
+    return _gated_delta(call, min(max(waiting, default=0), call.keys.shape[1]))
+
+
 def on_gpu(call: GatedDelta) -> Tensor:
+    """The kernels, for what they do not take the reference."""
     from onegraph.ops.cuda.gated_delta import gated_delta as kernel
 
     out = kernel(call)
@@ -245,6 +259,7 @@ gated_delta = register(
         reference=_gated_delta,
         fake=lambda call: call.qkv.new_empty(call.z.shape),
         kernel="onegraph.ops.gated_delta:on_gpu",
+        cpu="onegraph.ops.gated_delta:on_cpu",
         check=_check,
         cases=(
             _case("qwen", (2, 6), (128, 128), [0, 5, 70, 9], [1, 1, 0, 1], waiting=[0, 1, 1, 3]),
