@@ -493,3 +493,30 @@ class GatedDelta(Call):
     limit: int
     sigmoid: bool = False
     beta_scale: float = 1.0
+
+
+@dataclass(eq=False)
+class Mamba2(Call):
+    """See `ops.mamba2.mamba2`."""
+
+    xbc: Tensor
+    z: Tensor
+    dt: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    eps: float
+    ring: Written
+    state: Written
+    base: Written
+    keys: Written
+    deltas: Written
+    decays: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    limit: int
+    dt_min: float = 0.0
