@@ -31,7 +31,8 @@ class Guard:
     def __init__(self) -> None:
         from cuda.bindings import driver
 
-        self.driver, self.mapped = driver, []
+        self.driver = driver
+        self.mapped: list[tuple[int, int, Any]] = []  # address, bytes, handle
         self.kind = driver.CUmemAllocationProp()
         self.kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self.kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
