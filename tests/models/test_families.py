@@ -37,6 +37,7 @@ NEW = [
     "ministral3",
     "olmo3",
     "minimax_m2",
+    "deepseek_v3",
 ]
 
 
@@ -216,7 +217,8 @@ def test_defaults_are_those_of_transformers() -> None:
     left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim")
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
     for variant in NEW:
-        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given)
+        more = {"num_key_value_heads": 16} if variant == "deepseek_v3" else {}  # whose default is its own 128
+        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
         ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
         assert dataclasses.replace(ours, drafts=whole.drafts) == whole, variant

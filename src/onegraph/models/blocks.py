@@ -6,12 +6,14 @@ from torch import Tensor, nn
 from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
+from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
+from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.moe import GatedExpert, MoE
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
@@ -28,7 +30,9 @@ class Block(nn.Module):
     """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
     norm and a sum behind, or both."""
 
-    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+    def __init__(
+        self, *, qkv: Normed | Bare | LatentInputs, attention: Attention | LatentAttention, out: Summed, mlp: MLP | MoE
+    ) -> None:
         super().__init__()
         self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
 
@@ -40,7 +44,8 @@ class Block(nn.Module):
     def forward(self, stream: Stream, cache: Attend) -> Stream:
         """The residual stream before the layer -> after it; the argument is left as it was."""
         qkv, total = self.qkv(stream)
-        result: Stream = self.mlp(self.out(cache.attend(self.attention, qkv), total))
+        inputs = qkv if isinstance(qkv, tuple) else (qkv,)
+        result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
         return result
 
 
@@ -85,6 +90,15 @@ def build_block(
         down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
 
+    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    inner = config.head_dim if config.latent is None else config.latent.value
+    out = loader.linear(prefix + OUT, device, columns(share, config.heads, inner))
+    summed = Summed(out, after=behind(names.attention_out), fused=fused, peer=peer)
+    if config.latent is not None:
+        own = norm(str(names.attention_in)), config.eps
+        place = tables[config.ropes[i]], config.scale, device, share
+        inputs, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        return Block(qkv=inputs, attention=latent, out=summed, mlp=half)
     norms = None
     if config.head_norm or config.traits.whole_norm:
         norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
@@ -107,12 +121,11 @@ def build_block(
         scale=config.scale,
         softcap=config.softcap,
     )
-    out = loader.linear(prefix + OUT, device, columns(share, config.heads, config.head_dim))
     return Block(
         qkv=front(names.attention_in, qkv_parts(config, share), whole),
         attention=attention,
-        out=Summed(out, after=behind(names.attention_out), fused=fused, peer=peer),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer),
+        out=summed,
+        mlp=half,
     )
 
 

@@ -4,6 +4,7 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
+from onegraph.models.latent_config import Latent
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
@@ -62,6 +64,7 @@ class LlamaConfig:
     quantization: Quantization | None
     nested: bool
     drafts: int
+    latent: Latent | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -87,7 +90,8 @@ class LlamaConfig:
         quantization = parse_quantization(fields.get("quantization_config"))
         quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
-        heads, kv_heads, hidden, head_dim = _sizes(fields)
+        heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
+        latent = Latent.parse(fields, heads, kv_heads) if traits.latent else None
         vocab = fields.integer("vocab_size", high=2**24)
         fields.check_fixed(traits.fixed)
         fields.read(*traits.idle)
@@ -105,6 +109,7 @@ class LlamaConfig:
             given = traits.softcaps and fields.get(key) is not None
             return fields.number(key, low=1e-3, high=1e6) if given else 0.0
 
+        ropes = _ropes(family, traits, fields, layers, head_dim)
         scalar = fields.number("query_pre_attn_scalar", low=1e-3, high=1e6) if traits.query_scalar else head_dim
         parsed = cls(
             model_type=family,
@@ -122,19 +127,24 @@ class LlamaConfig:
             out_bias=says(traits.out_bias),
             mlp_bias=says(traits.mlp_bias),
             head_norm=says(traits.head_norm),
-            scale=factor("attention_multiplier", 1.0) if traits.multipliers else scalar**-0.5,
+            scale=factor("attention_multiplier", 1.0)
+            if traits.multipliers
+            else scalar**-0.5
+            if latent is None
+            else latent.scale(ropes[0]),
             softcap=softcap("attn_logit_softcapping"),
             embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
             residual_scale=factor("residual_multiplier", 1.0),
             logits_divisor=factor("logits_scaling", 1.0),
             logits_softcap=softcap("final_logit_softcapping"),
             windows=traits.windows(fields, layers),
-            ropes=_ropes(family, traits, fields, layers),
+            ropes=ropes,
             routed=routed,
             eos=end_of_text(fields.get("eos_token_id"), vocab),
             quantization=quantization,
             nested=nested,
-            drafts=fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0,
+            drafts=_drafts(traits, fields),
+            latent=latent,
         )
         fields.check_unread(family)
         for rope in filter(None, parsed.ropes):
@@ -154,6 +164,8 @@ class LlamaConfig:
     @property
     def qkv(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are queries, keys and values."""
+        if self.latent is not None:
+            return self.latent.front
         joined = self.traits.joined
         return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
 
@@ -165,6 +177,8 @@ class LlamaConfig:
     @property
     def exact_cache(self) -> str | None:
         """What of its attention a KV cache in codes does not know; None: nothing."""
+        if self.latent is not None:
+            return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
         if self.softcap:
@@ -182,17 +196,21 @@ class LlamaConfig:
             self.kv_heads * self.head_dim,
         )
         joined = self.traits.joined
-        sides = zip(self.qkv, (q + 2 * kv,) if joined else (q, kv, kv), strict=True)
-        attention = {name: (n, d, self.qkv_bias) for name, n in sides}
-        attention["self_attn.o_proj"] = d, q, self.out_bias
+        if self.latent is None:
+            sides = zip(self.qkv, (q + 2 * kv,) if joined else (q, kv, kv), strict=True)
+            attention = {name: (n, d, self.qkv_bias) for name, n in sides}
+            attention["self_attn.o_proj"] = d, q, self.out_bias
+        else:
+            attention = dict(self.latent.linears(d))
         mlp = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
         mlp["mlp.down_proj"] = d, wide, self.mlp_bias
         norms = {name: d for name in self.norms if name is not None}
         if self.head_norm or self.traits.whole_norm:
             both = (self.head_dim, self.head_dim) if self.head_norm else (q, kv)
             norms |= dict(zip(("self_attn.q_norm", "self_attn.k_norm"), both, strict=True))
-        own = {f"{norm}.weight": ((size,), FLOATS) for norm, size in norms.items()}
+        own: dict[str, tuple[Shape, Dtypes]] = {f"{name}.weight": ((size,), FLOATS) for name, size in norms.items()}
         own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
+        own |= {} if self.latent is None else self.latent.tensors
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
@@ -233,7 +251,7 @@ class LlamaConfig:
     def _components(self) -> dict[str, Component]:
         found = {
             "embedding": Component(("embed",), r"embed_tokens$"),
-            "attention qkv": Component(("blocks.*.qkv.linear",), r"self_attn\.(q|k|v|qkv)_proj$"),
+            "attention qkv": Component(("blocks.*.qkv.linear",), rf"({'|'.join(map(re.escape, self.qkv))})$"),
             "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
         }
         if self.routed is None or not all(self.routed.layers):
@@ -258,15 +276,17 @@ class LlamaConfig:
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
-def _sizes(fields: Fields) -> tuple[int, int, int, int]:
-    """Heads, key-value heads, hidden size and head_dim."""
+def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
+    """Heads, key-value heads, hidden size and head_dim; of latent attention the part of a head that rotates."""
     heads = fields.integer("num_attention_heads", high=4096)
     grouped = fields.get("num_key_value_heads") is not None
     kv_heads = fields.integer("num_key_value_heads", high=4096) if grouped else heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     hidden = fields.integer("hidden_size", high=2**18)
-    if fields.get("head_dim") is not None:
+    if latent:
+        head_dim = fields.integer("qk_rope_head_dim", high=1024)
+    elif fields.get("head_dim") is not None:
         head_dim = fields.integer("head_dim", high=1024)
     elif hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -284,7 +304,12 @@ def _check_activation(fields: Fields, known: str) -> None:
             raise ValueError(f"{key} {short(given)} is not supported; supported: {known}")
 
 
-def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Rope | None, ...]:
+def _drafts(traits: Traits, fields: Fields) -> int:
+    key = "num_nextn_predict_layers"
+    return fields.integer(key, low=0, high=64) if key in traits.defaults else 0
+
+
+def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
@@ -292,7 +317,7 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
-        config = _in_heads(fields, config)
+        config = _in_heads(fields, config, head_dim)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
@@ -321,11 +346,11 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     return tuple(near if window else far for window in traits.windows(fields, layers))
 
 
-def _in_heads(fields: Fields, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
     """A config that says the part of a head that rotates as a number of coordinates, as one that says the part."""
     if fields.get("rotary_dim") is None:
         return config
-    part = fields.integer("rotary_dim", high=1024) / _sizes(fields)[3]
+    part = fields.integer("rotary_dim", high=1024) / head_dim
     if config.get("partial_rotary_factor") not in (None, part):
         both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
         raise ValueError(f"{both} disagree; give one of them")

@@ -26,6 +26,9 @@ _NAMES = {
     "qwen2_moe": _USUAL,
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
+    "deepseek_v3": _USUAL,
+    "kimi_k2": _USUAL,
+    "mistral4": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -34,7 +37,8 @@ _NOTHING: Any = ()  # no file is asked which format a stack has: only its quanti
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4"  # whose configs have the keys of DeepSeek's
+_SHARED = {"qwen2_moe": "mlp.shared_expert"} | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
 
 
 class Sigmoid(NamedTuple):
@@ -89,7 +93,7 @@ class Routed:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
+        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family in _DEEPSEEK
         top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
@@ -110,7 +114,11 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else Sigmoid(1, 1, 1.0) if family == "minimax_m2" else None,
+            sigmoid=_sigmoid(fields, count, top_k)
+            if glm and family != "mistral4"
+            else Sigmoid(1, 1, 1.0)
+            if family == "minimax_m2"
+            else None,
             shared=_shared(family, fields),
         )
 
@@ -204,7 +212,7 @@ class Routed:
 
 
 def _count(family: str, fields: Fields) -> int:
-    keys = ("n_routed_experts", *_COUNTS) if family == "glm4_moe" else _COUNTS
+    keys = ("n_routed_experts", *_COUNTS) if family in _DEEPSEEK else _COUNTS
     given = [key for key in keys if fields.get(key) is not None]
     counts = {fields.integer(key, high=65536) for key in given}
     if len(counts) != 1:
@@ -222,7 +230,7 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 def _shared(family: str, fields: Fields) -> Shared | None:
     if family == "qwen2_moe":
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
-    if family == "glm4_moe":
+    if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
     return None

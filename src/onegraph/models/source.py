@@ -104,8 +104,13 @@ class LlamaSource:
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        qkv = _siblings(self.parsed.qkv, block.qkv.linear)
-        attention: Groups = [qkv, [(OUT, block.out.linear)]]
+        front, latent = _siblings(self.parsed.qkv, block.qkv.linear), self.parsed.latent
+        attention: Groups = [front, [(OUT, block.out.linear)]]
+        if latent is not None:
+            modules = {"q_b": block.qkv, "kv_b": block.attention}
+            for name in latent.behind:
+                leaf = name.rpartition(".")[2].removesuffix("_proj")
+                attention.insert(-1, [(name, modules[leaf].get_submodule(leaf))])
         if not isinstance(block.mlp, MoE):
             return [
                 *attention,
@@ -181,7 +186,8 @@ def block_shapes(
     half = (
         (*config.gate_up, DOWN) if routed is None else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    names = (*config.qkv, OUT, *half)
+    behind = () if config.latent is None else config.latent.behind
+    names = (*config.qkv, *behind, OUT, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)
     return shapes | {name: (stack.experts, stack.n, stack.k) for name, stack in stacks.items()}

@@ -7,7 +7,7 @@ that call and nothing else.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]."""
+    [B, Q, heads * head_dim]. Of other kinds of attention, what their linears gave."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -201,7 +201,11 @@ class PagedCache(SequenceState):
 class CausalAttention:
     """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor:
+        if not isinstance(attention, Attention):
+            result: Tensor = attention.whole(*inputs)
+            return result
+        (qkv,) = inputs
         a = attention
         batch, length, _ = qkv.shape
         qkv = a.scaled(qkv)
