@@ -520,3 +520,34 @@ class Mamba2(Call):
     counts: Tensor
     limit: int
     dt_min: float = 0.0
+
+
+@dataclass(eq=False)
+class LatentWrite(Call):
+    """See `ops.latent_attention.latent_write`."""
+
+    q: Tensor
+    latent: Tensor
+    norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    pool: Written
+    interleaved: bool
+
+
+@dataclass(eq=False)
+class LatentAttention(Call):
+    """See `ops.latent_attention.latent_attention`."""
+
+    q: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    selected: Tensor | None
+    scale: float
