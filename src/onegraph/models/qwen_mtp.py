@@ -149,7 +149,8 @@ class QwenDraft(nn.Module):
         eps = self.config.eps
         embedded = rms_norm(self._target[0].embed(tokens), self.embedding_norm, eps)
         x = self.fc(torch.cat((embedded, rms_norm(features, self.hidden_norm, eps)), dim=-1))
-        return self.block(Stream(x), cache).normed(self.norm, eps)[0]
+        out: Stream = self.block(Stream(x), cache)
+        return out.normed(self.norm, eps)[0]
 
     def leave(self, features: Tensor) -> Tensor:
         """What `forward` returned is what the output head reads."""
