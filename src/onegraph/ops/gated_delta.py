@@ -145,6 +145,13 @@ def _gated_delta(call: GatedDelta) -> Tensor:
     return gated_norm(call, o)
 
 
+def on_gpu(call: GatedDelta) -> Tensor:
+    from onegraph.ops.cuda.gated_delta import gated_delta as kernel
+
+    out = kernel(call)
+    return _gated_delta(call) if out is None else out
+
+
 def _check(call: GatedDelta) -> None:
     op, qkv, state, keys = "gated_delta", call.qkv, call.state, call.keys
     check_stacked(op, qkv=qkv, z=call.z, b=call.b, a=call.a)
@@ -237,7 +244,7 @@ gated_delta = register(
         schema="-> Tensor",
         reference=_gated_delta,
         fake=lambda call: call.qkv.new_empty(call.z.shape),
-        kernel="onegraph.ops.cuda.gated_delta:gated_delta",
+        kernel="onegraph.ops.gated_delta:on_gpu",
         check=_check,
         cases=(
             _case("qwen", (2, 6), (128, 128), [0, 5, 70, 9], [1, 1, 0, 1], waiting=[0, 1, 1, 3]),
