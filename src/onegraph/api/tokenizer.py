@@ -267,7 +267,9 @@ def advance(tokenizer: Tokenizer, moves: Sequence[tuple[TextStream, Sequence[int
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for a message without a role and a content that are texts."""
+    """Raises ValueError for what is no list of messages, and for a message whose role or content is not a text."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f'messages: got {quote(messages)}; allowed is a list of {{"role": ..., "content": ...}}')
     for i, message in enumerate(messages):
         for name in ("role", "content"):
             if not isinstance(value := message.get(name), str):
