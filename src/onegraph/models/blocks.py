@@ -62,7 +62,7 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
+    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
     mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
@@ -88,7 +88,8 @@ def build_block(
 
     half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
     if mixer is not None:
-        inputs, recurrent = build_recurrent(loader, mixer, i, norm(str(names.attention_in)), config.eps, device, joined)
+        given = norm(str(names.attention_in)), config.eps
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
         out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
         return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
     attention, whole = build_attention(loader, config, i, tables, device, share)
@@ -102,7 +103,7 @@ def build_attention(
     loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
 ) -> tuple[Attention, WholeNorms | None]:
     """The attention of block `i`, a rank's share of its heads, and the norms of all heads together, if it has them."""
-    prefix = f"model.layers.{i}."
+    prefix = config.prefix(i)
     heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:

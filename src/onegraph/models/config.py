@@ -152,7 +152,7 @@ class LlamaConfig:
         first = next((i for i in range(self.layers) if self.routed_at(i)), None)
         if self.routed is None or first is None or self.routed.fused:
             return self
-        in_stacks = f"model.layers.{first}.{self.routed.whole[0]}" in names
+        in_stacks = self.prefix(first) + self.routed.whole[0] in names
         return replace(self, routed=replace(self.routed, in_stacks=in_stacks))
 
     @property
@@ -227,7 +227,7 @@ class LlamaConfig:
         stacks: dict[str, Stack] = {}
         single: list[str] = []
         for i in range(self.layers):
-            prefix, routed, mixer = f"model.layers.{i}.", self.routed_at(i), self.mixers[i]
+            prefix, routed, mixer = self.prefix(i), self.routed_at(i), self.mixers[i]
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
@@ -281,6 +281,10 @@ class LlamaConfig:
             }
         found |= {} if self.routed is None else self.routed.components
         return found | {"lm_head": Component(("lm_head",), r"^lm_head$")}
+
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's parts begin with."""
+        return f"model.layers.{layer}."
 
     def attention_index(self, layer: int) -> int:
         """The number of a layer among those that attend, by which a cache finds its part."""

@@ -13,11 +13,12 @@ from onegraph.nn.recurrent import GatedDeltaNet, Inputs, Recurrent, Reordered, S
 
 
 def build_recurrent(
-    loader: Loader, mixer: Mixer, i: int, norm: Tensor, eps: float, device: torch.device, joined: bool
+    loader: Loader, mixer: Mixer, i: int, norm: Tensor, eps: float, device: torch.device, *, joined: bool, fused: bool
 ) -> tuple[Inputs, Recurrent]:
     """What stands in front of the recurrent layer of block `i`, behind a norm of weight `norm`, and the layer itself.
 
     joined: linears of one input become one where that is exact, in the order in which the layer reads their rows.
+    fused: the norm runs inside a linear that can.
     """
     prefix = f"model.layers.{i}."
     main = [loader.linear(prefix + name, device) for name in mixer.inputs]
@@ -29,7 +30,7 @@ def build_recurrent(
         one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
         assert isinstance(one, Linear)  # dense linears are joined in any order
         rates = one
-    inputs = Inputs(Normed(norm, linear, eps, after=after), rates, norm)
+    inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
     if isinstance(mixer, GatedDelta):
         name = f"{prefix}linear_attn."
         return inputs, GatedDeltaNet(
