@@ -197,7 +197,7 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        return [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        return [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.steady]
 
     @property
     def attention_layers(self) -> int:
@@ -265,6 +265,7 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
+            steady=tuple(self.steady),
             tensors=tensors | {self.norm: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
