@@ -41,6 +41,7 @@ NEW = [
     "ministral3",
     "olmo3",
     "minimax_m2",
+    "deepseek_v3",
 ]
 
 
@@ -224,7 +225,8 @@ def test_defaults_are_those_of_transformers() -> None:
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
     given["num_hidden_layers"] = 4  # of which hybrids have one that attends
     for variant in NEW:
-        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given)
+        more = {"num_key_value_heads": 16} if variant == "deepseek_v3" else {}  # whose default is its own 128
+        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
         ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
         assert dataclasses.replace(ours, drafts=whole.drafts) == whole, variant

@@ -48,7 +48,7 @@ def test_triton_is_the_reference(case: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True])
-def test_chunks_between_steps_are_transformers_recurrence(channels: bool) -> None:
+def test_chunks_between_steps_are_the_recurrence(channels: bool) -> None:
     """Lengths beside a block's; decays of every size, tokens that come again and again, and junk in the slot."""
     layer = Chunked(heads=(2, 2), dims=(16, 32), limit=4, channels=channels).to(DEVICE)
     layer.a_log += 2

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
+from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
@@ -13,6 +14,7 @@ from onegraph.models.routed import Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
+from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.moe import GatedExpert, MoE
 from onegraph.nn.peers import Peer
 from onegraph.nn.recurrent import Inputs, Recurrent
@@ -28,7 +30,13 @@ class Block(nn.Module):
     front and a sum behind, or a norm and a sum behind, or both."""
 
     def __init__(
-        self, *, layer: int, qkv: Normed | Bare | Inputs, attention: Attention | Recurrent, out: Summed, mlp: MLP | MoE
+        self,
+        *,
+        layer: int,
+        qkv: Normed | Bare | Inputs | LatentInputs,
+        attention: Attention | Recurrent | LatentAttention,
+        out: Summed,
+        mlp: MLP | MoE,
     ) -> None:
         super().__init__()
         self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
@@ -92,9 +100,15 @@ def build_block(
         inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
         out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
         return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
+    inner = config.head_dim if config.latent is None else config.latent.value
+    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
+    if config.latent is not None:
+        own = norm(str(names.attention_in)), config.eps
+        place = tables[config.ropes[i]], config.scale, device, share
+        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
     attention, whole = build_attention(loader, config, i, tables, device, share)
-    out_name, inner = prefix + config.traits.names.out, columns(share, config.heads, config.head_dim)
-    out = Summed(loader.linear(out_name, device, inner), after=behind(names.attention_out), fused=fused, peer=peer)
     qkv = front(names.attention_in, qkv_parts(config, share), whole)
     return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half)
 

@@ -14,6 +14,7 @@ from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
+from onegraph.models.latent_config import Latent
 from onegraph.models.mixers import Mixers, mixers_by_name
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
@@ -66,6 +67,7 @@ class LlamaConfig:
     nested: bool
     drafts: int
     mixers: Mixers
+    latent: Latent | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -92,7 +94,8 @@ class LlamaConfig:
         quantization = parse_quantization(fields.get("quantization_config"))
         quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
-        heads, kv_heads, hidden, head_dim = _sizes(fields)
+        heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
+        latent = Latent.parse(fields, heads, kv_heads) if traits.latent else None
         vocab = fields.integer("vocab_size", high=2**24)
         fields.check_fixed(traits.fixed)
         fields.read(*traits.idle)
@@ -110,6 +113,7 @@ class LlamaConfig:
             given = traits.softcaps and fields.get(key) is not None
             return fields.number(key, low=1e-3, high=1e6) if given else 0.0
 
+        ropes = _ropes(family, traits, fields, layers, head_dim)
         scalar = fields.number("query_pre_attn_scalar", low=1e-3, high=1e6) if traits.query_scalar else head_dim
         parsed = cls(
             model_type=family,
@@ -127,19 +131,24 @@ class LlamaConfig:
             out_bias=says(traits.out_bias),
             mlp_bias=says(traits.mlp_bias),
             head_norm=says(traits.head_norm),
-            scale=factor("attention_multiplier", 1.0) if traits.multipliers else scalar**-0.5,
+            scale=factor("attention_multiplier", 1.0)
+            if traits.multipliers
+            else scalar**-0.5
+            if latent is None
+            else latent.scale(ropes[0]),
             softcap=softcap("attn_logit_softcapping"),
             embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
             residual_scale=factor("residual_multiplier", 1.0),
             logits_divisor=factor("logits_scaling", 1.0),
             logits_softcap=softcap("final_logit_softcapping"),
             windows=traits.windows(fields, layers),
-            ropes=_ropes(family, traits, fields, layers),
+            ropes=ropes,
             routed=routed,
             eos=end_of_text(fields.get("eos_token_id"), vocab),
             quantization=quantization,
             nested=nested,
-            drafts=_drafts(family, traits, fields),
+            drafts=_drafts(traits, fields),
+            latent=latent,
             mixers=traits.mixers(fields, layers),
         )
         fields.check_unread(family)
@@ -169,6 +178,8 @@ class LlamaConfig:
     def qkv(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are queries, keys and values; with an output gate rows
         of it lie behind each head of queries."""
+        if self.latent is not None:
+            return self.latent.front
         joined = self.traits.joined
         return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
 
@@ -196,6 +207,8 @@ class LlamaConfig:
     @property
     def exact_cache(self) -> str | None:
         """What of its attention a KV cache in codes does not know; None: nothing."""
+        if self.latent is not None:
+            return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
         return "a bound of attention scores" if self.softcap else None
@@ -211,9 +224,12 @@ class LlamaConfig:
         )
         joined, names = self.traits.joined, self.traits.names
         queries = 2 * q if self.traits.output_gate else q
-        sides = zip(self.qkv, (q + 2 * kv,) if joined else (queries, kv, kv), strict=True)
-        attention = {name: (n, d, self.qkv_bias) for name, n in sides}
-        attention[names.out] = d, q, self.out_bias
+        if self.latent is None:
+            sides = zip(self.qkv, (q + 2 * kv,) if joined else (queries, kv, kv), strict=True)
+            attention = {name: (n, d, self.qkv_bias) for name, n in sides}
+            attention[names.out] = d, q, self.out_bias
+        else:
+            attention = dict(self.latent.linears(d))
         mlp = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
         mlp[names.down] = d, wide, self.mlp_bias
         around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
@@ -222,6 +238,7 @@ class LlamaConfig:
             both = (self.head_dim, self.head_dim) if self.head_norm else (q, kv)
             inside = {f"{n}.weight": ((size,), FLOATS) for n, size in zip(names.head_norms, both, strict=True)}
         inside |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
+        inside |= {} if self.latent is None else self.latent.tensors
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
@@ -304,15 +321,17 @@ class LlamaConfig:
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
-def _sizes(fields: Fields) -> tuple[int, int, int, int]:
-    """Heads, key-value heads, hidden size and head_dim."""
+def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
+    """Heads, key-value heads, hidden size and head_dim; of latent attention the part of a head that rotates."""
     heads = fields.integer("num_attention_heads", high=4096)
     grouped = fields.get("num_key_value_heads") is not None
     kv_heads = fields.integer("num_key_value_heads", high=4096) if grouped else heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     hidden = fields.integer("hidden_size", high=2**18)
-    if fields.get("head_dim") is not None:
+    if latent:
+        head_dim = fields.integer("qk_rope_head_dim", high=1024)
+    elif fields.get("head_dim") is not None:
         head_dim = fields.integer("head_dim", high=1024)
     elif hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -347,13 +366,6 @@ def _check_lfm2(fields: Fields) -> None:
             raise ValueError(f"{key} is {short(given)} and {other} {short(fields.get(other))}; they must agree")
 
 
-def _drafts(family: str, traits: Traits, fields: Fields) -> int:
-    """Layers that only predict further tokens."""
-    if traits.mtp is not None:
-        return 0 if fields.get(traits.mtp) is None else fields.integer(traits.mtp, low=0, high=64)
-    return fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0
-
-
 def _check_activation(fields: Fields, known: str) -> None:
     allowed = (None, "silu", "swish") if known == "silu" else (None, known)
     for key in ("hidden_act", "hidden_activation"):
@@ -361,7 +373,14 @@ def _check_activation(fields: Fields, known: str) -> None:
             raise ValueError(f"{key} {short(given)} is not supported; supported: {known}")
 
 
-def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Rope | None, ...]:
+def _drafts(traits: Traits, fields: Fields) -> int:
+    """Layers that only predict further tokens."""
+    key = traits.mtp or "num_nextn_predict_layers"
+    has = key in traits.defaults or (traits.mtp is not None and fields.get(key) is not None)
+    return fields.integer(key, low=0, high=64) if has else 0
+
+
+def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
@@ -369,7 +388,7 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
-        config = _in_heads(fields, config)
+        config = _in_heads(fields, config, head_dim)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
@@ -398,11 +417,11 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     return tuple(near if window else far for window in traits.windows(fields, layers))
 
 
-def _in_heads(fields: Fields, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
     """A config that says the part of a head that rotates as a number of coordinates, as one that says the part."""
     if fields.get("rotary_dim") is None:
         return config
-    part = fields.integer("rotary_dim", high=1024) / _sizes(fields)[3]
+    part = fields.integer("rotary_dim", high=1024) / head_dim
     if config.get("partial_rotary_factor") not in (None, part):
         both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
         raise ValueError(f"{both} disagree; give one of them")

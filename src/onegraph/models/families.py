@@ -69,6 +69,7 @@ class Traits:
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
         two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
+        latent: attention is `models.latent.Latent`.
         fixed: keys with the values that they may have. idle: keys that change nothing here.
         scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
         query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
@@ -96,6 +97,7 @@ class Traits:
     two_ropes: bool = False
     query_scaling: bool = False
     mrope: bool = False
+    latent: bool = False
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
     scaled_embedding: bool = False
@@ -133,6 +135,18 @@ _QWEN_HYBRID: dict[str, Any] = {
         "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,), "mamba_ssm_dtype": ("float32",),
         "output_gate_type": ("silu", "swish"),
     },
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "latent": True,
+    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "num_mtp_layers"),
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "num_key_value_heads": None, "max_position_embeddings": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 _QWEN2_VL: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
@@ -329,6 +343,21 @@ FAMILIES: dict[str, Traits] = {
             "layernorm_full_attention_beta": (1,), "layernorm_linear_attention_beta": (1,), "layernorm_mlp_beta": (1,),
         },
         idle=("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    ),
+    "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
+    "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
+    "mistral4": Traits(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
+            "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        latent=True,
+        query_scaling=True,
+        fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
     ),
     "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),

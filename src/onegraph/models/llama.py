@@ -26,6 +26,7 @@ from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
+from onegraph.nn.latent import LatentCache
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.recurrent import Recurrent
@@ -212,7 +213,7 @@ class Llama(nn.Module):
         pages_per_row: int,
         kv: TurboQuantConfig | None = None,
         spare: int = 0,
-    ) -> PagedCache | TurboQuantCache | HybridCache:
+    ) -> PagedCache | TurboQuantCache | HybridCache | LatentCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
@@ -220,6 +221,8 @@ class Llama(nn.Module):
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
+        if self.config.latent is not None and kv is None:
+            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
@@ -254,7 +257,15 @@ class Llama(nn.Module):
 
     def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
-        return HybridCache(make(**sizes), self.recurrent, slots=sizes["rows"] + 1, **about)
+        return HybridCache(make(**sizes), self.recurrent, **about)
+
+    def _latent_cache(self, **sizes: Any) -> LatentCache:
+        """The latents of all layers, which each rank has whole."""
+        assert self.config.latent is not None
+        sizes |= {"layers": self.config.layers, "width": self.config.latent.width, "dtype": self.dtype}
+        needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
+        check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
+        return LatentCache(**sizes, device=self.device)
 
 
 @torch.no_grad()

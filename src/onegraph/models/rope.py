@@ -37,6 +37,7 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 class Rope:
     """Rotary embedding of a model. `original` is the context length that the model was first trained at.
 
+    `score_factor` multiplies the scores of latent attention: the square of YaRN's mscale for all dimensions.
     `query_beta`: queries are scaled by their position too (`query_factors`). `sections`, `interleaved_sections`: pairs
     that turn with the time, height and width of an image; in a text the three are one position, and change nothing.
     """
@@ -52,6 +53,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     partial: float = 1.0
+    score_factor: float = 1.0
     query_beta: float = 0.0
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = False
@@ -163,6 +165,7 @@ class Rope:
             beta_slow=slow,
             truncate=truncate,
             partial=part,
+            score_factor=_mscale(factor, scale_all) ** 2 if scale_all else 1.0,
             **more,
         )
 

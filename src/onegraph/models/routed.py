@@ -26,6 +26,9 @@ _NAMES = {
     "qwen2_moe": _USUAL,
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
+    "deepseek_v3": _USUAL,
+    "kimi_k2": _USUAL,
+    "mistral4": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -36,13 +39,12 @@ _NOTHING: Any = ()  # no file is asked which format a stack has: only its quanti
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_SHARED = {
-    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
-    "glm4_moe": "mlp.shared_experts",
-}
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4"  # whose configs have the keys of DeepSeek's
+_GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
+_SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
 _SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next"  # decoder_sparse_step and mlp_only_layers say which layers have them
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "glm4_moe"  # whose experts have a size of their own
-_ASKED = *_SPARSE, "glm4_moe", "olmoe"  # whose config says whether weights are normalised; in others they are
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", *_DEEPSEEK  # whose experts have a size of their own
+_ASKED = *_SPARSE, *_DEEPSEEK, "olmoe"  # whose config says whether weights are normalised; in others they are
 
 
 class Sigmoid(NamedTuple):
@@ -99,7 +101,7 @@ class Routed:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        count, glm = _count(family, fields), family == "glm4_moe"
+        count, glm = _count(family, fields), family in _DEEPSEEK
         top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
@@ -120,7 +122,11 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else Sigmoid(1, 1, 1.0) if family == "minimax_m2" else None,
+            sigmoid=_sigmoid(fields, count, top_k)
+            if glm and family != "mistral4"
+            else Sigmoid(1, 1, 1.0)
+            if family == "minimax_m2"
+            else None,
             shared=_shared(family, fields),
         )
 
@@ -214,7 +220,7 @@ class Routed:
 
 
 def _count(family: str, fields: Fields) -> int:
-    keys = ("n_routed_experts", *_COUNTS) if family == "glm4_moe" else _COUNTS
+    keys = ("n_routed_experts", *_COUNTS) if family in _DEEPSEEK else _COUNTS
     given = [key for key in keys if fields.get(key) is not None]
     counts = {fields.integer(key, high=65536) for key in given}
     if len(counts) != 1:
@@ -230,9 +236,9 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 
 
 def _shared(family: str, fields: Fields) -> Shared | None:
-    if family in _SHARED and family != "glm4_moe":
+    if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
-    if family == "glm4_moe":
+    if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
     return None

@@ -105,6 +105,15 @@ def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -
     return unit, Part() if unit is None else Part(rows=part_of(vocabulary, unit, peer.count, peer.index))
 
 
+def attention_parts(config: LlamaConfig, share: Share) -> list[tuple[str, Part]]:
+    """Within a block, each linear of its attention, by name, and what a rank has of it."""
+    if config.latent is not None:
+        from onegraph.models.latent import latent_parts
+
+        return latent_parts(config.latent, share)
+    return [*qkv_parts(config, share), ("self_attn.o_proj", columns(share, config.heads, config.head_dim))]
+
+
 def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
     """Raises ValueError where so many ranks cannot share a model, with the counts that can.
 
@@ -149,7 +158,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[s
     sizes = loader.layers()
     for i in range(config.layers):
         prefix, routed = f"model.layers.{i}.", config.routed_at(i)
-        parts = [*qkv_parts(config, share), ("self_attn.o_proj", columns(share, config.heads, config.head_dim))]
+        parts = attention_parts(config, share)
         if routed is None:
             parts += [*gate_up_parts(config, share), ("mlp.down_proj", columns(share, config.intermediate_size))]
         elif routed.shared is not None:
