@@ -96,6 +96,8 @@ def both_orders(run: Callable[[], Tensor]) -> Tensor:
     [
         ("turboquant_attention", "llama_4", torch.bfloat16),
         ("turboquant_attention", "window_sinks", torch.float16),
+        ("turboquant_attention", "mha_80", torch.bfloat16),
+        ("turboquant_attention", "dim_192", torch.bfloat16),
         ("turboquant_hybrid", "smollm2", torch.bfloat16),
         ("turboquant_hybrid", "drafts", torch.float16),
         ("turboquant_hybrid", "mqa_256", torch.bfloat16),

@@ -15,6 +15,7 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.formats.fused import BlocksConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import config_of
 from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
 from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
@@ -91,7 +92,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
 
         with _refused(why):
             return Outline(own=False, why=why, **outline_of(checkpoint))
-    config = LlamaConfig.from_dict(checkpoint.config)
+    config = config_of(checkpoint)
     refuse_quantized(checkpoint, config)
     parts = config.parts
     blocks = {f"model.layers.{i}.": block_shapes(config, parts.linears, i) for i in range(config.layers)}
@@ -104,7 +105,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
         inner=config.intermediate_size if config.routed is None else max(config.intermediate_size, config.routed.size),
         vocab=config.vocab_size,
         positions=config.max_positions,
-        cached=config.layers
+        cached=config.attention_layers
         * (2 * config.kv_heads * config.head_dim if config.latent is None else config.latent.width),
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),

@@ -23,7 +23,7 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant.result import EMBED, HEAD
@@ -261,7 +261,7 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
-    parsed = parse_config(checkpoint.config)
+    parsed = checkpoint_config(checkpoint)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)

@@ -33,7 +33,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
 from onegraph.formats.e8p import resolve_rates
 from onegraph.models.llama import Llama
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
@@ -330,7 +330,7 @@ class _Run:
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
-        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32))
+        names = rounded_layers(Loader(checkpoint, checkpoint_config(checkpoint), torch.float32))
         kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
         config = nvfp4_config(checkpoint, chosen)

@@ -8,6 +8,7 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
+from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
@@ -16,25 +17,29 @@ from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, W
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.moe import GatedExpert, MoE
 from onegraph.nn.peers import Peer
+from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
-
-OUT = "self_attn.o_proj"
-DOWN = "mlp.down_proj"
 
 # cos, sin and factors of queries of each rope that a model has
 Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
-    norm and a sum behind, or both."""
+    """One layer of the decoder: attention or what stands in its place, then an MLP or experts, each between a norm in
+    front and a sum behind, or a norm and a sum behind, or both."""
 
     def __init__(
-        self, *, qkv: Normed | Bare | LatentInputs, attention: Attention | LatentAttention, out: Summed, mlp: MLP | MoE
+        self,
+        *,
+        layer: int,
+        qkv: Normed | Bare | Inputs | LatentInputs,
+        attention: Attention | Recurrent | LatentAttention,
+        out: Summed,
+        mlp: MLP | MoE,
     ) -> None:
         super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
+        self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
 
     @property
     def fused(self) -> bool:
@@ -65,9 +70,8 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
-    share = share_of(peer)
-    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
+    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
+    mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
@@ -86,27 +90,44 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        linear = loader.linear(prefix + DOWN, device, columns(share, config.intermediate_size))
+        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.intermediate_size))
         down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
 
     half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    if mixer is not None:
+        given = norm(str(names.attention_in)), config.eps
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
+        out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
     inner = config.head_dim if config.latent is None else config.latent.value
-    out = loader.linear(prefix + OUT, device, columns(share, config.heads, inner))
-    summed = Summed(out, after=behind(names.attention_out), fused=fused, peer=peer)
+    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i]], config.scale, device, share
-        inputs, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
-        return Block(qkv=inputs, attention=latent, out=summed, mlp=half)
+        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
+    attention, whole = build_attention(loader, config, i, tables, device, share)
+    qkv = front(names.attention_in, qkv_parts(config, share), whole)
+    return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half)
+
+
+def build_attention(
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
+) -> tuple[Attention, WholeNorms | None]:
+    """The attention of block `i`, a rank's share of its heads, and the norms of all heads together, if it has them."""
+    prefix = config.prefix(i)
+    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:
-        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        q, k = (f"{prefix}{name}.weight" for name in config.traits.names.head_norms)
+        norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
     cos, sin, query_scale = tables[config.ropes[i]]
     attention = Attention(
-        index=i,
+        index=config.attention_index(i),
         heads=heads[1] - heads[0],
         kv_heads=kv_heads[1] - kv_heads[0],
         head_dim=config.head_dim,
@@ -120,13 +141,9 @@ def build_block(
         sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
         softcap=config.softcap,
+        gated=config.traits.output_gate,
     )
-    return Block(
-        qkv=front(names.attention_in, qkv_parts(config, share), whole),
-        attention=attention,
-        out=summed,
-        mlp=half,
-    )
+    return attention, whole
 
 
 def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:

@@ -5,8 +5,8 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
@@ -15,11 +15,12 @@ from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, MISSING, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.latent_config import Latent
+from onegraph.models.mixers import Mixers, mixers_by_name
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 
-EMBED, NORM, HEAD = "model.embed_tokens", "model.norm.weight", "lm_head"
+EMBED, HEAD = "model.embed_tokens", "lm_head"
 LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window, in configs of Gemma
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
 
@@ -33,7 +34,8 @@ class LlamaConfig:
     of the embedding; `residual_scale` what a sublayer adds; logits are divided by `logits_divisor`, then bounded by
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
     tokens that end a text. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
-    layers behind the last that only predict further tokens: files may hold them, and nothing reads them.
+    layers behind the last, or under `mtp.`, that only predict further tokens. `mixers` has one entry a layer: what
+    stands in attention's place, None for attention.
     """
 
     model_type: str
@@ -64,6 +66,7 @@ class LlamaConfig:
     quantization: Quantization | None
     nested: bool
     drafts: int
+    mixers: Mixers
     latent: Latent | None
 
     @classmethod
@@ -117,12 +120,12 @@ class LlamaConfig:
             model_type=family,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size", high=2**22),
+            intermediate_size=_inner_size(family, fields),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            eps=fields.number("rms_norm_eps", low=1e-12, high=1.0, default=1e-6),
+            eps=fields.number(traits.eps, low=1e-12, high=1.0, default=1e-6),
             max_positions=fields.integer("max_position_embeddings", high=windows.MAX_POSITIONS),
             tied=fields.flag("tie_word_embeddings"),
             qkv_bias=says(traits.qkv_bias),
@@ -147,11 +150,20 @@ class LlamaConfig:
             nested=nested,
             drafts=_drafts(traits, fields),
             latent=latent,
+            mixers=traits.mixers(fields, layers),
         )
         fields.check_unread(family)
         for rope in filter(None, parsed.ropes):
             rope.turned(head_dim)
         return parsed
+
+    def held_as(self, names: Container[str]) -> "LlamaConfig":
+        """As a file with tensors of these names, by the family's, holds the model."""
+        first = next((i for i in range(self.layers) if self.routed_at(i)), None)
+        if self.routed is None or first is None or self.routed.fused:
+            return self
+        in_stacks = self.prefix(first) + self.routed.whole[0] in names
+        return replace(self, routed=replace(self.routed, in_stacks=in_stacks))
 
     @property
     def traits(self) -> Traits:
@@ -165,7 +177,8 @@ class LlamaConfig:
 
     @property
     def qkv(self) -> tuple[str, ...]:
-        """Within a block, the linears whose results side by side are queries, keys and values."""
+        """Within a block, the linears whose results side by side are queries, keys and values; with an output gate rows
+        of it lie behind each head of queries."""
         if self.latent is not None:
             return self.latent.front
         joined = self.traits.joined
@@ -174,7 +187,23 @@ class LlamaConfig:
     @property
     def gate_up(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are the MLP's gate and up."""
-        return ("mlp.gate_up_proj",) if self.traits.joined else ("mlp.gate_proj", "mlp.up_proj")
+        return ("mlp.gate_up_proj",) if self.traits.joined else self.traits.names.gate_up
+
+    @property
+    def norm(self) -> str:
+        """The weight of the final norm."""
+        return f"{self.traits.names.norm}.weight"
+
+    @property
+    def steady(self) -> list[str]:
+        """Linears that are never rounded, whatever a rate map says."""
+        mixers = enumerate(self.mixers)
+        return [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+
+    @property
+    def attention_layers(self) -> int:
+        """How many layers attend: those whose keys and values are cached."""
+        return self.mixers.count(None)
 
     @property
     def exact_cache(self) -> str | None:
@@ -183,10 +212,7 @@ class LlamaConfig:
             return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
-        if self.softcap:
-            return "a bound of attention scores"
-        partial = any(rope is not None and rope.turned(self.head_dim) < self.head_dim for rope in self.ropes)
-        return "heads of which a part rotates" if partial else None
+        return "a bound of attention scores" if self.softcap else None
 
     @property
     def parts(self) -> Parts:
@@ -197,35 +223,38 @@ class LlamaConfig:
             self.heads * self.head_dim,
             self.kv_heads * self.head_dim,
         )
-        joined = self.traits.joined
+        joined, names = self.traits.joined, self.traits.names
+        queries = 2 * q if self.traits.output_gate else q
         if self.latent is None:
-            sides = zip(self.qkv, (q + 2 * kv,) if joined else (q, kv, kv), strict=True)
+            sides = zip(self.qkv, (q + 2 * kv,) if joined else (queries, kv, kv), strict=True)
             attention = {name: (n, d, self.qkv_bias) for name, n in sides}
-            attention["self_attn.o_proj"] = d, q, self.out_bias
+            attention[names.out] = d, q, self.out_bias
         else:
             attention = dict(self.latent.linears(d))
         mlp = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
-        mlp["mlp.down_proj"] = d, wide, self.mlp_bias
-        norms = {name: d for name in self.norms if name is not None}
+        mlp[names.down] = d, wide, self.mlp_bias
+        around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
+        inside: dict[str, tuple[Shape, Dtypes]] = {}
         if self.head_norm or self.traits.whole_norm:
             both = (self.head_dim, self.head_dim) if self.head_norm else (q, kv)
-            norms |= dict(zip(("self_attn.q_norm", "self_attn.k_norm"), both, strict=True))
-        own: dict[str, tuple[Shape, Dtypes]] = {f"{name}.weight": ((size,), FLOATS) for name, size in norms.items()}
-        own |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
-        own |= {} if self.latent is None else self.latent.tensors
+            inside = {f"{n}.weight": ((size,), FLOATS) for n, size in zip(names.head_norms, both, strict=True)}
+        inside |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
+        inside |= {} if self.latent is None else self.latent.tensors
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
         single: list[str] = []
         for i in range(self.layers):
-            prefix, routed = f"model.layers.{i}.", self.routed_at(i)
+            prefix, routed, mixer = self.prefix(i), self.routed_at(i), self.mixers[i]
+            mixing = attention if mixer is None else dict(mixer.linears(d))
+            own = around | (inside if mixer is None else mixer.tensors)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
             half = mlp if routed is None else {} if whole else dict(routed.linears(d))
             if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
                 tensors |= {f"{prefix}{name}.weight": ((n, k), FLOATS) for name, (n, k, _) in half.items()}
                 half = {}
             half = half | ({} if routed is None else dict(routed.shared_linears(d)))
-            linears |= {prefix + name: size for name, size in (attention | half).items()}
+            linears |= {prefix + name: size for name, size in (mixing | half).items()}
             others = own if routed is None else own | routed.tensors(d)
             if routed is not None and whole:
                 stacks |= {prefix + name: what for name, what in routed.stacks(d).items()}
@@ -237,7 +266,7 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
-            tensors=tensors | {NORM: ((d,), FLOATS)},
+            tensors=tensors | {self.norm: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
             own_head=self.nested,
@@ -251,18 +280,34 @@ class LlamaConfig:
 
     @property
     def _components(self) -> dict[str, Component]:
-        found = {
-            "embedding": Component(("embed",), r"embed_tokens$"),
-            "attention qkv": Component(("blocks.*.qkv.linear",), rf"({'|'.join(map(re.escape, self.qkv))})$"),
-            "attention out": Component(("blocks.*.out.linear",), r"self_attn\.o_proj$"),
-        }
+        def of(*names: str) -> str:
+            return rf"\.({'|'.join(map(re.escape, names))})$"
+
+        found = {"embedding": Component(("embed",), r"embed_tokens$")}
+        for kind, mixer in {"self_attn": None, **mixers_by_name(self.mixers)}.items():
+            sides, out = (self.qkv, self.traits.names.out) if mixer is None else (mixer.inputs, mixer.out)
+            blocks = [str(i) for i, each in enumerate(self.mixers) if each == mixer]
+            title = {"self_attn": "attention qkv", "linear_attn": "linear attention in", "conv": "convolution in"}[kind]
+            if len(blocks) == self.layers:
+                blocks = ["*"]
+            found[title] = Component(tuple(f"blocks.{i}.qkv.linear" for i in blocks), of(*sides))
+            behind = f"{title.rpartition(' ')[0]} out"
+            found[behind] = Component(tuple(f"blocks.{i}.out.linear" for i in blocks), of(out))
         if self.routed is None or not all(self.routed.layers):
             found |= {
-                "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), r"mlp\.(gate|up|gate_up)_proj$"),
-                "mlp down": Component(("blocks.*.mlp.down.linear",), r"mlp\.down_proj$"),
+                "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), of(*self.gate_up)),
+                "mlp down": Component(("blocks.*.mlp.down.linear",), of(self.traits.names.down)),
             }
         found |= {} if self.routed is None else self.routed.components
         return found | {"lm_head": Component(("lm_head",), r"^lm_head$")}
+
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's parts begin with."""
+        return f"model.layers.{layer}."
+
+    def attention_index(self, layer: int) -> int:
+        """The number of a layer among those that attend, by which a cache finds its part."""
+        return self.mixers[:layer].count(None)
 
     def routed_at(self, layer: int) -> Routed | None:
         """The experts of a layer; None for one with an MLP."""
@@ -305,6 +350,30 @@ def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
     return heads, kv_heads, hidden, head_dim
 
 
+def _inner_size(family: str, fields: Fields) -> int:
+    """Hidden units of the MLP."""
+    if family != "lfm2":
+        return fields.integer("intermediate_size", high=2**22)
+    _check_lfm2(fields)
+    size = fields.integer("block_ff_dim" if fields.get("block_ff_dim") is not None else "intermediate_size", high=2**22)
+    adjust = fields.get("block_auto_adjust_ff_dim")
+    of = 256 if fields.get("block_multiple_of") is None else fields.integer("block_multiple_of", high=65536)
+    factor = fields.number("block_ffn_dim_multiplier", low=1e-3, high=1e3, default=1.0)
+    if adjust is None or fields.flag("block_auto_adjust_ff_dim"):
+        size = -(-int(factor * int(2 * size / 3)) // of) * of
+    return size
+
+
+def _check_lfm2(fields: Fields) -> None:
+    """Keys of the published files that say what others do."""
+    for key, other in (
+        ("block_dim", "hidden_size"), ("conv_dim", "hidden_size"), ("conv_dim_out", "hidden_size"),
+        ("num_heads", "num_attention_heads"), ("tie_embedding", "tie_word_embeddings"),
+    ):  # fmt: skip
+        if (given := fields.get(key)) is not None and given != fields.get(other):
+            raise ValueError(f"{key} is {short(given)} and {other} {short(fields.get(other))}; they must agree")
+
+
 def _check_activation(fields: Fields, known: str) -> None:
     allowed = (None, "silu", "swish") if known == "silu" else (None, known)
     for key in ("hidden_act", "hidden_activation"):
@@ -313,8 +382,10 @@ def _check_activation(fields: Fields, known: str) -> None:
 
 
 def _drafts(traits: Traits, fields: Fields) -> int:
-    key = "num_nextn_predict_layers"
-    return fields.integer(key, low=0, high=64) if key in traits.defaults else 0
+    """Layers that only predict further tokens."""
+    key = traits.mtp or "num_nextn_predict_layers"
+    has = key in traits.defaults or (traits.mtp is not None and fields.get(key) is not None)
+    return fields.integer(key, low=0, high=64) if has else 0
 
 
 def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:

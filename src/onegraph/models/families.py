@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from onegraph.models import windows
+from onegraph.models import mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
 
@@ -28,6 +29,27 @@ BOTH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+class Names(NamedTuple):
+    """How files call the rest of a block, and the final norm: the linear behind attention, the norms of each head of
+    queries and of keys, the MLP's linears."""
+
+    out: str = "self_attn.o_proj"
+    head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norm: str = "model.norm"
+
+
+USUAL = Names()
+_LFM2 = Names(
+    out="self_attn.out_proj",
+    head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    norm="model.embedding_norm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +74,10 @@ class Traits:
         scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
         query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
+        names: how files call what `norms` does not. eps: the key of the norms' epsilon.
+        mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
+        output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
+        mtp: the key that counts draft layers, which files hold under `mtp.`.
     """
 
     defaults: Mapping[str, Any]
@@ -78,6 +104,11 @@ class Traits:
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
+    names: Names = USUAL
+    eps: str = "rms_norm_eps"
+    mixers: Callable[[Fields, int], Mixers] = mixers.none
+    output_gate: bool = False
+    mtp: str | None = None
 
 
 _GEMMA: dict[str, Any] = {
@@ -88,6 +119,22 @@ _GEMMA_SIZES: dict[str, Any] = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}  # fmt: skip
+_GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "head_dim": 256, "max_position_embeddings": 32768,
+}  # fmt: skip
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2, "intermediate_size": 5632, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_QWEN_HYBRID: dict[str, Any] = {
+    "windows": windows.beside_mixers, "norm_offset": True, "head_norm": True, "partial": 0.25, "output_gate": True,
+    "mrope": True, "mtp": "mtp_num_hidden_layers", "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+    "fixed": {
+        "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,), "mamba_ssm_dtype": ("float32",),
+        "output_gate_type": ("silu", "swish"),
+    },
 }  # fmt: skip
 _LATENT: dict[str, Any] = {
     "latent": True,
@@ -251,6 +298,38 @@ FAMILIES: dict[str, Traits] = {
         mlp_bias="mlp_bias",
         multipliers=True,
         **_BIASED,
+    ),
+    "qwen3_5_text": Traits(
+        defaults=_GATED_DELTA | {"num_key_value_heads": 4}, mixers=mixers.gated_delta, **_QWEN_HYBRID
+    ),
+    "qwen3_5_moe_text": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        mixers=mixers.gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "qwen3_next": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {
+            "num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True,
+        },
+        mixers=mixers.grouped_gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "lfm2": Traits(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "conv_L_cache": 3,
+        },
+        windows=windows.beside_mixers,
+        norms=Norms("operator_norm", None, "ffn_norm", None),
+        head_norm=True,
+        names=_LFM2,
+        eps="norm_eps",
+        mixers=mixers.short_conv,
+        fixed={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+        idle=(
+            "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+            "conv_use_xavier_init",
+        ),
     ),
     "ministral3": Traits(
         defaults={

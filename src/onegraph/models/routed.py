@@ -32,13 +32,19 @@ _NAMES = {
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "qwen3_5_moe_text": _USUAL,
+    "qwen3_next": _USUAL,
 }
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
 _DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4"  # whose configs have the keys of DeepSeek's
-_SHARED = {"qwen2_moe": "mlp.shared_expert"} | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
+_GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
+_SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next"  # decoder_sparse_step and mlp_only_layers say which layers have them
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", *_DEEPSEEK  # whose experts have a size of their own
+_ASKED = *_SPARSE, *_DEEPSEEK, "olmoe"  # whose config says whether weights are normalised; in others they are
 
 
 class Sigmoid(NamedTuple):
@@ -75,6 +81,7 @@ class Routed:
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
+        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5).
     """
 
     family: str
@@ -87,20 +94,21 @@ class Routed:
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
+    in_stacks: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family in _DEEPSEEK
+        count, glm = _count(family, fields), family in _DEEPSEEK
         top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
             fields.read("experts_per_token", "initial_context_length")  # what the others say already
         sparse = (True,) * layers
-        if qwen:
+        if family in _SPARSE:
             sparse = _sparse(fields, layers)
         elif glm:
             dense = fields.integer("first_k_dense_replace", low=0, high=4096)
@@ -109,9 +117,9 @@ class Routed:
             family=family,
             layers=sparse,
             count=count,
-            size=fields.integer("moe_intermediate_size" if qwen or glm else "intermediate_size", high=2**22),
+            size=fields.integer("moe_intermediate_size" if family in _OWN_SIZE else "intermediate_size", high=2**22),
             top_k=top_k,
-            normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
+            normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
             sigmoid=_sigmoid(fields, count, top_k)
@@ -144,12 +152,12 @@ class Routed:
         """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and
         down are at two rates, which no op takes."""
         if quantization is None:
-            return self.fused
+            return self.fused or self.in_stacks
         both = [prefix + name for name in self.whole]
         kinds = {quantization.format_of(name, _NOTHING) if quantization.stacked(name) else None for name in both}
         if len(kinds) > 1:
             raise ValueError(f"{both[0]} and {both[1]} have two rates; experts of a layer must have one")
-        return self.fused or kinds != {None}
+        return self.fused or kinds != {None} or self.in_stacks
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
@@ -228,7 +236,7 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 
 
 def _shared(family: str, fields: Fields) -> Shared | None:
-    if family == "qwen2_moe":
+    if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
     if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
@@ -237,7 +245,7 @@ def _shared(family: str, fields: Fields) -> Shared | None:
 
 
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Qwen2-MoE, Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+    """Qwen-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):

@@ -14,6 +14,11 @@ def none(fields: Fields, layers: int) -> tuple[int, ...]:
     return _all_alike(fields, layers, 0)
 
 
+def beside_mixers(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window; layer_types says which attend at all (`models/mixers.py`)."""
+    return (0,) * layers
+
+
 def uniform(fields: Fields, layers: int) -> tuple[int, ...]:
     """All layers have the window that sliding_window says, if any."""
     given = fields.get("sliding_window")

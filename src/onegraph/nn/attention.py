@@ -7,6 +7,7 @@ that call and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.decode_attention import paged_decode
+from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.norm import rms_norm
 
 AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask for a softmax of our own
@@ -23,7 +25,7 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]. Of other kinds of attention, what their linears gave."""
+    [B, Q, heads * head_dim]. Of other kinds of attention and of recurrent layers, what their linears gave."""
 
     def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
@@ -41,6 +43,8 @@ class Attention(nn.Module):
         window: number of latest keys that a query sees, 0 for all.
         sinks: a logit of each head that takes part in softmax and has no value (gpt-oss), [heads]; kept as float32.
         scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
+        gated: each query has a gate of head_dim behind it, so that qkv [B, Q, (2 heads + 2 kv_heads) * head_dim] begins
+            with query 0, gate 0, query 1, ...; what a head gives is multiplied by its gate's sigmoid (Qwen3.5).
 
     Attributes:
         chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
@@ -72,10 +76,11 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
-        self.eps, self.window, self.softcap = eps, window, softcap
+        self.eps, self.window, self.softcap, self.gated = eps, window, softcap, gated
         self.scale = head_dim**-0.5 if scale is None else scale
         self.chained = 0
         self.register_buffer("q_norm", q_norm)
@@ -84,6 +89,14 @@ class Attention(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("query_scale", query_scale, persistent=False)
         self.register_buffer("sinks", None if sinks is None else sinks.float())
+
+    def ungated(self, attend: Callable[[Attention, Tensor], Tensor], qkv: Tensor) -> Tensor:
+        """What `attend`, which knows no gates, gives of queries, keys and values that may have them."""
+        if not self.gated:
+            return attend(self, qkv)
+        plain, gates = split_gates(qkv, self.heads, self.head_dim)
+        out: Tensor = gate_heads(attend(self, plain), gates)
+        return out
 
     def scaled(self, qkv: Tensor, positions: Tensor | None = None) -> Tensor:
         """qkv [B, Q, ...] with queries scaled by their positions; positions: int [B], of the first token of each row,
@@ -180,13 +193,22 @@ class PagedCache(SequenceState):
         return other
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
+        if attention.gated and not (self.fused and qkv.shape[1] <= MAX_TOKENS):
+            return attention.ungated(self.attend_plain, qkv)
+        return self._attend(attention, qkv, attention.gated)
+
+    def attend_plain(self, attention: Attention, qkv: Tensor) -> Tensor:
+        """`attend` of queries without gates, whatever `attention` says."""
+        return self._attend(attention, qkv, False)
+
+    def _attend(self, a: Attention, qkv: Tensor, gated: bool) -> Tensor:
+        keys, values = self.keys[a.index], self.values[a.index]
         qkv = a.scaled(qkv, self.positions)
         if self.fused and qkv.shape[1] <= MAX_TOKENS:
             early = qkv.shape[:2].numel() <= a.chained
             out: Tensor = paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap,
+                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap, gated,
             )  # fmt: skip
             return out.flatten(2)
         q = rope_cache_write(
@@ -206,7 +228,9 @@ class CausalAttention:
             result: Tensor = attention.whole(*inputs)
             return result
         (qkv,) = inputs
-        a = attention
+        return attention.ungated(self._plain, qkv)
+
+    def _plain(self, a: Attention, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
         qkv = a.scaled(qkv)
         heads = qkv.view(batch, length, -1, a.head_dim)

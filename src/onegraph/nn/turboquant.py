@@ -270,15 +270,20 @@ class TurboQuantCache(SequenceState):
         return relative_errors(self.squares)
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
+        """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]; with gates as `Attention` says."""
         layer = self.layers[attention.index]
         if layer is None:
             return self._exact(attention, qkv)
         if self._exactly:
             return self._seen_by(self._short).attend(attention, qkv)
+        return attention.ungated(self._attend_codes, qkv)
+
+    def _attend_codes(self, attention: Attention, qkv: Tensor) -> Tensor:
+        layer = self.layers[attention.index]
+        assert layer is not None
         if self.config.mode != "shadow":
             return self._coded(attention, layer, qkv)
-        out = self._exact(attention, qkv)
+        out = self._seen_by(self.paged).attend_plain(attention, qkv)
         error = self._coded(attention, layer, qkv).float() - out.float()
         step = torch.arange(qkv.shape[1], dtype=torch.int32, device=qkv.device)
         padding = (step >= self.counts.unsqueeze(1)).unsqueeze(2)

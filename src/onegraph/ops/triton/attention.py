@@ -257,10 +257,11 @@ def paged_attention(call: PagedAttention) -> Tensor:
         return out
     group = heads // kv_heads
     reach = block_table.shape[1] * page_size
-    rows = min(64, max(16, triton.next_power_of_2(length * group)))
-    tiles = triton.cdiv(length * group, rows)
     width = max(16, triton.next_power_of_2(dim))
-    keys = 64 if width <= 128 else 64 // q.element_size()  # two tiles of keys and values in shared memory
+    rows = min(64 if width <= 256 else 32, max(16, triton.next_power_of_2(length * group)))
+    tiles = triton.cdiv(length * group, rows)
+    # Two tiles of keys and values in shared memory.
+    keys = 64 if width <= 128 else max(16, 16384 // (width * q.element_size()))
     # Keys that a row of tiles can see at most, from shapes; a prefill chunk has tiles enough without splitting.
     span = reach if window == 0 else min(reach, window + length + MIN_SHARE)
     splits = 1 if tiles > 1 else min(SPLITS, triton.next_power_of_2(triton.cdiv(span, MIN_SHARE)))
