@@ -16,6 +16,7 @@ from onegraph.engine.ab import components_of, in_nvfp4
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.families import FAMILIES, MISSING
 from onegraph.models.fields import INERT, NEUTRAL
 from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
@@ -207,6 +208,16 @@ def test_refused_by_name(variant: str, change: dict[str, Any], message: str) -> 
         message = "partial_rotary_factor 0.2 of head_dim 16 is 3; it must be even"
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_dict(told(variant) | change)
+
+
+@pytest.mark.parametrize("kind", MISSING)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_part_that_is_not_built_is_named(kind: str, wrapped: bool) -> None:
+    """In one line, whatever else the config holds; none of them is a family that runs."""
+    assert kind not in FAMILIES
+    config: dict[str, Any] = {"model_type": kind, "an_unknown_key": 3}
+    with pytest.raises(ValueError, match=r"^config\.json: model_type '.*' is not supported: .* is not built$"):
+        LlamaConfig.from_dict({"model_type": "seer", "text_config": config} if wrapped else config)
 
 
 def test_a_window_may_be_told_twice() -> None:

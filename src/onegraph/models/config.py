@@ -12,7 +12,7 @@ from typing import Any
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
-from onegraph.models.families import FAMILIES, Norms, Traits
+from onegraph.models.families import FAMILIES, MISSING, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.latent_config import Latent
 from onegraph.models.mixers import Mixers, mixers_by_name
@@ -82,8 +82,10 @@ class LlamaConfig:
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
+        _refuse_missing(config)
         nested = wrapper.is_wrapper(config)
         config = wrapper.text_config(config)
+        _refuse_missing(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -319,6 +321,12 @@ class LlamaConfig:
         spare = range(self.layers, self.layers + self.drafts)
         other = name.startswith("mtp.") or (self.nested and wrapper.is_other(name))
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
+
+
+def _refuse_missing(config: Mapping[str, Any]) -> None:
+    family = config.get("model_type")
+    if isinstance(family, str) and family in MISSING:
+        raise ValueError(f"model_type {family!r} is not supported: {MISSING[family]} is not built")
 
 
 def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:

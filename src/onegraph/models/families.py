@@ -154,6 +154,29 @@ _QWEN2_VL: dict[str, Any] = {
 }  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 
+# Known, and refused: the model_type and the part that is not built.
+MISSING = {
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "block-sparse attention with an index branch"),
+    **dict.fromkeys(
+        ("glm5_next", "glm5_next_text"), "linear attention and hyper-connections beside a sparse indexer"
+    ),
+    "kimi_k3": "Kimi Delta Attention, latent experts and residuals by attention",
+    "kimi_linear": "Kimi Delta Attention, with a decay for each channel of a key",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
+    ),
+    "deepseek_v32": "the sparse indexer over all tokens (DSA)",
+    "glm_moe_dsa": "the sparse indexer over all tokens (DSA), and indices that layers share",
+    "deepseek_v2": "experts chosen by softmax in groups",
+    "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
+    "mamba2": "Mamba-2 layers",
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
+    "olmo_hybrid": "a gated delta rule with a convolution of its own for q, k and v",
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
+    "gemma3n_text": "per-layer embeddings and alternating updates (AltUp)",
+    "cohere2": "blocks whose attention and MLP run side by side",
+}  # fmt: skip
+
 FAMILIES: dict[str, Traits] = {
     "llama": Traits(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, mlp_bias="mlp_bias", **_BIASED
@@ -346,19 +369,6 @@ FAMILIES: dict[str, Traits] = {
     ),
     "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
     "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
-    "mistral4": Traits(
-        defaults=_DEEPSEEK_V3 | {
-            "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
-            "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
-                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-            },
-        },
-        latent=True,
-        query_scaling=True,
-        fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
-    ),
     "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen3_vl_text": Traits(
