@@ -175,9 +175,76 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
+_GATED_DELTA = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_QWEN_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+}  # fmt: skip
+VARIANTS |= {
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "intermediate_size": 106, "block_multiple_of": 2,
+            "rms_norm_eps": None,
+        },
+    ),
+    "lfm2_bias": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True,
+            "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "rms_norm_eps": None,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", _GATED_DELTA),
+    "qwen3_5_three": (
+        "Qwen3_5Text",
+        {
+            **_GATED_DELTA, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _GATED_DELTA | _QWEN_EXPERTS),
+    "qwen3_next": ("Qwen3Next", _GATED_DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+}  # fmt: skip
+HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
+FAMILIES += ["ministral3", "olmo3", "minimax_m2"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
@@ -185,7 +252,7 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     family, differs = VARIANTS[variant]
-    causal = "Gemma3" if family == "Gemma3Text" else family
+    causal = family.removesuffix("Text")
     settings = {**SIZES, **differs, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{k: v for k, v in settings.items() if v is not None or k != "head_dim"}
@@ -198,7 +265,9 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("bias"):
+            if name.endswith("A_log"):  # memories of 3 to 100 tokens
+                parameter.copy_(torch.randn_like(parameter) - 3.0)
+            elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))

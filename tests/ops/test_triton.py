@@ -40,6 +40,7 @@ from onegraph.ops import (  # noqa: E402, F401
     route,
     sampling,
     shaping,
+    short_conv,
     step,
     turboquant,
 )

@@ -234,6 +234,9 @@ def read_config(path: Path) -> dict[str, Any]:
     config = read_json(file)
     told = config.get("quantization_config")
     told = config.get("compression_config") if told is None else told
+    inside = config.get("text_config")
+    if told is None and isinstance(inside, dict) and inside.get("quantization_config") is not None:
+        return config
     if told is None and (apart := member(path, "hf_quant_config.json")) is not None:
         told = read_json(apart)
     return config if told is None else config | {"quantization_config": told}

@@ -7,29 +7,31 @@ from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.loader import Loader
+from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
-from onegraph.models.routed import CORRECTION, Routed
+from onegraph.models.routed import Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.moe import GatedExpert, MoE
 from onegraph.nn.peers import Peer
+from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
 
-OUT = "self_attn.o_proj"
-DOWN = "mlp.down_proj"
-
-Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
+# cos, sin and factors of queries of each rope that a model has
+Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
-    norm and a sum behind, or both."""
+    """One layer of the decoder: attention or what stands in its place, then an MLP or experts, each between a norm in
+    front and a sum behind, or a norm and a sum behind, or both."""
 
-    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+    def __init__(
+        self, *, layer: int, qkv: Normed | Bare | Inputs, attention: Attention | Recurrent, out: Summed, mlp: MLP | MoE
+    ) -> None:
         super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
+        self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
 
     @property
     def fused(self) -> bool:
@@ -39,7 +41,8 @@ class Block(nn.Module):
     def forward(self, stream: Stream, cache: Attend) -> Stream:
         """The residual stream before the layer -> after it; the argument is left as it was."""
         qkv, total = self.qkv(stream)
-        result: Stream = self.mlp(self.out(cache.attend(self.attention, qkv), total))
+        inputs = qkv if isinstance(qkv, tuple) else (qkv,)
+        result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
         return result
 
 
@@ -59,9 +62,8 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
-    share = share_of(peer)
-    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
+    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
+    mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
@@ -80,18 +82,38 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        linear = loader.linear(prefix + DOWN, device, columns(share, config.intermediate_size))
+        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.intermediate_size))
         down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
 
+    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    if mixer is not None:
+        given = norm(str(names.attention_in)), config.eps
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
+        out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
+    attention, whole = build_attention(loader, config, i, tables, device, share)
+    out_name, inner = prefix + config.traits.names.out, columns(share, config.heads, config.head_dim)
+    out = Summed(loader.linear(out_name, device, inner), after=behind(names.attention_out), fused=fused, peer=peer)
+    qkv = front(names.attention_in, qkv_parts(config, share), whole)
+    return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half)
+
+
+def build_attention(
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
+) -> tuple[Attention, WholeNorms | None]:
+    """The attention of block `i`, a rank's share of its heads, and the norms of all heads together, if it has them."""
+    prefix = config.prefix(i)
+    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:
-        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        q, k = (f"{prefix}{name}.weight" for name in config.traits.names.head_norms)
+        norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
-    cos, sin = tables[config.ropes[i]]
+    cos, sin, query_scale = tables[config.ropes[i]]
     attention = Attention(
-        index=i,
+        index=config.attention_index(i),
         heads=heads[1] - heads[0],
         kv_heads=kv_heads[1] - kv_heads[0],
         head_dim=config.head_dim,
@@ -100,18 +122,14 @@ def build_block(
         eps=config.eps,
         cos=cos,
         sin=sin,
+        query_scale=query_scale,
         window=config.windows[i],
         sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
         softcap=config.softcap,
+        gated=config.traits.output_gate,
     )
-    out = loader.linear(prefix + OUT, device, columns(share, config.heads, config.head_dim))
-    return Block(
-        qkv=front(names.attention_in, qkv_parts(config, share), whole),
-        attention=attention,
-        out=Summed(out, after=behind(names.attention_out), fused=fused, peer=peer),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer),
-    )
+    return attention, whole
 
 
 def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:
@@ -140,7 +158,7 @@ def build_experts(
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
         experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
-    bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
+    bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
         eps=config.eps,
@@ -174,5 +192,9 @@ def build_shared(
 
 def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:
     """Those that `build_block` takes, of so many positions."""
-    found: Tables = {None: (None, None)}
-    return found | {rope: rope.tables(config.head_dim, positions, device) for rope in config.ropes if rope is not None}
+    found: Tables = {None: (None, None, None)}
+    for rope in filter(None, config.ropes):
+        if rope not in found:
+            factors = rope.query_factors(positions, device)
+            found[rope] = (*rope.tables(config.head_dim, positions, device), factors)
+    return found

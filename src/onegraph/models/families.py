@@ -4,11 +4,12 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from onegraph.models import windows
+from onegraph.models import mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
 
@@ -30,6 +31,27 @@ BOTH = Norms(
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
+class Names(NamedTuple):
+    """How files call the rest of a block, and the final norm: the linear behind attention, the norms of each head of
+    queries and of keys, the MLP's linears."""
+
+    out: str = "self_attn.o_proj"
+    head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norm: str = "model.norm"
+
+
+USUAL = Names()
+_LFM2 = Names(
+    out="self_attn.out_proj",
+    head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    norm="model.embedding_norm",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """A family, as the parts of its decoder are chosen by.
@@ -46,9 +68,15 @@ class Traits:
         joined: files hold q, k and v as one linear, and gate and up as one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
+        two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
+        fixed: keys with the values that they may have. idle: keys that change nothing here.
         scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
         query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
+        names: how files call what `norms` does not. eps: the key of the norms' epsilon.
+        mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
+        output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
+        mtp: the key that counts draft layers, which files hold under `mtp.`.
     """
 
     defaults: Mapping[str, Any]
@@ -65,10 +93,20 @@ class Traits:
     joined: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
+    two_ropes: bool = False
+    query_scaling: bool = False
+    mrope: bool = False
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
     scaled_embedding: bool = False
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
+    names: Names = USUAL
+    eps: str = "rms_norm_eps"
+    mixers: Callable[[Fields, int], Mixers] = mixers.none
+    output_gate: bool = False
+    mtp: str | None = None
 
 
 _GEMMA: dict[str, Any] = {
@@ -79,6 +117,26 @@ _GEMMA_SIZES: dict[str, Any] = {
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}  # fmt: skip
+_GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "head_dim": 256, "max_position_embeddings": 32768,
+}  # fmt: skip
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2, "intermediate_size": 5632, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_QWEN_HYBRID: dict[str, Any] = {
+    "windows": windows.beside_mixers, "norm_offset": True, "head_norm": True, "partial": 0.25, "output_gate": True,
+    "mrope": True, "mtp": "mtp_num_hidden_layers", "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+    "fixed": {
+        "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,), "mamba_ssm_dtype": ("float32",),
+        "output_gate_type": ("silu", "swish"),
+    },
+}  # fmt: skip
+_QWEN2_VL: dict[str, Any] = {
+    "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "sliding_window": 4096, "max_window_layers": 80,
 }  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 
@@ -154,6 +212,7 @@ FAMILIES: dict[str, Traits] = {
         },
         windows=windows.five_of_six,
         head_norm=True,
+        two_ropes=True,
         **_GEMMA,
     ),
     "glm4_moe": Traits(
@@ -201,6 +260,84 @@ FAMILIES: dict[str, Traits] = {
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
         mlp_bias="mlp_bias",
         multipliers=True,
+        **_BIASED,
+    ),
+    "qwen3_5_text": Traits(
+        defaults=_GATED_DELTA | {"num_key_value_heads": 4}, mixers=mixers.gated_delta, **_QWEN_HYBRID
+    ),
+    "qwen3_5_moe_text": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        mixers=mixers.gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "qwen3_next": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {
+            "num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True,
+        },
+        mixers=mixers.grouped_gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "lfm2": Traits(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "conv_L_cache": 3,
+        },
+        windows=windows.beside_mixers,
+        norms=Norms("operator_norm", None, "ffn_norm", None),
+        head_norm=True,
+        names=_LFM2,
+        eps="norm_eps",
+        mixers=mixers.short_conv,
+        fixed={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+        idle=(
+            "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+            "conv_use_xavier_init",
+        ),
+    ),
+    "ministral3": Traits(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows=windows.uniform,
+        query_scaling=True,
+    ),
+    "olmo3": Traits(
+        defaults={
+            "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "sliding_window": 4096,
+        },
+        windows=windows.three_of_four,
+        norms=AFTER,
+        whole_norm=True,
+        two_ropes=True,
+        **_BIASED,
+    ),
+    "minimax_m2": Traits(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
+            "num_local_experts": 256, "num_experts_per_tok": 8,
+        },
+        whole_norm=True,
+        partial=1.0,
+        fixed={
+            "scoring_func": ("sigmoid",), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,), "shared_intermediate_size": (0,), "attn_type_list": (1,),
+            "layernorm_full_attention_beta": (1,), "layernorm_linear_attention_beta": (1,), "layernorm_mlp_beta": (1,),
+        },
+        idle=("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    ),
+    "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen3_vl_text": Traits(
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5,
+        },
+        head_norm=True,
+        mrope=True,
         **_BIASED,
     ),
 }  # fmt: skip

@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
-from onegraph.models.config import NORM, LlamaConfig
+from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
+from onegraph.nn.hybrid_cache import HybridCache
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
+from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
 
@@ -112,7 +114,7 @@ class Llama(nn.Module):
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
         device = torch.device(device)
-        config = LlamaConfig.from_dict(checkpoint.config)
+        config = config_of(checkpoint)
         positions = table_positions(config, max_context)
         everything = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=everything, held=held, ahead=peer is None)
@@ -137,7 +139,7 @@ class Llama(nn.Module):
                 config=config,
                 embed=embed,
                 blocks=blocks,
-                norm=norm_weight(loader, config, NORM, device),
+                norm=norm_weight(loader, config, config.norm, device),
                 lm_head=lm_head,
                 dtype=dtype,
                 max_context=positions,
@@ -210,7 +212,7 @@ class Llama(nn.Module):
         pages_per_row: int,
         kv: TurboQuantConfig | None = None,
         spare: int = 0,
-    ) -> PagedCache | TurboQuantCache:
+    ) -> PagedCache | TurboQuantCache | HybridCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
@@ -226,7 +228,7 @@ class Llama(nn.Module):
         kv = self.settled(kv)
         first, last = share_of(self.peer).span(self.config.kv_heads)
         sizes: dict[str, Any] = {
-            "layers": self.config.layers,
+            "layers": self.config.attention_layers,
             "pages": pages,
             "page_size": page_size,
             "kv_heads": last - first,
@@ -236,10 +238,23 @@ class Llama(nn.Module):
             "device": self.device,
             "dtype": self.dtype,
         }
+        make: Callable[..., PagedCache | TurboQuantCache | HybridCache]
         make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
+        if self.recurrent:
+            make = partial(self._hybrid, make)
         needed = make(**sizes | {"device": "meta"}).nbytes
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
         return make(**sizes)
+
+    @property
+    def recurrent(self) -> list[Recurrent]:
+        """The layers that do not attend, in order."""
+        layers = (block.get_submodule("attention") for block in self.blocks)
+        return [layer for layer in layers if isinstance(layer, Recurrent)]
+
+    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
+        about = {"device": sizes["device"], "dtype": sizes["dtype"]}
+        return HybridCache(make(**sizes), self.recurrent, slots=sizes["rows"] + 1, **about)
 
 
 @torch.no_grad()
@@ -265,6 +280,12 @@ def biased_layers(model: Llama) -> list[int]:
         if (bias.square().sum(1) > BIAS * (keys - bias).square().sum(2).mean(0)).any():
             found.append(i)
     return found
+
+
+def config_of(checkpoint: Checkpoint) -> LlamaConfig:
+    """Its config.json, and how its files hold what that leaves open. Raises ValueError as `LlamaConfig.from_dict`."""
+    config = LlamaConfig.from_dict(checkpoint.config)
+    return config.held_as({config.family_name(name) for name in checkpoint.names})
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_mtp import draft_bytes
-from onegraph.models.llama import Llama
+from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
 from onegraph.ops import family
@@ -31,13 +31,19 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
 
 
+def checkpoint_config(checkpoint: Checkpoint) -> LlamaConfig | DeepseekV4Config:
+    """`parse_config` of a checkpoint, and how its files hold what config.json leaves open."""
+    parsed = parse_config(checkpoint.config)
+    return config_of(checkpoint) if isinstance(parsed, LlamaConfig) else parsed
+
+
 def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
     """Whether a CPU may hold the linears of a model of the Llama kind in float16, with activations in float32.
 
     Not where experts are dense, which would be of the activations' dtype; nor, unless `rounded`, where its files have a
     linear in float32.
     """
-    loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+    loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
     dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
     stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
     experts = loader.parts.components.get("experts")

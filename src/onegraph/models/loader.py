@@ -90,6 +90,8 @@ class Loader:
     def tied(self) -> bool:
         """Whether the head is the embedding's own weight: tied by the config, and neither of the two quantized."""
         ends = self.parts.head, self.parts.embedding[0]
+        if self.parts.own_head and f"{self.parts.head}.weight" in self:
+            return False
         return self.parts.tied and all(self.format_of(name) is DENSE for name in ends)
 
     def layers(self) -> dict[str, tuple[int, int, bool]]:

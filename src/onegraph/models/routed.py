@@ -27,13 +27,22 @@ _NAMES = {
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "qwen3_5_moe_text": _USUAL,
+    "qwen3_next": _USUAL,
 }
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
-CORRECTION = "e_score_correction_bias"  # beside the router's weight
+_CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
+_SHARED = {
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
+    "glm4_moe": "mlp.shared_experts",
+}
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next"  # decoder_sparse_step and mlp_only_layers say which layers have them
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "glm4_moe"  # whose experts have a size of their own
+_ASKED = *_SPARSE, "glm4_moe", "olmoe"  # whose config says whether weights are normalised; in others they are
 
 
 class Sigmoid(NamedTuple):
@@ -70,6 +79,7 @@ class Routed:
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
+        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5).
     """
 
     family: str
@@ -82,20 +92,21 @@ class Routed:
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
+    in_stacks: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
+        count, glm = _count(family, fields), family == "glm4_moe"
         top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
             fields.read("experts_per_token", "initial_context_length")  # what the others say already
         sparse = (True,) * layers
-        if qwen:
+        if family in _SPARSE:
             sparse = _sparse(fields, layers)
         elif glm:
             dense = fields.integer("first_k_dense_replace", low=0, high=4096)
@@ -104,12 +115,12 @@ class Routed:
             family=family,
             layers=sparse,
             count=count,
-            size=fields.integer("moe_intermediate_size" if qwen or glm else "intermediate_size", high=2**22),
+            size=fields.integer("moe_intermediate_size" if family in _OWN_SIZE else "intermediate_size", high=2**22),
             top_k=top_k,
-            normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
+            normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else None,
+            sigmoid=_sigmoid(fields, count, top_k) if glm else Sigmoid(1, 1, 1.0) if family == "minimax_m2" else None,
             shared=_shared(family, fields),
         )
 
@@ -117,6 +128,12 @@ class Routed:
     def router(self) -> str:
         """Its name within a block."""
         return _NAMES[self.family][0]
+
+    @property
+    def correction(self) -> str:
+        """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
+        owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
+        return f"{owner}.{_CORRECTION}"
 
     @property
     def whole(self) -> tuple[str, str]:
@@ -129,12 +146,12 @@ class Routed:
         """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and
         down are at two rates, which no op takes."""
         if quantization is None:
-            return self.fused
+            return self.fused or self.in_stacks
         both = [prefix + name for name in self.whole]
         kinds = {quantization.format_of(name, _NOTHING) if quantization.stacked(name) else None for name in both}
         if len(kinds) > 1:
             raise ValueError(f"{both[0]} and {both[1]} have two rates; experts of a layer must have one")
-        return self.fused or kinds != {None}
+        return self.fused or kinds != {None} or self.in_stacks
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
@@ -160,7 +177,7 @@ class Routed:
         """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
         shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
-        shapes |= {f"{self.router}.{CORRECTION}": (self.count,)} if self.sigmoid else {}
+        shapes |= {self.correction: (self.count,)} if self.sigmoid else {}
         shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 
@@ -213,7 +230,7 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 
 
 def _shared(family: str, fields: Fields) -> Shared | None:
-    if family == "qwen2_moe":
+    if family in _SHARED and family != "glm4_moe":
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
     if family == "glm4_moe":
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
@@ -222,7 +239,7 @@ def _shared(family: str, fields: Fields) -> Shared | None:
 
 
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Qwen2-MoE, Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+    """Qwen-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):

@@ -123,6 +123,8 @@ def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
 def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     if config.traits.whole_norm:
         return f"{config.model_type} norms all queries of a token together, which ranks would share"
+    if any(mixer is not None for mixer in config.mixers):
+        return f"{config.model_type} has recurrent layers, which ranks do not share"
     if config.heads % ranks:
         return f"{config.heads} heads cannot be shared evenly"
     if config.kv_heads % ranks and ranks % config.kv_heads:

@@ -8,11 +8,12 @@ that call and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
@@ -25,9 +26,9 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]."""
+    [B, Q, heads * head_dim]. Of a hybrid model also a way to run a `Recurrent`, of what its linears gave."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
         cos, sin: RoPE tables float32 [positions, R / 2] that layers share, R coordinates of each head rotate; None for
             a layer without RoPE.
+        query_scale: what queries are multiplied by at each position, float32 [positions] (Ministral 3); None for 1.
         window: number of latest keys that a query sees, 0 for all.
         sinks: a logit of each head that takes part in softmax and has no value (gpt-oss), [heads]; kept as float32.
         scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
@@ -55,6 +57,7 @@ class Attention(nn.Module):
     k_norm: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
+    query_scale: Tensor | None
     sinks: Tensor | None
 
     def __init__(
@@ -69,6 +72,7 @@ class Attention(nn.Module):
         eps: float = 0.0,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
+        query_scale: Tensor | None = None,
         window: int = 0,
         sinks: Tensor | None = None,
         scale: float | None = None,
@@ -84,6 +88,7 @@ class Attention(nn.Module):
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("query_scale", query_scale, persistent=False)
         self.register_buffer("sinks", None if sinks is None else sinks.float())
 
     def ungated(self, attend: Callable[[Attention, Tensor], Tensor], qkv: Tensor) -> Tensor:
@@ -93,6 +98,17 @@ class Attention(nn.Module):
         plain, gates = split_gates(qkv, self.heads, self.head_dim)
         out: Tensor = gate_heads(attend(self, plain), gates)
         return out
+
+    def scaled(self, qkv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """qkv [B, Q, ...] with queries scaled by their positions; positions: int [B], of the first token of each row,
+        None for 0."""
+        if self.query_scale is None:
+            return qkv
+        at = torch.arange(qkv.shape[1], device=qkv.device)
+        at = at.unsqueeze(0) if positions is None else positions.unsqueeze(1) + at
+        factors = self.query_scale[at.clamp(max=len(self.query_scale) - 1)].to(qkv.dtype).unsqueeze(2)
+        size = self.heads * self.head_dim
+        return torch.cat((qkv[..., :size] * factors, qkv[..., size:]), dim=-1)
 
 
 class PagedCache(SequenceState):
@@ -188,6 +204,7 @@ class PagedCache(SequenceState):
 
     def _attend(self, a: Attention, qkv: Tensor, gated: bool) -> Tensor:
         keys, values = self.keys[a.index], self.values[a.index]
+        qkv = a.scaled(qkv, self.positions)
         if self.fused and qkv.shape[1] <= MAX_TOKENS:
             early = qkv.shape[:2].numel() <= a.chained
             out: Tensor = paged_decode(
@@ -207,11 +224,15 @@ class PagedCache(SequenceState):
 class CausalAttention:
     """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, attention: Attention | Recurrent, *inputs: Tensor) -> Tensor:
+        if isinstance(attention, Recurrent):
+            return attention.whole(*inputs)
+        (qkv,) = inputs
         return attention.ungated(self._plain, qkv)
 
     def _plain(self, a: Attention, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
+        qkv = a.scaled(qkv)
         heads = qkv.view(batch, length, -1, a.head_dim)
         q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), dim=2)
         if a.q_norm is not None and a.k_norm is not None:

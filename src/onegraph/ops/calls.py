@@ -451,3 +451,45 @@ class DeepseekIndex(Call):
     entries: Tensor
     ratio: int
     top_k: int
+
+
+@dataclass(eq=False)
+class ShortConv(Call):
+    """See `ops.short_conv.short_conv`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ring: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    silu: bool
+    gated: bool
+
+
+@dataclass(eq=False)
+class GatedDelta(Call):
+    """See `ops.gated_delta.gated_delta`."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+    weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    ring: Written
+    state: Written
+    base: Written
+    keys: Written
+    deltas: Written
+    decays: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    limit: int
+    sigmoid: bool = False
+    beta_scale: float = 1.0
