@@ -42,6 +42,11 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = config_of(checkpoint)
+        if self.parsed.per_layer[0] or any(each.source is not None for each in self.parsed.attention):
+            raise ValueError(
+                f"{checkpoint.path}: {self.parsed.model_type} with embeddings or keys and values that several layers "
+                "share (hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
+            )
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
@@ -105,7 +110,7 @@ class LlamaSource:
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
         mixer, names = self.parsed.mixers[block.layer], self.parsed.traits.names
-        sides, out = (self.parsed.qkv, names.out) if mixer is None else (mixer.inputs, mixer.out)
+        sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
         attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
         if not isinstance(block.mlp, MoE):
             return [
@@ -183,7 +188,7 @@ def block_shapes(
         if routed is None
         else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    front = (*config.qkv, own.out) if mixer is None else (*mixer.inputs, mixer.out)
+    front = (*config.qkv_at(i), own.out) if mixer is None else (*mixer.inputs, mixer.out)
     names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)
