@@ -83,6 +83,9 @@ IDLE = {
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
+    **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), {"gemma4", "gemma4_e"}),  # no experts
+    "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
+    "vocab_size_per_layer_input": {"gemma4", "gemma4_moe"},  # no embeddings of layers
 }
 
 
@@ -421,7 +424,7 @@ def test_e8p_is_the_model_of_the_weights_that_codes_stand_for(variant: str, tmp_
         assert (got - want).abs().max() < 3e-4 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma4_e"])
 def test_the_gradient_of_kl_reaches_every_linear(variant: str, tmp_path: Path) -> None:
     """What the recipe of a GPU rounds under; routed experts have none."""
     save_hf(variant, tmp_path / "model")
