@@ -92,6 +92,10 @@ class StepCheck(ABC):
         """The tensors of what a step returned, by path. Raises CheckError for those that cannot be compared."""
         return containers.tensors(result)
 
+    def qualified(self, raw: RawFinding) -> RawFinding:
+        """A difference between two steps, with what more is known of the later one."""
+        return raw
+
     # the same for all
 
     def observe(
@@ -154,6 +158,8 @@ class StepCheck(ABC):
         """
         at = findings.world.captured_step
         at_ops, at_branches = differences(captured, later, self.verdicts, table, refreshed)
+        at_ops = [self.qualified(raw) for raw in at_ops]
+        at_branches = [(place, self.qualified(raw)) for place, raw in at_branches]
         findings.of_running(raw)
         findings.of_comparison(s for s in at_ops if freed_anyway or s.code != "CG206" or s.severity is Severity.ERROR)
         findings.of_launches()

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from onegraph.check.declared import nameless
 from onegraph.check.protocol import Given, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, guarded
+from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
 from onegraph.check.simulate.compare import StorageTable
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, plain_of, storage_of
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.kernels import Code
-from onegraph.check.simulate.records import OpRecord, Step, same
-from onegraph.check.simulate.replay import replay, source_of
+from onegraph.check.simulate.records import OpRecord, RawFinding, Step, same
+from onegraph.check.simulate.replay import replay as run_again
+from onegraph.check.simulate.replay import source_of
 from onegraph.check.simulate.state import Snapshot, random_state
+from onegraph.check.simulate.sweep import Variation, variations
 from onegraph.check.simulate.unknown import told
 from onegraph.check.simulate.world import World
 
@@ -39,6 +42,9 @@ SCAN = 0.6
 
 WAITED = 5.0
 """The same by the clock: a step may wait for something."""
+
+SWEEP = 0.4
+"""Seconds of this thread for variations of the inputs."""
 
 LONGEST_SCAN = 4.0
 """Seconds of this thread for FEWEST_STEPS: a guard, seldom met, for tensors of a gigabyte."""
@@ -90,6 +96,7 @@ class _Simulation(StepCheck):
         self.probe_ended = ""  # what a step raised that the factory was not made for
         self.pinned: dict[int, Tensor] = {}  # what captured copies read from pinned memory, before the inputs came
         self.rng = torch.get_rng_state()  # of the host, as the running step found it
+        self.varied: dict[int, Variation] = {}  # steps on inputs that `inputs` never gave
         self.lean = False  # whether the running step is one of the further ones
 
     def run(self, *, last: bool) -> Report | None:
@@ -108,6 +115,8 @@ class _Simulation(StepCheck):
                 self.world.phase = "idle"
                 if self._should_scan(step):
                     self._scan(step, inputs)
+                    if not self._report(step, 0.0).errors:
+                        self._sweep(step, inputs)
                     self.world.phase = "idle"
             return self._report(step, time.perf_counter() - begin)
         finally:
@@ -145,6 +154,43 @@ class _Simulation(StepCheck):
             self.count = index + 1
             if sum(v.stale for v in self.verdicts.values()) >= STALE_STEPS:
                 break
+
+    def _sweep(self, step: Callable[..., Any], inputs: Callable[[int], Any]) -> None:
+        """Steps on variations of the last inputs; what a replay gives for each is compared with eager."""
+        started = time.thread_time()
+        try:
+            given = given_by(inputs, self.world.captured_step)
+        except CheckError:  # each of its inputs can be had once
+            return
+        for leaf in variations(step, inputs, given):
+            for varied in leaf:
+                if time.thread_time() - started > SWEEP:
+                    return
+                index, seen = max(self.steps) + 1, len(self.world.raw_findings)
+                anew = containers.replaced(given, varied.path, varied.value)
+                try:
+                    self._one(step, lambda i, anew=anew: anew[1] or anew[0], index, lean=True)  # type: ignore[misc]
+                except CheckError:  # no value that the step can be given
+                    self._forget(index)
+                    continue
+                finally:
+                    del self.world.raw_findings[seen:]
+                self.numbers.pop(index, None)
+                if index in self.steps and self.verdicts[index].stale:
+                    self.varied[index] = varied
+                    if not varied.said:
+                        del self.verdicts[index]
+                    break  # the smallest that differs
+                self._forget(index)
+
+    def qualified(self, raw: RawFinding) -> RawFinding:
+        varied = self.varied.get(raw.step)
+        if varied is None:
+            return raw
+        where = f"{varied.name} {varied.text}"
+        severity = raw.severity if varied.said else min(raw.severity, Severity.WARNING, key=lambda s: s.rank)
+        values = tuple(value.replace(f"step {raw.step}", where) for value in raw.values)
+        return replace(raw, message=f"{raw.message}, where {where}", severity=severity, values=values)
 
     def _forget(self, index: int) -> None:
         """A step that is not looked at any further."""
@@ -209,7 +255,7 @@ class _Simulation(StepCheck):
             captured = self.steps[world.captured_step]
             # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
             with compat.no_torch_function(), world.off(), torch.inference_mode():
-                self.verdicts[index] = replay(
+                self.verdicts[index] = run_again(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
                     self._dead(captured), self.rng,
                 )  # fmt: skip
@@ -321,6 +367,7 @@ class _Simulation(StepCheck):
         if not (world.raw_findings or self.returned or any(s.ops for s in self.steps.values())):
             raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count) if i in self.steps]
+        later += [self.steps[i] for i in self.varied if i in self.steps]
         table = StorageTable(self.names, self._alive() - self._dead(captured), world.storages.made, self.returned)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         raw = (*world.raw_findings, *compiled.skips(world.calls, world.captured_step))
