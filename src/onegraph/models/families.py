@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from onegraph.models import mixers, windows
+from onegraph.models import heads, mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.heads import Heads
 from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
@@ -76,6 +77,10 @@ class Traits:
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
         names: how files call what `norms` does not. eps: the key of the norms' epsilon.
         mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
+        heads: (fields, layers) -> the attention of each layer (`models/heads.py`), None where all are alike.
+        value_norm: RMSNorm without weights of each head of values. score_scale: of attention scores, in place of
+            head_dim to the power of -1/2. layer_scale: a number scales the stream behind each block. per_layer: blocks
+            end with an embedding of the token of their own (`nn.per_layer`).
         output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
         mtp: the key that counts draft layers, which files hold under `mtp.`.
     """
@@ -107,6 +112,11 @@ class Traits:
     names: Names = USUAL
     eps: str = "rms_norm_eps"
     mixers: Callable[[Fields, int], Mixers] = mixers.none
+    heads: Callable[[Fields, int], tuple[Heads, ...] | None] = heads.alike
+    value_norm: bool = False
+    score_scale: float | None = None
+    layer_scale: bool = False
+    per_layer: bool = False
     output_gate: bool = False
     mtp: str | None = None
 
@@ -153,6 +163,29 @@ _QWEN2_VL: dict[str, Any] = {
     "sliding_window": 4096, "max_window_layers": 80,
 }  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+# Known, and refused: the model_type and the part that is not built.
+MISSING = {
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "block-sparse attention with an index branch"),
+    **dict.fromkeys(
+        ("glm5_next", "glm5_next_text"), "linear attention and hyper-connections beside a sparse indexer"
+    ),
+    "kimi_k3": "Kimi Delta Attention, latent experts and residuals by attention",
+    "kimi_linear": "Kimi Delta Attention, with a decay for each channel of a key",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
+    ),
+    "deepseek_v32": "the sparse indexer over all tokens (DSA)",
+    "glm_moe_dsa": "the sparse indexer over all tokens (DSA), and indices that layers share",
+    "deepseek_v2": "experts chosen by softmax in groups",
+    "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
+    "mamba2": "Mamba-2 layers",
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
+    "olmo_hybrid": "a gated delta rule with a convolution of its own for q, k and v",
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
+    "gemma3n_text": "per-layer embeddings and alternating updates (AltUp)",
+    "cohere2": "blocks whose attention and MLP run side by side",
+}  # fmt: skip
 
 FAMILIES: dict[str, Traits] = {
     "llama": Traits(
@@ -228,6 +261,32 @@ FAMILIES: dict[str, Traits] = {
         head_norm=True,
         two_ropes=True,
         **_GEMMA,
+    ),
+    "gemma4_text": Traits(
+        defaults={
+            "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 512, "rope_theta": 1e4,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        windows=windows.gemma4,
+        norms=BOTH,
+        gelu=True,
+        scaled_embedding=True,
+        softcaps=True,
+        head_norm=True,
+        two_ropes=True,
+        heads=heads.gemma4,
+        value_norm=True,
+        score_scale=1.0,
+        layer_scale=True,
+        per_layer=True,
+        fixed={"use_bidirectional_attention": ("vision",)},  # images alone attend in both directions
+        **_BIASED,
     ),
     "glm4_moe": Traits(
         defaults={
@@ -346,19 +405,6 @@ FAMILIES: dict[str, Traits] = {
     ),
     "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
     "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
-    "mistral4": Traits(
-        defaults=_DEEPSEEK_V3 | {
-            "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
-            "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
-                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-            },
-        },
-        latent=True,
-        query_scaling=True,
-        fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
-    ),
     "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen3_vl_text": Traits(
