@@ -75,7 +75,8 @@ class LlamaConfig:
         try:
             return cls._parse(config)
         except ValueError as error:
-            raise ValueError(f"config.json: {error}") from None
+            explain = getattr(config, "explain", "config.json: {}".format)  # a GGUF file has keys of its own
+            raise ValueError(explain(error)) from None
 
     @classmethod
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -276,7 +277,6 @@ class LlamaConfig:
             tensors=tensors | {self.norm: ((d,), FLOATS)},
             head=HEAD,
             tied=self.tied,
-            own_head=self.nested,
             components=self._components,
             ignored=self._ignored,
         )

@@ -83,8 +83,8 @@ class Rope:
             if not isinstance(given, Mapping):
                 raise ValueError(f"{where} is {given!r}; it must be an object or null")
             parameters = dict(given)
-        kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-        parameters.pop("type", None)
+        named = [parameters.pop(key, None) for key in ("rope_type", "type")]
+        kind = next((each for each in named if each is not None), "default")
         more: dict[str, Any] = {}
         if mrope:
             kind = "default" if kind == "mrope" else kind
