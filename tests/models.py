@@ -50,6 +50,8 @@ _MLA: dict[str, Any] = {
     "num_mtp_layers": 0,
 }
 
+_DSA: dict[str, Any] = {"index_topk": 6, "index_head_dim": 12, "index_n_heads": 16}
+
 # name -> (transformers class, what differs from SIZES)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -256,6 +258,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek_v32": ("DeepseekV32", _MLA | _DSA | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _MLA
+        | _DSA
+        | {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 7,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        _MLA
+        | {
+            "n_routed_experts": 7,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "deepseek_v3_plain": ("DeepseekV3", _MLA | {"n_routed_experts": 7, "q_lora_rank": None, "attention_bias": True}),
     "ministral3": (
         "Ministral3",
@@ -326,7 +355,7 @@ VARIANTS |= {
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
-FAMILIES += ["ministral3", "olmo3", "minimax_m2", "deepseek_v3"]
+FAMILIES += ["ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:

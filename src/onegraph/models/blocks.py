@@ -204,7 +204,7 @@ def build_experts(
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        lie = {"interleaved": routed.fused, "transposed": routed.fused}
+        lie = {"interleaved": routed.fused, "transposed": routed.transposed}
         experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each
