@@ -50,6 +50,7 @@ COLLECTIVES, PAIR_COLLECTIVES, WRITING_COLLECTIVES = (
 
 LAUNCHES = _owners("launch")
 MAKERS = _owners("make", "make_read")
+PLANNERS = _owners("plan")
 SIMULATED_MAKERS = _owners("make", "make_simulated")
 
 
