@@ -27,6 +27,7 @@ NEW = [
     "gemma2",
     "gemma3",
     "gemma3_256",
+    "gemma4",
     "glm4_moe",
     "glm4_moe_groups",
     "qwen2_moe",
