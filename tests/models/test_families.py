@@ -82,7 +82,7 @@ IDLE = {
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
-    **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), {"gemma4", "gemma4_e"}),  # no experts
+    **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
     "vocab_size_per_layer_input": {"gemma4", "gemma4_moe"},  # no embeddings of layers
 }

@@ -220,6 +220,7 @@ def build_experts(
 
 def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> Beside:
     """What stands around the MLP and the experts of the block of `prefix`."""
+
     def norm(name: str | None) -> Norm:
         return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
 
