@@ -36,7 +36,7 @@ UNIT = 147.75  # Q = UNIT * w: the standard deviation of Q over all states
 def values(states: Tensor) -> Tensor:
     """Integers of states [...], of any integer dtype, as int16 [...]."""
     product = (states.long() & (STATES - 1)) * MULTIPLIER
-    total: Tensor = (product & 0xFF) + (product >> 8 & 0xFF) + (product >> 16 & 0xFF) + (product >> 24)
+    total: Tensor = (product & 0xFF) + (product >> 8 & 0xFF) + (product >> 16 & 0xFF) + (product >> 24 & 0xFF)
     return (total - OFFSET).to(torch.int16)
 
 
