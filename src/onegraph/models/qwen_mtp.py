@@ -44,7 +44,7 @@ class DraftConfig(LlamaConfig):
     @classmethod
     def of(cls, config: LlamaConfig, names: set[str]) -> "DraftConfig":
         """Of a decoder, as a file with tensors of these names holds it. What onegraph quantizes keeps it dense."""
-        rope = next(rope for rope, mixer in zip(config.ropes, config.mixers, strict=True) if mixer is None)
+        like = config.mixers.index(None)  # a layer that attends
         routed = config.routed and replace(config.routed, layers=(True,))
         quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
         alone = {
