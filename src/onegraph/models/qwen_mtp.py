@@ -48,8 +48,8 @@ class DraftConfig(LlamaConfig):
         routed = config.routed and replace(config.routed, layers=(True,))
         quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
         alone = {
-            "layers": 1, "windows": (0,), "ropes": (rope,), "mixers": (None,), "routed": routed,
-            "quantization": quantization, "attention": config.attention[:1],
+            "layers": 1, "windows": (0,), "ropes": (config.ropes[like],), "attention": (config.attention[like],),
+            "mixers": (None,), "routed": routed, "quantization": quantization,
         }  # fmt: skip
         made = cls(**{field.name: getattr(config, field.name) for field in fields(config)} | alone)
         found = made.held_as(names)
