@@ -32,6 +32,26 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": None,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 0,
+}
+
+_DSA: dict[str, Any] = {"index_topk": 6, "index_head_dim": 12, "index_n_heads": 16}
+
 # name -> (transformers class, what differs from SIZES)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -228,6 +248,44 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _MLA
+        | {
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v32": ("DeepseekV32", _MLA | _DSA | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _MLA
+        | _DSA
+        | {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 7,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        _MLA
+        | {
+            "n_routed_experts": 7,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "deepseek_v3_plain": ("DeepseekV3", _MLA | {"n_routed_experts": 7, "q_lora_rank": None, "attention_bias": True}),
     "ministral3": (
         "Ministral3",
         {
@@ -296,20 +354,8 @@ VARIANTS |= {
 }  # fmt: skip
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
-FAMILIES = [
-    "gemma2",
-    "gemma3",
-    "gemma4",
-    "gemma4_moe",
-    "gemma4_e",
-    "glm4_moe_groups",
-    "qwen2_moe",
-    "olmoe",
-    "olmo2",
-    "phi3",
-    "granite",
-]
-FAMILIES += ["ministral3", "olmo3", "minimax_m2"]
+FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
+FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:

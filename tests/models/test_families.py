@@ -16,6 +16,7 @@ from onegraph.engine.ab import components_of, in_nvfp4
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.families import FAMILIES, MISSING
 from onegraph.models.fields import INERT, NEUTRAL
 from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
@@ -42,6 +43,10 @@ NEW = [
     "ministral3",
     "olmo3",
     "minimax_m2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "mistral4",
 ]
 
 
@@ -81,6 +86,7 @@ IDLE = {
     "full_attn_idxs": {"lfm2_bias"},  # layer_types says the same
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
+    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa"},  # mlp_layer_types says which layers
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
     **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
@@ -212,6 +218,16 @@ def test_refused_by_name(variant: str, change: dict[str, Any], message: str) -> 
         LlamaConfig.from_dict(told(variant) | change)
 
 
+@pytest.mark.parametrize("kind", MISSING)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_part_that_is_not_built_is_named(kind: str, wrapped: bool) -> None:
+    """In one line, whatever else the config holds; none of them is a family that runs."""
+    assert kind not in FAMILIES
+    config: dict[str, Any] = {"model_type": kind, "an_unknown_key": 3}
+    with pytest.raises(ValueError, match=r"^config\.json: model_type '.*' is not supported: .* is not built$"):
+        LlamaConfig.from_dict({"model_type": "seer", "text_config": config} if wrapped else config)
+
+
 def test_a_window_may_be_told_twice() -> None:
     """Gemma-2-9B, whose window has two names."""
     gemma = told("gemma2") | {"sliding_window": 4096}
@@ -228,7 +244,9 @@ def test_defaults_are_those_of_transformers() -> None:
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
     given["num_hidden_layers"] = 4  # of which hybrids have one that attends
     for variant in NEW:
-        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given)
+        latent = FAMILIES[getattr(transformers, f"{VARIANTS[variant][0]}Config").model_type].latent
+        more = {"num_key_value_heads": 16} if latent else {}  # whose default is a number of its own
+        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
         ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
         assert dataclasses.replace(ours, drafts=whole.drafts) == whole, variant
@@ -415,7 +433,7 @@ def test_e8p_is_the_model_of_the_weights_that_codes_stand_for(variant: str, tmp_
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma4_e"])
 def test_the_gradient_of_kl_reaches_every_linear(variant: str, tmp_path: Path) -> None:
     """What the recipe of a GPU rounds under; routed experts have none."""
-    save_hf(variant, tmp_path / "model")
+    save_hf(variant, tmp_path / "model", **({"index_topk": 64} if "index_topk" in VARIANTS[variant][1] else {}))
     text = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         model = LlamaSource(checkpoint, "cpu", torch.float32)

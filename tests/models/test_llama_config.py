@@ -74,6 +74,8 @@ REFUSED = [
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic', which is not supported"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     ({"rope_scaling": {"rope_type": 3}}, "rope type 3"),
+    ({"rope_scaling": {"rope_type": []}}, r"rope type \[\]"),
+    ({"rope_scaling": {"type": ""}}, "rope type ''"),
     ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor is 0.5"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "must be below high_freq_factor"),

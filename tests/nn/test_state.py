@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onegraph.nn.attention import PagedCache
-from onegraph.nn.state import Pages, RecurrentSlots, Rings, StateKind
+from onegraph.nn.state import Pages, RecurrentSlots, Rings, SequenceState, StateKind
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -12,15 +12,25 @@ def ints(*values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [Pages, lambda tensors: Rings(tensors, 3), RecurrentSlots])
-def test_places_are_copied_and_all_are_cleared(kind: type[StateKind]) -> None:
+def test_all_places_are_cleared(kind: type[StateKind]) -> None:
     tensors = [torch.randn(5, 2, 3), torch.randn(5, 4)]
-    before = [tensor.clone() for tensor in tensors]
-    state = kind(tensors)  # type: ignore[call-arg]
-    state.copy(torch.tensor([1, 2]), torch.tensor([4, 3]))
-    for tensor, old in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, old[[0, 1, 2, 2, 1]])
-    state.clear()
+    kind(tensors).clear()  # type: ignore[call-arg]
     assert not any(tensor.any() for tensor in tensors)
+
+
+def test_a_slot_is_copied_of_recurrent_state_alone() -> None:
+    states, rings = [torch.randn(5, 2, 3), torch.randn(5, 4)], [torch.randn(5, 3)]
+    before = [tensor.clone() for tensor in (*states, *rings)]
+
+    class Both(SequenceState):
+        @property
+        def kinds(self) -> list[StateKind]:
+            return [Rings(rings, 3), RecurrentSlots(states)]
+
+    Both().copy_slot(1, 4)
+    for tensor, old in zip(states, before, strict=False):
+        assert torch.equal(tensor, old[[0, 1, 2, 3, 1]])
+    assert torch.equal(rings[0], before[2])
 
 
 def test_a_cache_takes_back_what_its_kinds_allow() -> None:

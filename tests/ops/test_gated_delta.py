@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
-from transformers.models.kimi_linear import modeling_kimi_linear as kimi
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta
 from onegraph.ops.gated_delta import gated_delta
@@ -106,40 +104,66 @@ class Layer:
             state = state * decay[:, None] + delta[:, :, None] * key[:, None]
         return state.cpu()
 
-    def truth(self, text: tuple[Tensor, ...], chunk: bool = False) -> tuple[Tensor, Tensor]:
-        """transformers' functions on the whole text: outputs [T, Hv dv] and S [Hv, dv, dk]."""
+    def inputs(self, text: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of a whole text q, k, v, g and beta [1, T, Hv, ...], as transformers' functions take them."""
         self.to("cpu")
-        qkv, z, b, a = text
+        qkv, _, b, a = text
         (k_heads, v_heads), (dk, dv) = self.heads, self.dims
         padded = torch.nn.functional.pad(qkv.T, (self.width - 1, 0))
-        mixed = silu(conv1d(padded, self.weight.unsqueeze(1), groups=len(self.weight))).T
+        mixed = silu(conv1d(padded, self.weight.to(qkv.dtype).unsqueeze(1), groups=len(self.weight))).T
         q, k, v = mixed.split((k_heads * dk, k_heads * dk, v_heads * dv), dim=1)
         q, k = (x.unflatten(1, (k_heads, dk)).repeat_interleave(v_heads // k_heads, 1) for x in (q, k))
         g = -self.a_log.exp().unsqueeze(1) * softplus(a + self.dt_bias).unflatten(1, (v_heads, -1))
-        rules: tuple[Any, Any] = qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule
-        if self.sigmoid:
-            rules = kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention
-        else:
-            g = g.squeeze(2)
-        rule = rules[chunk]
-        o, state = rule(
-            *(x.unsqueeze(0) for x in (q, k, v.unflatten(1, (v_heads, dv)), g, b.sigmoid())),
-            initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        norm = kimi.KimiLinearRMSNormGated if self.sigmoid else qwen.Qwen3_5RMSNormGated
-        layer = norm(dv, eps=1e-6)
-        layer.weight.data.copy_(self.norm)
-        out = layer(o[0].reshape(-1, dv), z.reshape(-1, dv)).detach()
-        return out.view(len(qkv), -1), state[0].transpose(1, 2)
+        g = g if self.sigmoid else g.squeeze(2)
+        return tuple(x.unsqueeze(0) for x in (q, k, v.unflatten(1, (v_heads, dv)), g, b.sigmoid()))
+
+    def truth(self, text: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The recurrence in float64 on the whole text: outputs [T, Hv dv] and S [Hv, dv, dk]."""
+        text = tuple(x.double() for x in text)
+        q, k, v, g, beta = (x[0] for x in self.inputs(text))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        state, outs = torch.zeros(*v.shape[1:], k.shape[2], dtype=torch.float64), []
+        for t in range(len(v)):
+            state = state * g[t].view(len(state), 1, -1).exp()
+            delta = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", state, k[t]))
+            state = state + torch.einsum("hv,hk->hvk", delta, k[t])
+            outs.append(torch.einsum("hvk,hk->hv", state, q[t]) / q.shape[2] ** 0.5)
+        o, z = torch.stack(outs), text[1]
+        out = (o * (o.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.norm).flatten(1)
+        return out * (z.sigmoid() if self.sigmoid else silu(z)), state
 
 
 LAYERS = {"qwen": {}, "three": {"heads": (1, 3), "width": 3}, "equal": {"heads": (2, 2)},
           "kda": {"heads": (2, 2), "channels": True}}  # fmt: skip
 
 
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_the_truth_is_transformers(options: dict[str, Any]) -> None:
+    """Its recurrence, its chunked form, and its norm behind it."""
+    layer = Layer(**options)
+    text = layer.text(139)
+    if layer.sigmoid:
+        kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+        rules = kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention
+        norm = kimi.KimiLinearRMSNormGated(layer.dims[1], eps=1e-6)
+    else:
+        qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+        rules = qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule
+        norm = qwen.Qwen3_5RMSNormGated(layer.dims[1], eps=1e-6)
+    norm.weight.data.copy_(layer.norm)
+    want, state = layer.truth(text)
+    for rule in rules:
+        o, last = rule(
+            *layer.inputs(text), initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )  # fmt: skip
+        gate = text[1].view(-1, layer.dims[1])
+        assert error(norm(o[0].reshape(gate.shape), gate).detach().view(want.shape), want) < 1e-5
+        assert error(last[0].transpose(1, 2), state) < 1e-5
+
+
 @pytest.mark.parametrize("limit", [0, 5, DEPTH - MAX_TOKENS])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_steps_of_any_length_are_transformers_recurrence(options: dict[str, Any], limit: int) -> None:
+def test_steps_of_any_length_are_the_recurrence(options: dict[str, Any], limit: int) -> None:
     layer = Layer(limit=limit, **options)
     text = layer.text(41)
     out = layer.read(text, [1, 3, 4, 12, 13, *range(15, 41, 3), 41])
@@ -150,13 +174,12 @@ def test_steps_of_any_length_are_transformers_recurrence(options: dict[str, Any]
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4, 63, 64, 65, 130])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_prompt_in_chunks_is_transformers_recurrence(options: dict[str, Any], cut: int) -> None:
+def test_a_prompt_in_chunks_is_the_recurrence(options: dict[str, Any], cut: int) -> None:
     layer = Layer(limit=4, **options)
     text = layer.text(139)
     out = layer.read(text, [cut, 135, 136, 139])
     truth, state = layer.truth(text)
     assert error(out, truth) < 2e-5
-    assert error(out, layer.truth(text, chunk=True)[0]) < 2e-5
     assert error(layer.applied(1, 139), state) < 2e-5
 
 

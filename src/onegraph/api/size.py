@@ -78,7 +78,7 @@ def size_of(checkpoint: Checkpoint) -> Size:
     """
     loader, counts = _weights(checkpoint)
     ends = loader.parts.embedding[0], loader.parts.head
-    spare = loader.parts.head if loader.parts.tied else None
+    spare = loader.parts.head if loader.parts.tied and not loader.own_head else None
     parameters = sum(count for layer, count in counts.items() if layer != spare)
     linear_bytes, total_bytes = 0, checkpoint.nbytes
     for name in loader.stored:

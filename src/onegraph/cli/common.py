@@ -213,8 +213,9 @@ def progress(*, total: int | None = None, what: str, unit: str) -> Any:
 
 
 def remark(line: str) -> None:
-    """A line of the API for people."""
-    print(one_line(line, 1000), file=sys.stderr, flush=True)
+    """A line of the API for people. A stderr that cannot be written (full, closed) stops nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(one_line(line, 1000), file=sys.stderr, flush=True)
 
 
 # What quantizing reports, and in what each is counted: whichever command quantizes

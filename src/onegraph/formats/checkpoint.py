@@ -28,6 +28,7 @@ from onegraph.formats.files import (
     read_json,
     reason,
     sync,
+    tagged,
     write_bytes,
     writing,
 )
@@ -231,7 +232,7 @@ def read_config(path: Path) -> dict[str, Any]:
     compression_config is what compressed-tensors called it once."""
     if (file := member(path, "config.json")) is None:
         raise CheckpointError(f"{path}: is no model directory, since it has no config.json")
-    config = read_json(file)
+    config = read_json(file, infinite=True)
     told = config.get("quantization_config")
     told = config.get("compression_config") if told is None else told
     inside = config.get("text_config")
@@ -278,7 +279,7 @@ def write_checkpoint(
         if about is not None:
             small[ABOUT] = _dump(dict(about))
         sums |= {name: write_bytes(temporary / name, content) for name, content in small.items()}
-        last = _dump(dict(config))
+        last = _dump(tagged(dict(config)))
         sums["config.json"] = hashlib.sha256(last).hexdigest()
         write_bytes(temporary / SUMS, format_sums(sums))
         if card is not None:

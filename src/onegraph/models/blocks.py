@@ -7,6 +7,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import Part
 from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
+from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
@@ -15,6 +16,7 @@ from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, sha
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, Bare, HeadValues, Norm, Normed, Scaled, Stream, Summed, WholeNorms
 from onegraph.nn.embedding import Embedding
+from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.linear import dense
 from onegraph.nn.moe import Beside, GatedExpert, MoE
 from onegraph.nn.peers import Peer
@@ -37,8 +39,8 @@ class Block(nn.Module):
         self,
         *,
         layer: int,
-        qkv: Normed | Bare | Inputs,
-        attention: Attention | Recurrent,
+        qkv: Normed | Bare | Inputs | LatentInputs,
+        attention: Attention | Recurrent | LatentAttention,
         out: Summed,
         mlp: MLP | MoE,
         end: PerLayerEnd | None = None,
@@ -112,9 +114,15 @@ def build_block(
         inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
         out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
         return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
+    inner = config.attention[i].dim if config.latent is None else config.latent.value
+    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
+    if config.latent is not None:
+        own = norm(str(names.attention_in)), config.eps
+        place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
+        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
     attention, after = build_attention(loader, config, i, tables, device, share)
-    out_name, inner = prefix + config.traits.names.out, columns(share, config.heads, config.attention[i].dim)
-    out = Summed(loader.linear(out_name, device, inner), after=behind(names.attention_out), fused=fused, peer=peer)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)
     scale = loader.tensor(f"{prefix}layer_scalar", device) if config.traits.layer_scale else None
     end = build_end(loader, config, prefix, device) if config.per_layer[0] else None
@@ -196,7 +204,7 @@ def build_experts(
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        lie = {"interleaved": routed.fused, "transposed": routed.fused}
+        lie = {"interleaved": routed.fused, "transposed": routed.transposed}
         experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each

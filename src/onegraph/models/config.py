@@ -5,16 +5,17 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
-from onegraph.models.families import FAMILIES, Norms, Traits
+from onegraph.models.families import FAMILIES, MISSING, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.heads import Heads
+from onegraph.models.latent_config import Latent
 from onegraph.models.mixers import Mixers, mixers_by_name
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
@@ -77,6 +78,7 @@ class LlamaConfig:
     attention: tuple[Heads, ...]
     wide_from: int
     per_layer: tuple[int, int]
+    latent: Latent | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -84,14 +86,17 @@ class LlamaConfig:
         try:
             return cls._parse(config)
         except ValueError as error:
-            raise ValueError(f"config.json: {error}") from None
+            explain = getattr(config, "explain", "config.json: {}".format)  # a GGUF file has keys of its own
+            raise ValueError(explain(error)) from None
 
     @classmethod
     def _parse(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         if not isinstance(config, Mapping):
             raise ValueError(f"is {type(config).__name__}; it must be an object")
+        _refuse_missing(config)
         nested = wrapper.is_wrapper(config)
         config = wrapper.text_config(config)
+        _refuse_missing(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
             known = ", ".join(FAMILIES)
@@ -102,7 +107,8 @@ class LlamaConfig:
         quantization = parse_quantization(fields.get("quantization_config"))
         quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
-        heads, kv_heads, hidden, head_dim = _sizes(fields)
+        heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
+        latent = Latent.parse(fields, heads, kv_heads, layers) if traits.latent else None
         vocab = fields.integer("vocab_size", high=2**24)
         fields.check_fixed(traits.fixed)
         fields.read(*traits.idle)
@@ -120,6 +126,7 @@ class LlamaConfig:
             given = traits.softcaps and fields.get(key) is not None
             return fields.number(key, low=1e-3, high=1e6) if given else 0.0
 
+        ropes = _ropes(family, traits, fields, layers, head_dim)
         scalar = fields.number("query_pre_attn_scalar", low=1e-3, high=1e6) if traits.query_scalar else head_dim
         parsed = cls(
             model_type=family,
@@ -137,19 +144,24 @@ class LlamaConfig:
             out_bias=says(traits.out_bias),
             mlp_bias=says(traits.mlp_bias),
             head_norm=says(traits.head_norm),
-            scale=traits.score_scale or (factor("attention_multiplier", 1.0) if traits.multipliers else scalar**-0.5),
+            scale=factor("attention_multiplier", 1.0)
+            if traits.multipliers
+            else traits.score_scale or scalar**-0.5
+            if latent is None
+            else latent.scale(ropes[0]),
             softcap=softcap("attn_logit_softcapping"),
             embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
             residual_scale=factor("residual_multiplier", 1.0),
             logits_divisor=factor("logits_scaling", 1.0),
             logits_softcap=softcap("final_logit_softcapping"),
             windows=traits.windows(fields, layers),
-            ropes=_ropes(family, traits, fields, layers),
+            ropes=ropes,
             routed=routed,
             eos=end_of_text(fields.get("eos_token_id"), vocab),
             quantization=quantization,
             nested=nested,
-            drafts=_drafts(family, traits, fields),
+            drafts=_drafts(traits, fields),
+            latent=latent,
             mixers=traits.mixers(fields, layers),
             attention=traits.heads(fields, layers) or (Heads(kv_heads, head_dim),) * layers,
             wide_from=_wide_from(traits, fields, layers),
@@ -161,13 +173,14 @@ class LlamaConfig:
                 rope.turned(each.dim)
         return parsed
 
-    def held_as(self, names: Container[str]) -> "LlamaConfig":
-        """As a file with tensors of these names, by the family's, holds the model."""
+    def held_as(self, shapes: Mapping[str, tuple[int, ...]]) -> "LlamaConfig":
+        """As a file with tensors of these names, by the family's, and shapes holds the model."""
         first = next((i for i in range(self.layers) if self.routed_at(i)), None)
         if self.routed is None or first is None or self.routed.fused:
             return self
-        in_stacks = self.prefix(first) + self.routed.whole[0] in names
-        return replace(self, routed=replace(self.routed, in_stacks=in_stacks))
+        found = shapes.get(self.prefix(first) + self.routed.whole[0])
+        turned = found is not None and found[1:] == (self.hidden_size, 2 * self.routed.size)
+        return replace(self, routed=replace(self.routed, in_stacks=found is not None, turned=turned))
 
     @property
     def traits(self) -> Traits:
@@ -183,6 +196,8 @@ class LlamaConfig:
     def qkv(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are queries, keys and values; with an output gate rows
         of it lie behind each head of queries."""
+        if self.latent is not None:
+            return self.latent.front
         joined = self.traits.joined
         return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
 
@@ -209,7 +224,11 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        return [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        found = [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        if self.latent is not None:
+            layers = range(self.layers)
+            found += [self.prefix(i) + name for i in layers for name in self.latent.index_linears(i, self.hidden_size)]
+        return found
 
     @property
     def cached(self) -> list[tuple[int, int]]:
@@ -225,6 +244,8 @@ class LlamaConfig:
     @property
     def exact_cache(self) -> str | None:
         """What of its attention a KV cache in codes does not know; None: nothing."""
+        if self.latent is not None:
+            return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
         if any(heads.source is not None for heads in self.attention):
@@ -250,6 +271,8 @@ class LlamaConfig:
             attention, inside, mlp = *self._attention_parts(i), self._mlp_parts(i)
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
+            if self.latent is not None:
+                mixing, own = mixing | self.latent.index_linears(i, d), own | self.latent.index_tensors(i, d)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
             half = mlp if routed is None else {} if whole else dict(routed.linears(d))
             if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
@@ -271,7 +294,6 @@ class LlamaConfig:
             tensors=tensors | {self.norm: ((d,), FLOATS)} | self._per_layer_parts,
             head=HEAD,
             tied=self.tied,
-            own_head=self.nested,
             components=self._components,
             ignored=self._ignored,
         )
@@ -279,6 +301,8 @@ class LlamaConfig:
     def _attention_parts(self, layer: int) -> tuple[dict[str, tuple[int, int, bool]], dict[str, tuple[Shape, Dtypes]]]:
         """Linears and tensors of a layer's attention, by the name within the block."""
         heads, d, names = self.attention[layer], self.hidden_size, self.traits.names
+        if self.latent is not None:
+            return dict(self.latent.linears(d)), dict(self.latent.tensors)
         q, kv = self.heads * heads.dim, heads.kv_heads * heads.dim
         queries = 2 * q if self.traits.output_gate else q
         sizes = (q + 2 * kv,) if self.traits.joined else (queries, kv, kv)
@@ -361,15 +385,23 @@ class LlamaConfig:
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
-def _sizes(fields: Fields) -> tuple[int, int, int, int]:
-    """Heads, key-value heads, hidden size and head_dim."""
+def _refuse_missing(config: Mapping[str, Any]) -> None:
+    family = config.get("model_type")
+    if isinstance(family, str) and family in MISSING:
+        raise ValueError(f"model_type {family!r} is not supported: {MISSING[family]} is not built")
+
+
+def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
+    """Heads, key-value heads, hidden size and head_dim; of latent attention the part of a head that rotates."""
     heads = fields.integer("num_attention_heads", high=4096)
     grouped = fields.get("num_key_value_heads") is not None
     kv_heads = fields.integer("num_key_value_heads", high=4096) if grouped else heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     hidden = fields.integer("hidden_size", high=2**18)
-    if fields.get("head_dim") is not None:
+    if latent:
+        head_dim = fields.integer("qk_rope_head_dim", high=1024)
+    elif fields.get("head_dim") is not None:
         head_dim = fields.integer("head_dim", high=1024)
     elif hidden % heads:
         raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -422,13 +454,6 @@ def _check_lfm2(fields: Fields) -> None:
             raise ValueError(f"{key} is {short(given)} and {other} {short(fields.get(other))}; they must agree")
 
 
-def _drafts(family: str, traits: Traits, fields: Fields) -> int:
-    """Layers that only predict further tokens."""
-    if traits.mtp is not None:
-        return 0 if fields.get(traits.mtp) is None else fields.integer(traits.mtp, low=0, high=64)
-    return fields.integer("num_nextn_predict_layers", low=0, high=64) if family == "glm4_moe" else 0
-
-
 def _check_activation(fields: Fields, known: str) -> None:
     allowed = (None, "silu", "swish") if known == "silu" else (None, known)
     for key in ("hidden_act", "hidden_activation"):
@@ -436,7 +461,14 @@ def _check_activation(fields: Fields, known: str) -> None:
             raise ValueError(f"{key} {short(given)} is not supported; supported: {known}")
 
 
-def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Rope | None, ...]:
+def _drafts(traits: Traits, fields: Fields) -> int:
+    """Layers that only predict further tokens."""
+    key = traits.mtp or "num_nextn_predict_layers"
+    has = key in traits.defaults or (traits.mtp is not None and fields.get(key) is not None)
+    return fields.integer(key, low=0, high=64) if has else 0
+
+
+def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
@@ -444,7 +476,9 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
-        config = _in_heads(fields, config)
+        config = _in_heads(fields, config, head_dim)
+    if traits.latent:
+        config = _of_whole(fields, config, head_dim)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
@@ -473,15 +507,23 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int) -> tuple[Ro
     return tuple(near if window else far for window in traits.windows(fields, layers))
 
 
-def _in_heads(fields: Fields, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
     """A config that says the part of a head that rotates as a number of coordinates, as one that says the part."""
     if fields.get("rotary_dim") is None:
         return config
-    part = fields.integer("rotary_dim", high=1024) / _sizes(fields)[3]
+    part = fields.integer("rotary_dim", high=1024) / head_dim
     if config.get("partial_rotary_factor") not in (None, part):
         both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
         raise ValueError(f"{both} disagree; give one of them")
     return {**config, "partial_rotary_factor": part}
+
+
+def _of_whole(fields: Fields, config: Mapping[str, Any], rope: int) -> Mapping[str, Any]:
+    """A config without the part of a query that rotates, which latent attention has as two sizes."""
+    given, part = config.get("rope_parameters"), rope / (rope + fields.integer("qk_nope_head_dim", high=2**14))
+    if not isinstance(given, Mapping) or given.get("partial_rotary_factor") != part:
+        return config
+    return {**config, "rope_parameters": {key: value for key, value in given.items() if key != "partial_rotary_factor"}}
 
 
 def _two(config: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:

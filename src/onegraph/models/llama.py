@@ -26,6 +26,7 @@ from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
+from onegraph.nn.latent import LatentCache
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer
@@ -217,7 +218,7 @@ class Llama(nn.Module):
         pages_per_row: int,
         kv: TurboQuantConfig | None = None,
         spare: int = 0,
-    ) -> PagedCache | TurboQuantCache | HybridCache:
+    ) -> PagedCache | TurboQuantCache | HybridCache | LatentCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
@@ -225,6 +226,8 @@ class Llama(nn.Module):
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
+        if self.config.latent is not None and kv is None:
+            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
@@ -261,7 +264,18 @@ class Llama(nn.Module):
 
     def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
-        return HybridCache(make(**sizes), self.recurrent, slots=sizes["rows"] + 1, **about)
+        return HybridCache(make(**sizes), self.recurrent, **about)
+
+    def _latent_cache(self, **sizes: Any) -> LatentCache:
+        """The latents of all layers, which each rank has whole."""
+        assert self.config.latent is not None
+        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
+        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        if index is not None:
+            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
+        needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
+        check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
+        return LatentCache(**sizes, device=self.device)
 
 
 @torch.no_grad()
@@ -292,7 +306,7 @@ def biased_layers(model: Llama) -> list[int]:
 def config_of(checkpoint: Checkpoint) -> LlamaConfig:
     """Its config.json, and how its files hold what that leaves open. Raises ValueError as `LlamaConfig.from_dict`."""
     config = LlamaConfig.from_dict(checkpoint.config)
-    return config.held_as({config.family_name(name) for name in checkpoint.names})
+    return config.held_as({config.family_name(name): checkpoint.shape(name) for name in checkpoint.names})
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

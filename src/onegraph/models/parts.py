@@ -42,8 +42,7 @@ class Parts:
         single: stacks that this file has one expert at a time, which a rate map may name to keep.
         embedding: name and size (rows, columns) of the token embedding.
         tensors: everything else: shape and the dtypes allowed. A linear that must stay dense stands here.
-        head: the linear to logits; tied: whether it may be the embedding's own weight; own_head: not where the file
-            has a head (configs of multimodal models often say nothing of it, or the opposite).
+        head: the linear to logits; tied: whether it may be the embedding's own weight.
         shared: linears and the embedding that this file does not have, because another model's stand for them.
         components: by name, for `eval --ab`.
         ignored: whether a file may hold a tensor of this name although nothing reads it.
@@ -56,7 +55,6 @@ class Parts:
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     tied: bool = False
-    own_head: bool = False
     shared: tuple[str, ...] = ()
     components: Mapping[str, Component] = field(default_factory=dict)
     ignored: Callable[[str], bool] = field(default=lambda name: False)

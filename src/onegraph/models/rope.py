@@ -39,6 +39,7 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 class Rope:
     """Rotary embedding of a model. `original` is the context length that the model was first trained at.
 
+    `score_factor` multiplies the scores of latent attention: the square of YaRN's mscale for all dimensions.
     `query_beta`: queries are scaled by their position too (`query_factors`). `sections`, `interleaved_sections`: pairs
     that turn with the time, height and width of an image; in a text the three are one position, and change nothing.
     """
@@ -54,6 +55,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     partial: float = 1.0
+    score_factor: float = 1.0
     query_beta: float = 0.0
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = False
@@ -83,8 +85,8 @@ class Rope:
             if not isinstance(given, Mapping):
                 raise ValueError(f"{where} is {given!r}; it must be an object or null")
             parameters = dict(given)
-        kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-        parameters.pop("type", None)
+        named = [parameters.pop(key, None) for key in ("rope_type", "type")]
+        kind = next((each for each in named if each is not None), "default")
         more: dict[str, Any] = {}
         if mrope:
             kind = "default" if kind == "mrope" else kind
@@ -168,6 +170,7 @@ class Rope:
             beta_slow=slow,
             truncate=truncate,
             partial=part,
+            score_factor=_mscale(factor, scale_all) ** 2 if scale_all else 1.0,
             **more,
         )
 

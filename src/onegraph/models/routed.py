@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models.fields import Fields
+from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
 from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.route import check_groups
@@ -26,6 +26,12 @@ _NAMES = {
     "qwen2_moe": _USUAL,
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
+    "deepseek_v3": _USUAL,
+    "kimi_k2": _USUAL,
+    "mistral4": _USUAL,
+    "deepseek_v32": _USUAL,
+    "glm_moe_dsa": _USUAL,
+    "qwen3_vl_moe_text": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -40,13 +46,24 @@ _NOTHING: Any = ()  # no file is asked which format a stack has: only its quanti
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_SHARED = {
-    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert"),
-    "glm4_moe": "mlp.shared_experts",
-}
-_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next"  # decoder_sparse_step and mlp_only_layers say which layers have them
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "glm4_moe", "gemma4_text"  # whose experts have a size of their own
-_ASKED = *_SPARSE, "glm4_moe", "olmoe"  # whose config says whether weights are normalised; in others they are
+# whose configs have the keys of DeepSeek's
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
+_GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
+_SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
+_SPARSE = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl_moe_text",
+)  # decoder_sparse_step and mlp_only_layers say which layers have them
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", *_DEEPSEEK, "gemma4_text"  # whose experts have a size of their own
+_ASKED = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    *_DEEPSEEK,
+    "olmoe",
+)  # whose config says whether weights are normalised; in others they are
 
 
 class Sigmoid(NamedTuple):
@@ -83,7 +100,8 @@ class Routed:
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
-        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5).
+        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5). turned: it
+            lies [E, k, n] (Qwen3-VL-MoE as published).
         beside: a block's MLP is the shared expert, with norms of its own (`nn.moe.Beside`, Gemma 4).
     """
 
@@ -99,6 +117,7 @@ class Routed:
     shared: Shared | None = None
     in_stacks: bool = False
     beside: bool = False
+    turned: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
@@ -109,7 +128,7 @@ class Routed:
         if beside and not fields.flag("enable_moe_block"):
             fields.read("num_experts", "top_k_experts", "moe_intermediate_size")
             return None
-        count, glm = _count(family, fields), family == "glm4_moe"
+        count, glm = _count(family, fields), family in _DEEPSEEK
         top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
         gate: Gate = GeGLU() if beside else SwiGLU()
         if family == "gpt_oss":
@@ -122,6 +141,8 @@ class Routed:
         elif glm:
             dense = fields.integer("first_k_dense_replace", low=0, high=4096)
             sparse = tuple(i >= dense for i in range(layers))
+            if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
+                sparse = _listed(kinds, layers)
         return cls(
             family=family,
             layers=sparse,
@@ -131,7 +152,11 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else Sigmoid(1, 1, 1.0) if family == "minimax_m2" else None,
+            sigmoid=_sigmoid(fields, count, top_k)
+            if glm and family != "mistral4"
+            else Sigmoid(1, 1, 1.0)
+            if family == "minimax_m2"
+            else None,
             shared=_shared(family, fields),
             beside=beside,
         )
@@ -146,6 +171,11 @@ class Routed:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
         owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
         return f"{owner}.{_CORRECTION}"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether dense experts in one tensor lie [E, k, n]."""
+        return self.fused or self.turned
 
     @property
     def whole(self) -> tuple[str, str]:
@@ -200,8 +230,8 @@ class Routed:
         """Experts in one tensor each, by the name within a block."""
         gate_up, down = self.whole
         return {
-            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.fused, bias=self.fused),
-            down: Stack(self.count, hidden, self.size, transposed=self.fused, bias=self.fused),
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.transposed, bias=self.fused),
+            down: Stack(self.count, hidden, self.size, transposed=self.transposed, bias=self.fused),
         }
 
     def owner(self, name: str) -> str | None:
@@ -229,7 +259,7 @@ class Routed:
 
 
 def _count(family: str, fields: Fields) -> int:
-    keys = ("n_routed_experts", *_COUNTS) if family == "glm4_moe" else _COUNTS
+    keys = ("n_routed_experts", *_COUNTS) if family in _DEEPSEEK else _COUNTS
     given = [key for key in keys if fields.get(key) is not None]
     counts = {fields.integer(key, high=65536) for key in given}
     if len(counts) != 1:
@@ -247,12 +277,18 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 def _shared(family: str, fields: Fields) -> Shared | None:
     if family == "gemma4_text":
         return Shared("mlp", fields.integer("intermediate_size", high=2**22), False)
-    if family in _SHARED and family != "glm4_moe":
+    if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
-    if family == "glm4_moe":
+    if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
     return None
+
+
+def _listed(kinds: object, layers: int) -> tuple[bool, ...]:
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:

@@ -107,6 +107,16 @@ def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -
     return unit, Part() if unit is None else Part(rows=part_of(vocabulary, unit, peer.count, peer.index))
 
 
+def attention_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+    """Within a block, each linear of its attention, by name, and what a rank has of it."""
+    if config.latent is not None:
+        from onegraph.models.latent import latent_parts
+
+        return latent_parts(config.latent, share)
+    out = "self_attn.o_proj", columns(share, config.heads, config.attention[layer].dim)
+    return [*qkv_parts(config, share, layer), out]
+
+
 def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
     """Raises ValueError where so many ranks cannot share a model, with the counts that can.
 
@@ -153,8 +163,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[s
     sizes = loader.layers()
     for i in range(config.layers):
         prefix, routed = f"model.layers.{i}.", config.routed_at(i)
-        out = "self_attn.o_proj", columns(share, config.heads, config.attention[i].dim)
-        parts = [*qkv_parts(config, share, i), out]
+        parts = attention_parts(config, share, i)
         if routed is None:
             parts += [*gate_up_parts(config, share, i), ("mlp.down_proj", columns(share, config.inner_at(i)))]
         elif routed.shared is not None:

@@ -109,9 +109,14 @@ class LlamaSource:
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        mixer, names = self.parsed.mixers[block.layer], self.parsed.traits.names
+        mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
         sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
         attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
+        if latent is not None:
+            modules = {"q_b": block.qkv, "kv_b": block.attention}
+            for name in latent.behind:
+                leaf = name.rpartition(".")[2].removesuffix("_proj")
+                attention.insert(-1, [(name, modules[leaf].get_submodule(leaf))])
         if not isinstance(block.mlp, MoE):
             return [
                 *attention,
@@ -188,7 +193,8 @@ def block_shapes(
         if routed is None
         else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    front = (*config.qkv_at(i), own.out) if mixer is None else (*mixer.inputs, mixer.out)
+    behind = () if config.latent is None else config.latent.behind
+    front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
     names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)

@@ -104,7 +104,7 @@ def _flat(config: Mapping[str, Any], wrapper: Wrapper) -> dict[str, Any]:
 
 
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper) -> bool:
-    """transformers ties where either of the two says so; `Parts.own_head` unties where the file has a head."""
+    """transformers ties where either of the two says so; `Loader.own_head` unties where the file's head is another."""
     said = [part.get("tie_word_embeddings") for part in (config, text)]
     given = [value for value in said if value is not None]
     for value in given:

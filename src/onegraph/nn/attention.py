@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
@@ -26,7 +25,7 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]. Of a hybrid model also a way to run a `Recurrent`, of what its linears gave."""
+    [B, Q, heads * head_dim]. Of other kinds of attention and of recurrent layers, what their linears gave."""
 
     def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
@@ -237,9 +236,10 @@ class CausalAttention:
     def __init__(self) -> None:
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, attention: Attention | Recurrent, *inputs: Tensor) -> Tensor:
-        if isinstance(attention, Recurrent):
-            return attention.whole(*inputs)
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor:
+        if not isinstance(attention, Attention):
+            result: Tensor = attention.whole(*inputs)
+            return result
         (qkv,) = inputs
         return attention.ungated(self._plain, qkv)
 

@@ -13,38 +13,54 @@ from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.state import RecurrentSlots, SequenceState, StateKind
 from onegraph.nn.turboquant import TurboQuantCache
 
+SNAPSHOTS = 8  # copies of states at most, by which a prefix is shared
+
 
 class HybridCache(SequenceState):
     """Keys and values of the layers that attend, exact or in codes, and slots of the others.
 
     Args:
         attention: the cache of the former, whose rows and block table are this one's.
-        recurrent: the latter. slots: that their states have, one of which belongs to nobody: slot 0.
+        recurrent: the latter.
 
     Attributes (see `PagedCache` for block_table, positions and counts):
-        slots: int32 [rows], the slot that belongs to the row's sequence (at first row i owns slot i + 1).
+        slots: int32 [rows], the slot that belongs to the row's sequence (at first row i owns slot i + 1); slot 0
+            belongs to nobody, and the last `SNAPSHOTS` hold copies.
         states: of each recurrent layer, by its number.
     """
-
-    prefix_cacheable = False  # what a recurrent layer has made of a text lies in a slot
 
     def __init__(
         self,
         attention: PagedCache | TurboQuantCache,
         recurrent: Sequence[Recurrent],
         *,
-        slots: int,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         self.attention = attention
-        self.states = {layer.index: layer.new_state(slots, device, dtype) for layer in recurrent}
         self.block_table, self.positions, self.counts = attention.block_table, attention.positions, attention.counts
-        self.slots = torch.arange(1, len(self.positions) + 1, device=device, dtype=torch.int32)
+        rows = len(self.positions)
+        self.slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
+        kept = SNAPSHOTS if attention.prefix_cacheable else 0
+        self.snapshot_slots = range(rows + 1, rows + 1 + kept)
+        self.states: dict[int, list[Tensor]] = {}
+        self._tensors: list[Tensor] = []  # [slots, layers, ...]: a slot is copied for all layers at once
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for layer in recurrent:
+            alike.setdefault(tuple(layer.state(dtype)), []).append(layer.index)
+        for sizes, layers in alike.items():
+            made = [torch.zeros(len(layers), rows + 1 + kept, *shape, device=device, dtype=d) for shape, d in sizes]
+            self._tensors += [tensor.transpose(0, 1) for tensor in made]
+            self.states |= {layer: [tensor[i] for tensor in made] for i, layer in enumerate(layers)}
 
     @property
     def setting(self) -> str:
         return self.attention.setting
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Pages of keys and values are, together with snapshots of the other layers' states."""
+        return bool(self.snapshot_slots)
 
     @property
     def parts(self) -> list[HybridCache]:
@@ -53,7 +69,7 @@ class HybridCache(SequenceState):
 
     @property
     def kinds(self) -> list[StateKind]:
-        return [*self.attention.kinds, RecurrentSlots([t for state in self.states.values() for t in state])]
+        return [*self.attention.kinds, RecurrentSlots(self._tensors)]
 
     @property
     def page_size(self) -> int:

@@ -43,8 +43,9 @@ class Recurrent(nn.Module):
 
     index: int
 
-    def new_state(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
-        """Of so many slots, [slots, ...] each; of a decode step's tokens `MAX_TOKENS` - 1 can be taken back."""
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the tensors of one slot, where activations are of `dtype`. Of a decode step's tokens
+        `MAX_TOKENS` - 1 can be taken back."""
         raise NotImplementedError
 
     def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
@@ -55,7 +56,8 @@ class Recurrent(nn.Module):
         """`run` of whole sequences from their first token, whose state nobody keeps."""
         batch, length, _ = inputs[0].shape
         device = inputs[0].device
-        state = self.new_state(batch + 1, device, inputs[0].dtype)
+        sizes = self.state(inputs[0].dtype)
+        state = [torch.zeros(batch + 1, *shape, device=device, dtype=dtype) for shape, dtype in sizes]
         slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
         return self.run(state, _Rows(slots, torch.zeros_like(slots), torch.full_like(slots, length)), *inputs)
 
@@ -93,21 +95,17 @@ class GatedDeltaNet(Recurrent):
         for name, tensor in (("conv", conv), ("a_log", a_log), ("dt_bias", dt_bias), ("norm", norm)):
             self.register_buffer(name, tensor)
 
-    def new_state(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The convolution's ring; S and the position up to which it is applied; the ring of keys, deltas, decays."""
         (k_heads, v_heads), (k_dim, v_dim), (channels, width) = self.heads, self.dims, self.conv.shape
         depth = WAITING + MAX_TOKENS
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(slots, *shape, device=device, dtype=dtype)
-
         return [
-            zeros(width - 1 + MAX_TOKENS, channels, dtype=dtype),
-            zeros(v_heads, v_dim, k_dim),
-            zeros(v_heads, dtype=torch.int32),
-            zeros(depth, k_heads, k_dim),
-            zeros(depth, v_heads, v_dim),
-            zeros(depth, v_heads, 1),
+            ((width - 1 + MAX_TOKENS, channels), dtype),
+            ((v_heads, v_dim, k_dim), torch.float32),
+            ((v_heads,), torch.int32),
+            ((depth, k_heads, k_dim), torch.float32),
+            ((depth, v_heads, v_dim), torch.float32),
+            ((depth, v_heads, 1), torch.float32),
         ]
 
     def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
@@ -138,10 +136,10 @@ class ShortConvolution(Recurrent):
         self.register_buffer("conv", conv)
         self.register_buffer("bias", bias)
 
-    def new_state(self, slots: int, device: torch.device | str, dtype: torch.dtype) -> list[Tensor]:
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The ring of its latest inputs."""
         channels, width = self.conv.shape
-        return [torch.zeros(slots, width - 1 + MAX_TOKENS, channels, device=device, dtype=dtype)]
+        return [((width - 1 + MAX_TOKENS, channels), dtype)]
 
     def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
         (ring,), (x,) = state, inputs

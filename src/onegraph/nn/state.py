@@ -25,11 +25,6 @@ class StateKind:
         for tensor in self.tensors:
             tensor.zero_()
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Places `target` int64 [n], of another sequence, get what places `source` int64 [n] hold."""
-        for tensor in self.tensors:
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
-
 
 class Pages(StateKind):
     """State that grows with a text: keys and values, exact or in codes, or compressed entries. A query sees only what
@@ -61,9 +56,11 @@ class SequenceState:
 
     Attributes:
         positions: int32 [rows], where each row's next token stands.
+        snapshot_slots: of its slots those that belong to no sequence and hold copies of others' states.
     """
 
     positions: Tensor
+    snapshot_slots: Sequence[int] = ()
 
     @property
     def kinds(self) -> list[StateKind]:
@@ -86,6 +83,13 @@ class SequenceState:
         """Forget all sequences."""
         for kind in self.kinds:
             kind.clear()
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """The recurrent state in one slot becomes another one's; in any other kind nothing changes."""
+        for kind in self.kinds:
+            if isinstance(kind, RecurrentSlots):
+                for tensor in kind.tensors:
+                    tensor[target].copy_(tensor[source])
 
     def truncate(self, lengths: Tensor) -> None:
         """Takes back each row's tokens from lengths[row] on, int32 [rows]; a row that has no more than that stays.

@@ -498,3 +498,61 @@ class GatedDelta(Call):
     limit: int
     sigmoid: bool = False
     beta_scale: float = 1.0
+
+
+@dataclass(eq=False)
+class Mamba2(Call):
+    """See `ops.mamba2.mamba2`."""
+
+    xbc: Tensor
+    z: Tensor
+    dt: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    eps: float
+    ring: Written
+    state: Written
+    base: Written
+    keys: Written
+    deltas: Written
+    decays: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    limit: int
+    dt_min: float = 0.0
+
+
+@dataclass(eq=False)
+class LatentWrite(Call):
+    """See `ops.latent_attention.latent_write`."""
+
+    q: Tensor
+    latent: Tensor
+    norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    pool: Written
+    interleaved: bool
+
+
+@dataclass(eq=False)
+class LatentAttention(Call):
+    """See `ops.latent_attention.latent_attention`."""
+
+    q: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    selected: Tensor | None
+    scale: float

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from onegraph.ops.calls import MAX_TOKENS, GatedDelta
+from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cases import Draw
 from onegraph.ops.checks import Wanted, check_grouped, check_tensors
 from onegraph.ops.deepseek_compress import check_rows, write_ring, write_rows
@@ -50,12 +50,13 @@ def inputs(call: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return q * dk**-0.5, k, v.unflatten(2, (heads, dv)), beta, g
 
 
-def replayed(call: GatedDelta, first: Tensor) -> Tensor:
-    """S [B, Hv, dv, dk] at each row's position, from its checkpoint of position first [B] and the records since."""
+def replayed(call: GatedDelta | Mamba2, first: Tensor, most: int) -> Tensor:
+    """S [B, Hv, dv, dk] at each row's position, from its checkpoint of position first [B] and the records since, of
+    which a row has `most` or fewer."""
     depth, heads = call.keys.shape[1], call.state.shape[1]
     state = torch.where((call.positions == 0).view(-1, 1, 1, 1), 0, call.state.index_select(0, call.slots.long()))
     state = state.float()
-    for i in range(depth):
+    for i in range(most):
         token = first + i
         at = (call.slots * depth + token % depth).long()
         key, delta, decay = (t.flatten(0, 1).index_select(0, at) for t in (call.keys, call.deltas, call.decays))
@@ -71,63 +72,67 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 
 def applied(state: Tensor, key: Tensor, delta: Tensor, decay: Tensor) -> Tensor:
     """S after one token: state [B, Hv, dv, dk], key [B, Hv, dk], delta [B, Hv, dv], decay [B, Hv, 1 or dk]."""
-    return state * decay.unsqueeze(2) + delta.unsqueeze(3) * key.unsqueeze(2)
+    return torch.addcmul(state * decay.unsqueeze(2), delta.unsqueeze(3), key.unsqueeze(2))
 
 
-def stepped(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens one after the other -> outputs and deltas [B, Q, Hv, dv]."""
+def stepped(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens one after the other -> outputs and deltas [B, Q, Hv, dv]. beta: None where v is the delta."""
     outs, deltas = [], []
     for t in range(v.shape[1]):
         kept = state * decay[:, t].unsqueeze(2)
-        delta = beta[:, t].unsqueeze(2) * (v[:, t] - (kept @ k[:, t].unsqueeze(3)).squeeze(3))
-        state = kept + delta.unsqueeze(3) * k[:, t].unsqueeze(2)
+        delta = v[:, t]
+        if beta is not None:
+            delta = beta[:, t].unsqueeze(2) * (delta - (kept @ k[:, t].unsqueeze(3)).squeeze(3))
+        state = torch.addcmul(kept, delta.unsqueeze(3), k[:, t].unsqueeze(2))
         outs.append((state @ q[:, t].unsqueeze(3)).squeeze(3))
         deltas.append(delta)
     return torch.stack(outs, dim=1), torch.stack(deltas, dim=1)
 
 
-def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens in blocks of CHUNK -> outputs [B, Q, Hv, dv] and the last S. Arguments as `stepped`, g in place of its
     exponential."""
-    outs = []
-    for parts in zip(*(x.transpose(1, 2).split(CHUNK, dim=2) for x in (q, k, v, beta, g)), strict=True):
-        qc, kc, vc, rate, total = *parts[:4], parts[4].cumsum(dim=2)  # [B, Hv, CHUNK, ...]
+    outs: list[Tensor] = []
+    rates = () if beta is None else (beta,)
+    for parts in zip(*(x.transpose(1, 2).split(CHUNK, dim=2) for x in (q, k, v, g, *rates)), strict=True):
+        qc, kc, vc, gc, *rate = parts  # [B, Hv, CHUNK, ...]
+        total = gc.cumsum(dim=2)
         size = vc.shape[2]
         later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-        if total.shape[3] == 1:
-            pair = (total - total.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
-            across, among = (x @ kc.transpose(2, 3) * pair for x in (qc, kc))
-        else:
+
+        def decayed(x: Tensor, kc: Tensor = kc, total: Tensor = total, later: Tensor = later) -> Tensor:
+            """Products of x with keys, each decayed from the key's token to x's."""
+            if total.shape[3] == 1:
+                pair = (total - total.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
+                return x @ kc.transpose(2, 3) * pair
             pair = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(later.unsqueeze(2), -torch.inf).exp()
-            across, among = ((x.unsqueeze(3) * pair * kc.unsqueeze(2)).sum(4) for x in (qc, kc))
-        system = (among * rate.unsqueeze(3)).tril(-1)
-        decayed = kc * total.exp()
-        right = rate.unsqueeze(3) * torch.cat((vc, decayed), dim=3)
-        values, keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-            (vc.shape[3], kc.shape[3]), dim=3
-        )
-        delta = values - keys @ state.transpose(2, 3)
-        outs.append((qc * total.exp()) @ state.transpose(2, 3) + across @ delta)
+            return (x.unsqueeze(3) * pair * kc.unsqueeze(2)).sum(4)
+
+        delta = vc
+        if beta is not None:
+            each = rate[0].unsqueeze(3)
+            right = each * torch.cat((vc, kc * total.exp()), dim=3)
+            system = (decayed(kc) * each).tril(-1)
+            solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+            values, keys = solved.split((vc.shape[3], kc.shape[3]), dim=3)
+            delta = values - keys @ state.transpose(2, 3)
+        outs.append((qc * total.exp()) @ state.transpose(2, 3) + decayed(qc) @ delta)
         last = total[:, :, -1:]
         state = state * last.exp() + delta.transpose(2, 3) @ (kc * (last - total).exp())
     return torch.cat(outs, dim=2).transpose(1, 2), state
 
 
-def gated_norm(call: GatedDelta, o: Tensor) -> Tensor:
-    """RMSNorm of each head of o [B, Q, Hv, dv], then the gate; zeros where there is no token."""
-    z = call.z.float()
-    out = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + call.eps) * call.norm.float()
-    out = out.flatten(2) * (z.sigmoid() if call.sigmoid else silu(z))
-    step = torch.arange(o.shape[1], dtype=torch.int32, device=o.device)
-    return out.masked_fill((step >= call.counts.unsqueeze(1)).unsqueeze(2), 0.0).to(call.qkv.dtype)
-
-
-def _gated_delta(call: GatedDelta) -> Tensor:
-    call = replace(call, counts=torch.where(call.slots > 0, call.counts, 0))
+def advanced(
+    call: GatedDelta | Mamba2, most: int | None, x: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None,
+    g: Tensor,
+) -> Tensor:  # fmt: skip
+    """The tokens' outputs float32 [B, Q, Hv, dv]; all that the call writes is written. most: see `replayed`, None if it
+    is not known. x: the convolution's inputs."""
     slots, positions, counts, heads = call.slots, call.positions, call.counts, call.state.shape[1]
-    first = torch.where(positions == 0, 0, call.base[:, 0].index_select(0, slots.long()))
-    state = replayed(call, first)
-    q, k, v, beta, g = inputs(call)
+    first = first_of(call)
+    state = replayed(call, first, call.keys.shape[1] if most is None else most)
     wide = (repeat(q, heads), repeat(k, heads), v, beta)
     live = (counts > 0) & (slots > 0)
     if v.shape[1] > MAX_TOKENS:
@@ -141,8 +146,46 @@ def _gated_delta(call: GatedDelta) -> Tensor:
         live &= (positions == 0) | (positions + counts - first > call.limit)
     write_rows(call.state.flatten(1), slots.long(), state.to(call.state.dtype).flatten(1), live)
     write_rows(call.base, slots.long(), base.unsqueeze(1).expand(-1, heads), live)
-    write_ring(call.ring, call.qkv, slots, positions, counts)
-    return gated_norm(call, o)
+    write_ring(call.ring, x, slots, positions, counts)
+    return o
+
+
+def gated_norm(call: GatedDelta, o: Tensor) -> Tensor:
+    """RMSNorm of each head of o [B, Q, Hv, dv], then the gate; zeros where there is no token."""
+    z = call.z.float()
+    out = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + call.eps) * call.norm.float()
+    out = out.flatten(2) * (z.sigmoid() if call.sigmoid else silu(z))
+    step = torch.arange(o.shape[1], dtype=torch.int32, device=o.device)
+    return out.masked_fill((step >= call.counts.unsqueeze(1)).unsqueeze(2), 0.0).to(call.qkv.dtype)
+
+
+def first_of(call: GatedDelta | Mamba2) -> Tensor:
+    """The position of each row's checkpoint, int32 [B]."""
+    return torch.where(call.positions == 0, 0, call.base[:, 0].index_select(0, call.slots.long()))
+
+
+def most_waiting(call: GatedDelta | Mamba2) -> int:
+    """Records of a row at most. A read of the device's memory."""
+    waiting = (call.positions - first_of(call)).tolist()
+    return min(max(waiting, default=0), call.keys.shape[1])
+
+
+def _gated_delta(call: GatedDelta, most: int | None = None) -> Tensor:
+    call = replace(call, counts=torch.where(call.slots > 0, call.counts, 0))
+    return gated_norm(call, advanced(call, most, call.qkv, *inputs(call)))
+
+
+def on_cpu(call: GatedDelta) -> Tensor:
+    """The reference, without replays of records that there are not."""
+    return _gated_delta(call, most_waiting(call))
+
+
+def on_gpu(call: GatedDelta) -> Tensor:
+    """The kernels, for what they do not take the reference."""
+    from onegraph.ops.cuda.gated_delta import gated_delta as kernel
+
+    out = kernel(call)
+    return _gated_delta(call) if out is None else out
 
 
 def _check(call: GatedDelta) -> None:
@@ -151,10 +194,8 @@ def _check(call: GatedDelta) -> None:
     for name, tensor, dims in (("state", state, "[slots, Hv, dv, dk]"), ("keys", keys, "[slots, D, Hk, dk]")):
         if tensor.dim() != 4:
             raise ValueError(f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dims}")
-    (slots, heads, dv, dk), (_, depth, k_heads, _) = state.shape, keys.shape
+    (_, heads, dv, dk), k_heads = state.shape, keys.shape[2]
     check_grouped(op, heads, k_heads)
-    if state.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{op}: state is {state.dtype}; it must be float32 or bfloat16")
     channels, (batch, tokens, _) = 2 * k_heads * dk + heads * dv, qkv.shape
     apart = call.decays.shape[-1]
     if apart not in (1, dk):
@@ -170,25 +211,34 @@ def _check(call: GatedDelta) -> None:
             f"{op}: qkv has {qkv.shape[2]} columns and weight {call.weight.shape[0]} rows; {k_heads} key heads of {dk} "
             f"and {heads} value heads of {dv} ask for {channels}"
         )
-    check_ring(op, qkv, call.ring, call.weight)
-    float32 = torch.float32
+    check_tensors(
+        op, qkv.device, a_log=(call.a_log, torch.float32, (heads,)), norm=(call.norm, call.norm.dtype, (dv,)),
+        dt_bias=(call.dt_bias, torch.float32, (heads * apart,)),
+    )  # fmt: skip
+    check_records(op, call, qkv, apart)
+
+
+def check_records(op: str, call: GatedDelta | Mamba2, x: Tensor, apart: int) -> None:
+    """The state of a call whose convolution takes x; `apart` decays a head."""
+    (slots, heads, dv, dk), (_, depth, k_heads, _), float32 = call.state.shape, call.keys.shape, torch.float32
+    check_ring(op, x, call.ring, call.weight)
+    if call.state.dtype not in (float32, torch.bfloat16):
+        raise ValueError(f"{op}: state is {call.state.dtype}; it must be float32 or bfloat16")
     wanted: dict[str, Wanted] = {
-        "state": (state, state.dtype, (slots, heads, dv, dk)),
+        "state": (call.state, call.state.dtype, (slots, heads, dv, dk)),
         "base": (call.base, torch.int32, (slots, heads)),
-        "keys": (keys, float32, (slots, depth, k_heads, dk)),
+        "keys": (call.keys, float32, (slots, depth, k_heads, dk)),
         "deltas": (call.deltas, float32, (slots, depth, heads, dv)),
         "decays": (call.decays, float32, (slots, depth, heads, apart)),
-        "a_log": (call.a_log, float32, (heads,)),
-        "dt_bias": (call.dt_bias, float32, (heads * apart,)),
-        "norm": (call.norm, call.norm.dtype, (dv,)),
-        "ring": (call.ring, qkv.dtype, (slots, call.ring.shape[1], channels)),
+        "ring": (call.ring, x.dtype, (slots, call.ring.shape[1], x.shape[2])),
     }
-    check_tensors(op, qkv.device, **wanted)
-    check_rows(op, qkv, slots=call.slots, positions=call.positions, counts=call.counts)
-    if not 0 <= call.limit <= depth - min(tokens, MAX_TOKENS):
+    check_tensors(op, x.device, **wanted)
+    check_rows(op, x, slots=call.slots, positions=call.positions, counts=call.counts)
+    written = min(x.shape[1], MAX_TOKENS)
+    if not 0 <= call.limit <= depth - written:
         raise ValueError(
-            f"{op}: limit is {call.limit}; of {depth} records, {min(tokens, MAX_TOKENS)} of which a step may write, "
-            f"from 0 to {depth - min(tokens, MAX_TOKENS)} may wait"
+            f"{op}: limit is {call.limit}; of {depth} records, {written} of which a step may write, from 0 to "
+            f"{depth - written} may wait"
         )
 
 
@@ -237,7 +287,8 @@ gated_delta = register(
         schema="-> Tensor",
         reference=_gated_delta,
         fake=lambda call: call.qkv.new_empty(call.z.shape),
-        kernel="onegraph.ops.cuda.gated_delta:gated_delta",
+        kernel="onegraph.ops.gated_delta:on_gpu",
+        cpu="onegraph.ops.gated_delta:on_cpu",
         check=_check,
         cases=(
             _case("qwen", (2, 6), (128, 128), [0, 5, 70, 9], [1, 1, 0, 1], waiting=[0, 1, 1, 3]),

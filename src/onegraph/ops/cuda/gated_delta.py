@@ -1,4 +1,4 @@
-"""Launches `gated_delta.cu`; what it does not take goes to the reference."""
+"""Launches `gated_delta.cu` for steps, Triton's kernels for chunks of prompts."""
 
 import torch
 from torch import Tensor
@@ -87,11 +87,13 @@ def step(call: GatedDelta) -> Tensor:
     return out
 
 
-def gated_delta(call: GatedDelta) -> Tensor:
-    """See `onegraph.ops.gated_delta.gated_delta`."""
-    if not supports(call) or not KERNEL.is_built(call.qkv.device.index):
-        from onegraph.ops.gated_delta import gated_delta as op
+def gated_delta(call: GatedDelta) -> Tensor | None:
+    """See `onegraph.ops.gated_delta.gated_delta`; None for what no kernel takes."""
+    if supports(call) and KERNEL.is_built(call.qkv.device.index):
+        return step(call)
+    from onegraph.ops.triton import gated_delta as chunks  # compiled as of its import
 
-        result: Tensor = op.reference(*call)
-        return result
-    return step(call)
+    if call.qkv.shape[1] <= MAX_TOKENS or not chunks.supports(call):
+        return None
+    result: Tensor = chunks.chunk(call)
+    return result
