@@ -3,6 +3,7 @@
 Logits against transformers' are tests of every family (test_llama.py, tests/engine/test_engine_llama.py)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from models import Decoder, hf_model, save_hf
+from onegraph.api.outline import outline
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
@@ -97,8 +99,46 @@ def test_layers_that_share_keys_are_not_in_codes(tmp_path: Path) -> None:
 
 def test_what_shares_keys_is_not_quantized(tmp_path: Path) -> None:
     save_hf("gemma4_e", tmp_path)
-    with pytest.raises(ValueError, match="num_kv_shared_layers\\) cannot be quantized; run it as it is"):
-        LlamaSource(Checkpoint.open(tmp_path))
+    for quantized in (LlamaSource, outline):
+        with pytest.raises(ValueError, match="num_kv_shared_layers\\) cannot be quantized; run it as it is"):
+            quantized(Checkpoint.open(tmp_path))
+
+
+# As transformers' conversion has them.
+WHOLE: dict[str, dict[str, Any]] = {
+    "31B": {"hidden_size": 5376, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4, "attention_k_eq_v": True, "intermediate_size": 21504,
+            "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+    "26B-A4B": {"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+                "num_global_key_value_heads": 2, "attention_k_eq_v": True, "intermediate_size": 2112,
+                "sliding_window": 1024, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
+                "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    "E2B": {"hidden_size": 1536, "num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "intermediate_size": 6144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
+    "E4B": {"hidden_size": 2560, "num_hidden_layers": 42, "num_attention_heads": 8, "num_key_value_heads": 2,
+            "intermediate_size": 10240, "num_kv_shared_layers": 18},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_tensors_of_the_published_sizes(name: str) -> None:
+    """Every tensor that transformers' model of this size has, by name and shape."""
+    import transformers
+
+    config = transformers.Gemma4TextConfig(**WHOLE[name], final_logit_softcapping=30.0)
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(config)
+    theirs = {key: tuple(each.shape) for key, each in model.state_dict().items() if key != "lm_head.weight"}
+    ours = LlamaConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
+    if ours.routed is not None:
+        ours = replace(ours, routed=replace(ours.routed, in_stacks=True))
+    parts = ours.parts
+    found = {f"{key}.weight": size[:2] for key, size in parts.linears.items() if key != "lm_head"}
+    found |= {key: shape for key, (shape, _) in parts.tensors.items()}
+    found |= {key: (stack.experts, stack.n, stack.k) for key, stack in parts.stacks.items()}
+    found[f"{parts.embedding[0]}.weight"] = parts.embedding[1]
+    assert found == theirs
 
 
 def test_the_text_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
