@@ -125,11 +125,11 @@ def test_the_engine_drafts_and_shares_prefixes(variant: str, tmp_path: Path) -> 
     """Drafts change no token, and a prompt's pages serve one that begins alike."""
     hf = save_hf(variant, tmp_path)
     start = tokens(24, 3)
-    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [*start, 7, 8], [*start, 9]]
+    prompts = [[5, 6, 5, 6, 5, 6], [*start, 7, 8], [*start, 9]]
     params = SamplingParams(max_tokens=20)
     sizes: dict[str, Any] = {"max_batch": 2, "max_context": 96, "page_size": 8, "chunk": 16, "capture": False}
     plain = Engine(load(tmp_path), **sizes).generate(prompts, params)
-    engine = Engine(load(tmp_path), **sizes, draft=NgramDrafter)
+    engine = Engine(load(tmp_path), **sizes, draft=NgramDrafter, draft_tokens=3)
     assert engine.generate(prompts, params) == plain
     assert engine.stats.drafted_tokens > 0
     assert engine.generate(prompts, params) == plain, "of pages that are there already"
