@@ -143,6 +143,59 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 11,
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 11,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4_e": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": 11,
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": 131,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -322,6 +375,8 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # memories of 3 to 100 tokens
                 parameter.copy_(torch.randn_like(parameter) - 3.0)
@@ -329,6 +384,8 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))
+            if family == "Gemma4Text" and name.endswith("q_norm.weight"):  # scores of which nothing else is a factor
+                parameter.mul_(0.2)
     return model
 
 

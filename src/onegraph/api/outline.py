@@ -105,8 +105,9 @@ def outline(checkpoint: Checkpoint) -> Outline:
         inner=config.intermediate_size if config.routed is None else max(config.intermediate_size, config.routed.size),
         vocab=config.vocab_size,
         positions=config.max_positions,
-        cached=config.attention_layers
-        * (2 * config.kv_heads * config.head_dim if config.latent is None else config.latent.width),
+        cached=2 * sum(kv_heads * dim for kv_heads, dim in config.cached)
+        if config.latent is None
+        else config.attention_layers * config.latent.width,
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),
         check=lambda checkpoint: Loader(checkpoint, config, torch.float32).check(),

@@ -14,6 +14,7 @@ from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
 from onegraph.models.families import FAMILIES, MISSING, Norms, Traits
 from onegraph.models.fields import Fields, end_of_text, short
+from onegraph.models.heads import Heads
 from onegraph.models.latent_config import Latent
 from onegraph.models.mixers import Mixers, mixers_by_name
 from onegraph.models.parts import Component, Parts, Stack
@@ -21,6 +22,11 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
+PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"  # within a block
+PER_LAYER_OF_MODEL = tuple(
+    f"model.{name}" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+)
+_UNREAD = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window, in configs of Gemma
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
 
@@ -33,7 +39,9 @@ class LlamaConfig:
     that does not rotate. `scale` and `softcap` (0: none) are those of attention scores. `embed_scale` multiplies rows
     of the embedding; `residual_scale` what a sublayer adds; logits are divided by `logits_divisor`, then bounded by
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
-    tokens that end a text. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
+    tokens that end a text. `attention`: the sizes of each layer's heads (`models/heads.py`), of which kv_heads and
+    head_dim are the usual ones. `wide_from`: the layer from which on the MLP has twice the hidden units. `per_layer`:
+    size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
     layers behind the last, or under `mtp.`, that only predict further tokens. `mixers` has one entry a layer: what
     stands in attention's place, None for attention.
     """
@@ -68,6 +76,9 @@ class LlamaConfig:
     drafts: int
     mixers: Mixers
     latent: Latent | None
+    attention: tuple[Heads, ...]
+    wide_from: int
+    per_layer: tuple[int, int]
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -133,11 +144,14 @@ class LlamaConfig:
             out_bias=says(traits.out_bias),
             mlp_bias=says(traits.mlp_bias),
             head_norm=says(traits.head_norm),
-            scale=factor("attention_multiplier", 1.0)
-            if traits.multipliers
-            else scalar**-0.5
-            if latent is None
-            else latent.scale(ropes[0]),
+            scale=traits.score_scale
+            or (
+                factor("attention_multiplier", 1.0)
+                if traits.multipliers
+                else scalar**-0.5
+                if latent is None
+                else latent.scale(ropes[0])
+            ),
             softcap=softcap("attn_logit_softcapping"),
             embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
             residual_scale=factor("residual_multiplier", 1.0),
@@ -152,10 +166,14 @@ class LlamaConfig:
             drafts=_drafts(traits, fields),
             latent=latent,
             mixers=traits.mixers(fields, layers),
+            attention=traits.heads(fields, layers) or (Heads(kv_heads, head_dim),) * layers,
+            wide_from=_wide_from(traits, fields, layers),
+            per_layer=_per_layer(traits, fields),
         )
         fields.check_unread(family)
-        for rope in filter(None, parsed.ropes):
-            rope.turned(head_dim)
+        for rope, each in zip(parsed.ropes, parsed.attention, strict=True):
+            if rope is not None:
+                rope.turned(each.dim)
         return parsed
 
     def held_as(self, shapes: Mapping[str, tuple[int, ...]]) -> "LlamaConfig":
@@ -186,6 +204,15 @@ class LlamaConfig:
         joined = self.traits.joined
         return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
 
+    def qkv_at(self, layer: int) -> tuple[str, ...]:
+        """Those of `qkv` that a layer has."""
+        heads = self.attention[layer]
+        return self.qkv[:1] if heads.source is not None else self.qkv if heads.values else self.qkv[:2]
+
+    def inner_at(self, layer: int) -> int:
+        """Hidden units of a layer's MLP."""
+        return self.intermediate_size * (2 if layer >= self.wide_from else 1)
+
     @property
     def gate_up(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are the MLP's gate and up."""
@@ -207,9 +234,15 @@ class LlamaConfig:
         return found
 
     @property
+    def cached(self) -> list[tuple[int, int]]:
+        """(heads of keys, size of a head) of each layer that attends to keys and values of its own, in order."""
+        layers = zip(self.mixers, self.attention, strict=True)
+        return [(heads.kv_heads, heads.dim) for mixer, heads in layers if mixer is None and heads.source is None]
+
+    @property
     def attention_layers(self) -> int:
-        """How many layers attend: those whose keys and values are cached."""
-        return self.mixers.count(None)
+        """How many layers' keys and values are cached."""
+        return len(self.cached)
 
     @property
     def exact_cache(self) -> str | None:
@@ -218,40 +251,26 @@ class LlamaConfig:
             return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
+        if any(heads.source is not None for heads in self.attention):
+            return "layers that read the keys and values of others"
         return "a bound of attention scores" if self.softcap else None
 
     @property
     def parts(self) -> Parts:
         """What the decoder is made of, by the names of transformers' modules, which files have too."""
-        d, wide, q, kv = (
-            self.hidden_size,
-            self.intermediate_size,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        joined, names = self.traits.joined, self.traits.names
-        queries = 2 * q if self.traits.output_gate else q
-        if self.latent is None:
-            sides = zip(self.qkv, (q + 2 * kv,) if joined else (queries, kv, kv), strict=True)
-            attention = {name: (n, d, self.qkv_bias) for name, n in sides}
-            attention[names.out] = d, q, self.out_bias
-        else:
-            attention = dict(self.latent.linears(d))
-        mlp = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
-        mlp[names.down] = d, wide, self.mlp_bias
+        d = self.hidden_size
         around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
-        inside: dict[str, tuple[Shape, Dtypes]] = {}
-        if self.head_norm or self.traits.whole_norm:
-            both = (self.head_dim, self.head_dim) if self.head_norm else (q, kv)
-            inside = {f"{n}.weight": ((size,), FLOATS) for n, size in zip(names.head_norms, both, strict=True)}
-        inside |= {"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {}
-        inside |= {} if self.latent is None else self.latent.tensors
+        around |= {"layer_scalar": ((1,), FLOATS)} if self.traits.layer_scale else {}
+        if size := self.per_layer[0]:
+            shapes: dict[str, Shape] = dict(zip(PER_LAYER, ((size, d), (d, size), (d,)), strict=True))
+            around |= {f"{name}.weight": (shape, FLOATS) for name, shape in shapes.items()}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
         single: list[str] = []
         for i in range(self.layers):
             prefix, routed, mixer = self.prefix(i), self.routed_at(i), self.mixers[i]
+            attention, inside, mlp = *self._attention_parts(i), self._mlp_parts(i)
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
             if self.latent is not None:
@@ -274,12 +293,44 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
-            tensors=tensors | {self.norm: ((d,), FLOATS)},
+            tensors=tensors | {self.norm: ((d,), FLOATS)} | self._per_layer_parts,
             head=HEAD,
             tied=self.tied,
             components=self._components,
             ignored=self._ignored,
         )
+
+    def _attention_parts(self, layer: int) -> tuple[dict[str, tuple[int, int, bool]], dict[str, tuple[Shape, Dtypes]]]:
+        """Linears and tensors of a layer's attention, by the name within the block."""
+        heads, d, names = self.attention[layer], self.hidden_size, self.traits.names
+        if self.latent is not None:
+            return dict(self.latent.linears(d)), dict(self.latent.tensors)
+        q, kv = self.heads * heads.dim, heads.kv_heads * heads.dim
+        queries = 2 * q if self.traits.output_gate else q
+        sizes = (q + 2 * kv,) if self.traits.joined else (queries, kv, kv)
+        linears = {name: (n, d, self.qkv_bias) for name, n in zip(self.qkv_at(layer), sizes, strict=False)}
+        linears[names.out] = d, q, self.out_bias
+        inside: dict[str, tuple[Shape, Dtypes]] = {}
+        if self.head_norm or self.traits.whole_norm:
+            both = (heads.dim, heads.dim) if self.head_norm else (q, kv)
+            norms = zip(names.head_norms[: 1 if heads.source is not None else 2], both, strict=False)
+            inside = {f"{name}.weight": ((size,), FLOATS) for name, size in norms}
+        return linears, inside | ({"self_attn.sinks": ((self.heads,), FLOATS)} if self.traits.sinks else {})
+
+    def _mlp_parts(self, layer: int) -> dict[str, tuple[int, int, bool]]:
+        """Linears of a layer's MLP, by the name within the block."""
+        d, wide, joined = self.hidden_size, self.inner_at(layer), self.traits.joined
+        found = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
+        return found | {self.traits.names.down: (d, wide, self.mlp_bias)}
+
+    @property
+    def _per_layer_parts(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """Tensors that make what each block has of its own of a token."""
+        size, rows = self.per_layer
+        if not size:
+            return {}
+        shapes = (rows, self.layers * size), (self.layers * size, self.hidden_size), (size,)
+        return {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER_OF_MODEL, shapes, strict=True)}
 
     def _keeps(self, stack: str) -> bool:
         """Whether what onegraph wrote keeps these experts as the source had them: dense, one by one."""
@@ -313,8 +364,12 @@ class LlamaConfig:
         return f"model.layers.{layer}."
 
     def attention_index(self, layer: int) -> int:
-        """The number of a layer among those that attend, by which a cache finds its part."""
-        return self.mixers[:layer].count(None)
+        """The number, among the layers whose keys and values are cached, of the one that a layer reads, by which a cache
+        finds its part."""
+        source = self.attention[layer].source
+        at = layer if source is None else source
+        owners = zip(self.mixers[:at], self.attention[:at], strict=True)
+        return sum(mixer is None and heads.source is None for mixer, heads in owners)
 
     def routed_at(self, layer: int) -> Routed | None:
         """The experts of a layer; None for one with an MLP."""
@@ -327,6 +382,9 @@ class LlamaConfig:
     def _ignored(self, name: str) -> bool:
         spare = range(self.layers, self.layers + self.drafts)
         other = name.startswith("mtp.") or (self.nested and wrapper.is_other(name))
+        borrowed = _UNREAD.match(name)  # what transformers saves of layers that read the keys of others
+        if borrowed is not None and int(borrowed[1]) < self.layers:
+            other = other or self.attention[int(borrowed[1])].source is not None
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
 
 
@@ -355,6 +413,24 @@ def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; rotary embeddings need an even one")
     return heads, kv_heads, hidden, head_dim
+
+
+def _wide_from(traits: Traits, fields: Fields, layers: int) -> int:
+    """See `LlamaConfig`."""
+    if not traits.per_layer or not fields.flag("use_double_wide_mlp"):
+        return layers
+    return layers - fields.integer("num_kv_shared_layers", low=0, high=layers)
+
+
+def _per_layer(traits: Traits, fields: Fields) -> tuple[int, int]:
+    """See `LlamaConfig`."""
+    if not traits.per_layer:
+        return 0, 0
+    fields.read("vocab_size_per_layer_input")
+    if not fields.get("hidden_size_per_layer_input"):
+        return 0, 0
+    size = fields.integer("hidden_size_per_layer_input", high=2**18)
+    return size, fields.integer("vocab_size_per_layer_input", high=2**24)
 
 
 def _inner_size(family: str, fields: Fields) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from onegraph.models import mixers, windows
+from onegraph.models import heads, mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.heads import Heads
 from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
@@ -76,6 +77,10 @@ class Traits:
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
         names: how files call what `norms` does not. eps: the key of the norms' epsilon.
         mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
+        heads: (fields, layers) -> the attention of each layer (`models/heads.py`), None where all are alike.
+        value_norm: RMSNorm without weights of each head of values. score_scale: of attention scores, in place of
+            head_dim to the power of -1/2. layer_scale: a number scales the stream behind each block. per_layer: blocks
+            end with an embedding of the token of their own (`nn.per_layer`).
         output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
         mtp: the key that counts draft layers, which files hold under `mtp.`.
     """
@@ -107,6 +112,11 @@ class Traits:
     names: Names = USUAL
     eps: str = "rms_norm_eps"
     mixers: Callable[[Fields, int], Mixers] = mixers.none
+    heads: Callable[[Fields, int], tuple[Heads, ...] | None] = heads.alike
+    value_norm: bool = False
+    score_scale: float | None = None
+    layer_scale: bool = False
+    per_layer: bool = False
     output_gate: bool = False
     mtp: str | None = None
 
@@ -253,6 +263,32 @@ FAMILIES: dict[str, Traits] = {
         head_norm=True,
         two_ropes=True,
         **_GEMMA,
+    ),
+    "gemma4_text": Traits(
+        defaults={
+            "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 512, "rope_theta": 1e4,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        windows=windows.gemma4,
+        norms=BOTH,
+        gelu=True,
+        scaled_embedding=True,
+        softcaps=True,
+        head_norm=True,
+        two_ropes=True,
+        heads=heads.gemma4,
+        value_norm=True,
+        score_scale=1.0,
+        layer_scale=True,
+        per_layer=True,
+        fixed={"use_bidirectional_attention": ("vision",)},  # images alone attend in both directions
+        **_BIASED,
     ),
     "glm4_moe": Traits(
         defaults={

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, build_block, build_per_layer, norm_weight, rotary_tables
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
@@ -29,6 +29,7 @@ from onegraph.nn.hybrid_cache import HybridCache
 from onegraph.nn.latent import LatentCache
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
+from onegraph.nn.per_layer import PerLayer
 from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
@@ -70,8 +71,10 @@ class Llama(nn.Module):
         fused: bool = True,
         peer: Peer | None = None,
         head_unit: int | None = None,
+        per_layer: PerLayer | None = None,
     ) -> None:
         super().__init__()
+        self.per_layer = per_layer
         self.peer, self.head_unit = peer, head_unit
         self.config, self.dtype, self.max_context, self.fused = config, dtype, max_context, fused
         self.embed = embed
@@ -147,6 +150,7 @@ class Llama(nn.Module):
                 fused=fused,
                 peer=peer,
                 head_unit=unit,
+                per_layer=build_per_layer(loader, config, device),
             )
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
@@ -183,8 +187,9 @@ class Llama(nn.Module):
     ) -> Stream:
         """All blocks, which are the only stage. taps: those blocks that are keys get the residual stream behind them
         [B, Q, D]; what is computed besides is the same."""
+        own = [None] * len(self.blocks) if self.per_layer is None else self.per_layer(tokens, stream.value).unbind(2)
         for i, block in enumerate(self.blocks):
-            stream = block(stream, cache)
+            stream = block(stream, cache, own[i])
             if taps is not None and i in taps:
                 taps[i] = stream.total()
         return stream
@@ -229,13 +234,15 @@ class Llama(nn.Module):
                 "cache in the model's dtype"
             )
         kv = self.settled(kv)
-        first, last = share_of(self.peer).span(self.config.kv_heads)
+        spans = ((share_of(self.peer).span(kv_heads), dim) for kv_heads, dim in self.config.cached)
+        shapes = [(last - first, dim) for (first, last), dim in spans]
         sizes: dict[str, Any] = {
-            "layers": self.config.attention_layers,
+            "layers": len(shapes),
             "pages": pages,
             "page_size": page_size,
-            "kv_heads": last - first,
-            "head_dim": self.config.head_dim,
+            "kv_heads": shapes[0][0],
+            "head_dim": shapes[0][1],
+            "shapes": shapes,
             "rows": rows,
             "pages_per_row": pages_per_row,
             "device": self.device,

@@ -50,7 +50,7 @@ class DraftConfig(LlamaConfig):
         quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
         alone = {
             "layers": 1, "windows": (0,), "ropes": (rope,), "mixers": (None,), "routed": routed,
-            "quantization": quantization,
+            "quantization": quantization, "attention": config.attention[:1],
         }  # fmt: skip
         made = cls(**{field.name: getattr(config, field.name) for field in fields(config)} | alone)
         found = made.held_as(shapes)

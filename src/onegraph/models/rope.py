@@ -1,4 +1,4 @@
-"""Rotary position tables: default, linear, llama3 and YaRN scaling, from either form in which config.json states them.
+"""Rotary position tables: default, linear, llama3, YaRN and proportional scaling, from either form in which config.json states them.
 
 Computed in float32 step by step as transformers does, since that is how the models were trained: at position 10⁵ the
 float32 rounding of position * frequency is itself 3e-3 rad.
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from onegraph.models.fields import number
 
-TYPES = ("default", "linear", "llama3", "yarn")
+TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 _KEYS = {
     "default": {"factor"},  # some configs carry a factor that the default type does not read
     "linear": {"factor"},
+    "proportional": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor",
@@ -99,6 +100,7 @@ class Rope:
                 f"{where} has the rope type {kind!r}, which is not supported; supported: {', '.join(TYPES)}"
             )
         inside = parameters.get("partial_rotary_factor")
+        partial = 1.0 if kind == "proportional" and partial is None else partial
         if partial is None and inside not in (None, 1, 1.0):
             raise ValueError(f"{where}.partial_rotary_factor is {inside!r}; only full rotary embeddings are supported")
 
@@ -135,6 +137,8 @@ class Rope:
         if type(original) is not int or not 1 <= original <= 2**24:
             raise ValueError(f"{where}.original_max_position_embeddings is {original!r}; it must be an integer from 1")
         factor = value("factor", max(1.0, max_positions / original), 1.0, 1e6)
+        if kind == "proportional":
+            return cls(kind=kind, theta=theta, factor=value("factor", 1.0, 1.0, 1e6), partial=part, **more)
         if kind == "linear":
             return cls(kind=kind, theta=theta, factor=factor, partial=part, **more)
         if kind == "llama3":
@@ -174,6 +178,8 @@ class Rope:
         plain = 1.0 / self.theta ** (torch.arange(0, dim, 2).float() / dim)
         if self.kind == "linear":
             return plain / self.factor
+        if self.kind == "proportional":  # Gemma 4: the first pairs of the whole head turn, each half a head apart
+            return plain.masked_fill(torch.arange(dim // 2) >= int(self.partial * dim // 2), 0.0) / self.factor
         if self.kind == "llama3":
             # Llama 3.1: wavelengths beyond original / low_freq are stretched, those below original / high_freq kept.
             turns = self.original / (2 * math.pi / plain)
@@ -196,7 +202,7 @@ class Rope:
 
     def turned(self, dim: int) -> int:
         """How many of the coordinates of a head rotate, the first ones. Raises ValueError where they are no pairs."""
-        size = int(dim * self.partial)
+        size = dim if self.kind == "proportional" else int(dim * self.partial)
         if size < 2 or size % 2:
             raise ValueError(f"partial_rotary_factor {self.partial} of head_dim {dim} is {size}; it must be even")
         if self.sections and sum(self.sections) != size // 2:

@@ -16,7 +16,7 @@ from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import GeGLU, SwiGLU
 from onegraph.ops.route import check_groups
 
 # Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
@@ -37,7 +37,11 @@ _NAMES = {
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_5_moe_text": _USUAL,
     "qwen3_next": _USUAL,
+    "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
 }
+# Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
+BESIDE_NORMS = "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
+ROUTED_IN = "pre_feedforward_layernorm_2"
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
@@ -46,20 +50,11 @@ _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts
 _DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
 _GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
 _SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
-_SPARSE = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl_moe_text",
-)  # decoder_sparse_step and mlp_only_layers say which layers have them
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", *_DEEPSEEK  # whose experts have a size of their own
-_ASKED = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    *_DEEPSEEK,
-    "olmoe",
-)  # whose config says whether weights are normalised; in others they are
+# decoder_sparse_step and mlp_only_layers say which layers have experts
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
+# whose config says whether weights are normalised; in others they are
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -98,6 +93,7 @@ class Routed:
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
         in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5). turned: it
             lies [E, k, n] (Qwen3-VL-MoE as published).
+        beside: a block's MLP is the shared expert, with norms of its own (`nn.moe.Beside`, Gemma 4).
     """
 
     family: str
@@ -106,20 +102,26 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
-    gate: SwiGLU
+    gate: SwiGLU | GeGLU
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
     in_stacks: bool = False
     turned: bool = False
+    beside: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
+        beside = family == "gemma4_text"
+        if beside and not fields.flag("enable_moe_block"):
+            fields.read("num_experts", "top_k_experts", "moe_intermediate_size")
+            return None
         count, glm = _count(family, fields), family in _DEEPSEEK
-        top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
+        top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
+        gate: SwiGLU | GeGLU = GeGLU() if beside else SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
@@ -147,6 +149,7 @@ class Routed:
             if family == "minimax_m2"
             else None,
             shared=_shared(family, fields),
+            beside=beside,
         )
 
     @property
@@ -209,6 +212,9 @@ class Routed:
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
         shapes |= {self.correction: (self.count,)} if self.sigmoid else {}
         shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
+        if self.beside:
+            shapes |= {"router.scale": (hidden,), "router.per_expert_scale": (self.count,)}
+            shapes |= {f"{name}.weight": (hidden,) for name in (*BESIDE_NORMS, ROUTED_IN)}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
@@ -239,7 +245,7 @@ class Routed:
         }
         if self.shared is not None:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
-            found["shared expert"] = Component(paths, r"mlp\.shared_experts?\.(gate|up|down)_proj$")
+            found["shared expert"] = Component(paths, rf"{re.escape(self.shared.name)}\.(gate|up|down)_proj$")
         return found
 
 
@@ -260,6 +266,8 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 
 
 def _shared(family: str, fields: Fields) -> Shared | None:
+    if family == "gemma4_text":
+        return Shared("mlp", fields.integer("intermediate_size", high=2**22), False)
     if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
     if family in _DEEPSEEK:

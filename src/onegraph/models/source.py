@@ -42,6 +42,11 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = config_of(checkpoint)
+        if self.parsed.per_layer[0] or any(each.source is not None for each in self.parsed.attention):
+            raise ValueError(
+                f"{checkpoint.path}: {self.parsed.model_type} with embeddings or keys and values that several layers "
+                "share (hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
+            )
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
@@ -105,7 +110,7 @@ class LlamaSource:
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
         mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
-        sides, out = (self.parsed.qkv, names.out) if mixer is None else (mixer.inputs, mixer.out)
+        sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
         attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
         if latent is not None:
             modules = {"q_b": block.qkv, "kv_b": block.attention}
@@ -189,7 +194,7 @@ def block_shapes(
         else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
     behind = () if config.latent is None else config.latent.behind
-    front = (*config.qkv, *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
+    front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
     names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)

@@ -79,6 +79,13 @@ def five_of_six(fields: Fields, layers: int) -> tuple[int, ...]:
     return _but_each(fields, layers, every)
 
 
+def gemma4(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All but each sixth layer, or as layer_types says, and never the last (Gemma 4)."""
+    kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % 6 else FULL for i in range(layers)]
+    kinds = [*kinds[:-1], FULL]
+    return _of(kinds, _needed(fields, kinds))
+
+
 def three_of_four(fields: Fields, layers: int) -> tuple[int, ...]:
     """All but each fourth layer, or as layer_types says (OLMo 3)."""
     return _but_each(fields, layers, 4)

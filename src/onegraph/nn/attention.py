@@ -7,7 +7,7 @@ that call and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,8 @@ class Attention(nn.Module):
         scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
         gated: each query has a gate of head_dim behind it, so that qkv [B, Q, (2 heads + 2 kv_heads) * head_dim] begins
             with query 0, gate 0, query 1, ...; what a head gives is multiplied by its gate's sigmoid (Qwen3.5).
+        borrows: it has queries alone and attends to the keys and values of the layer that is `index` (Gemma 4 E2B);
+            lends: it is such a layer.
 
     Attributes:
         chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
@@ -77,10 +79,13 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         gated: bool = False,
+        borrows: bool = False,
+        lends: bool = False,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
         self.eps, self.window, self.softcap, self.gated = eps, window, softcap, gated
+        self.borrows, self.lends = borrows, lends
         self.scale = head_dim**-0.5 if scale is None else scale
         self.chained = 0
         self.register_buffer("q_norm", q_norm)
@@ -117,7 +122,7 @@ class PagedCache(SequenceState):
     and never passes a number. Page 0 is the sentinel that no sequence may own: padding is written there.
 
     Attributes:
-        keys, values: per layer [pages, page_size, kv_heads, head_dim].
+        keys, values: per layer [pages, page_size, kv_heads, head_dim], whose last two may be another layer's own.
         block_table: int32 [rows, pages_per_row], zeros at first.
         positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
             a call brings are real. A row that holds no sequence has count 0.
@@ -141,7 +146,10 @@ class PagedCache(SequenceState):
         device: torch.device | str,
         dtype: torch.dtype,
         fused: bool = True,
+        shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        """shapes: (kv heads, head_dim) of each layer, where they differ from one another."""
+        shapes = [(kv_heads, head_dim)] * layers if shapes is None else shapes
         for name, value in (
             ("layers", layers),
             ("page_size", page_size),
@@ -152,14 +160,15 @@ class PagedCache(SequenceState):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if pages < 2:
             raise ValueError(f"pages is {pages}; it must be at least 2, since page 0 is the sentinel")
-        shape = (pages, page_size, kv_heads, head_dim)
         self.page_size, self.fused = page_size, fused
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        sizes = [(pages, page_size, *shape) for shape in shapes]
+        self.keys = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
+        self.values = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
         self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
         self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
-        self.tickets = torch.zeros(rows, kv_heads, device=device, dtype=torch.int32)
+        most = max(shape[0] for shape in shapes)
+        self.tickets = torch.zeros(rows, most, device=device, dtype=torch.int32)
 
     @property
     def pages(self) -> int:
@@ -204,7 +213,7 @@ class PagedCache(SequenceState):
     def _attend(self, a: Attention, qkv: Tensor, gated: bool) -> Tensor:
         keys, values = self.keys[a.index], self.values[a.index]
         qkv = a.scaled(qkv, self.positions)
-        if self.fused and qkv.shape[1] <= MAX_TOKENS:
+        if self.fused and qkv.shape[1] <= MAX_TOKENS and not a.borrows:
             early = qkv.shape[:2].numel() <= a.chained
             out: Tensor = paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
@@ -221,7 +230,11 @@ class PagedCache(SequenceState):
 
 
 class CausalAttention:
-    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
+    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]. Keys and values that
+    other layers read too are kept until the next sequences come."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, attention: Any, *inputs: Tensor) -> Tensor:
         if not isinstance(attention, Attention):
@@ -234,10 +247,11 @@ class CausalAttention:
         batch, length, _ = qkv.shape
         qkv = a.scaled(qkv)
         heads = qkv.view(batch, length, -1, a.head_dim)
-        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), dim=2)
+        own = 0 if a.borrows else a.kv_heads
+        q, k, v = heads.split((a.heads, own, own), dim=2)
         if a.q_norm is not None and a.k_norm is not None:
             q = rms_norm(q.contiguous(), a.q_norm, a.eps)
-            k = rms_norm(k.contiguous(), a.k_norm, a.eps)
+            k = k if a.borrows else rms_norm(k.contiguous(), a.k_norm, a.eps)
         if a.cos is not None and a.sin is not None:
             if length > a.cos.shape[0]:
                 raise ValueError(
@@ -245,6 +259,9 @@ class CausalAttention:
                 )
             cos, sin = a.cos[:length].unsqueeze(1), a.sin[:length].unsqueeze(1)
             q, k = (rotate_half(t.float(), cos, sin).to(t.dtype) for t in (q, k))
+        if a.lends:
+            self._lent[a.index] = k, v
+        k, v = self._lent[a.index] if a.borrows else (k, v)
         mask = None
         if 0 < a.window < length:
             step = torch.arange(length, device=qkv.device)

@@ -182,6 +182,11 @@ class RopeCacheWrite(Heads):
     heads: int
     slots: Tensor | None = None
 
+    @property
+    def queries_alone(self) -> bool:
+        """Whether qkv has neither keys nor values."""
+        return self.qkv.shape[2] == self.heads * self.k_cache.shape[3]
+
 
 @dataclass(eq=False)
 class PagedAttention(Call):

@@ -42,8 +42,10 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 
 // A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
 // are. Chunks i and i + TURNS are half of what rotates apart. `weight` [DIM]: of 16 bits with NORM 1, float32 with NORM 2.
+// load(i) is called before angles 2 i and 2 i + 1 are used.
+template <class Load>
 __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, float eps, const float4 (&cosine)[2 * TURNS],
-                                     const float4 (&sine)[2 * TURNS]) {
+                                     const float4 (&sine)[2 * TURNS], const Load& load) {
   if (!NORM && !ROPE) return;
   const int t = threadIdx.x % 4;
   float gain = 1.f;
@@ -58,25 +60,24 @@ __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, floa
     for (int o = 1; o < 4; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
     gain = rsqrtf(squares / DIM + eps);
   }
-  struct Weights { float2 x, y, z, w; };                           // of a chunk
+  struct Weights { uint4 narrow, wide[2]; };                       // of a chunk, as NORM says
   auto weights = [&](int i) {
-    Weights f = {};
-    if (NORM == 1) {
-      const uint4 v = ((const uint4*)weight)[i * 4 + t];
-      f = {widen(v.x), widen(v.y), widen(v.z), widen(v.w)};
-    } else if (NORM == 2) {
-      const float4 a = ((const float4*)weight)[(i * 4 + t) * 2], b = ((const float4*)weight)[(i * 4 + t) * 2 + 1];
-      f = {make_float2(a.x, a.y), make_float2(a.z, a.w), make_float2(b.x, b.y), make_float2(b.z, b.w)};
+    Weights w = {x[i], {}};
+    if (NORM == 1) w.narrow = ((const uint4*)weight)[i * 4 + t];
+    if (NORM == 2) w.wide[0] = ((const uint4*)weight)[(i * 4 + t) * 2], w.wide[1] = ((const uint4*)weight)[(i * 4 + t) * 2 + 1];
+    return w;
+  };
+  auto of_pair = [&](const Weights& w, int k) {
+    if (NORM == 1) return widen(k < 2 ? k ? w.narrow.y : w.narrow.x : k > 2 ? w.narrow.w : w.narrow.z);
+    const uint4& v = w.wide[k / 2];
+    return make_float2(__uint_as_float(k % 2 ? v.z : v.x), __uint_as_float(k % 2 ? v.w : v.y));
+  };
+  auto turn2 = [&](u32& lower, u32& upper, const Weights& w, const Weights& w2, int k, float c0, float c1, float s0, float s1) {
+    float2 a = widen(lower), b = widen(upper);
+    if (NORM) {
+      const float2 f = of_pair(w, k), f2 = of_pair(w2, k);
+      a.x *= gain * f.x, a.y *= gain * f.y, b.x *= gain * f2.x, b.y *= gain * f2.y;
     }
-    return f;
-  };
-  auto scaled = [&](u32 pair, float2 f) {
-    float2 a = widen(pair);
-    if (NORM) a.x *= gain * f.x, a.y *= gain * f.y;
-    return a;
-  };
-  auto turn2 = [&](u32& lower, u32& upper, float2 f, float2 f2, float c0, float c1, float s0, float s1) {
-    const float2 a = scaled(lower, f), b = scaled(upper, f2);
     if (ROPE) {
       lower = narrow(a.x * c0 - b.x * s0, a.y * c1 - b.y * s1);
       upper = narrow(b.x * c0 + a.x * s0, b.y * c1 + a.y * s1);
@@ -86,23 +87,29 @@ __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, floa
   };
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
+    load(i);
     const float4 c = cosine[2 * i], d = cosine[2 * i + 1], e = sine[2 * i], f = sine[2 * i + 1];
     const Weights w = weights(i), w2 = weights(i + TURNS);
-    turn2(x[i].x, x[i + TURNS].x, w.x, w2.x, c.x, c.y, e.x, e.y);
-    turn2(x[i].y, x[i + TURNS].y, w.y, w2.y, c.z, c.w, e.z, e.w);
-    turn2(x[i].z, x[i + TURNS].z, w.z, w2.z, d.x, d.y, f.x, f.y);
-    turn2(x[i].w, x[i + TURNS].w, w.w, w2.w, d.z, d.w, f.z, f.w);
+    turn2(x[i].x, x[i + TURNS].x, w, w2, 0, c.x, c.y, e.x, e.y);
+    turn2(x[i].y, x[i + TURNS].y, w, w2, 1, c.z, c.w, e.z, e.w);
+    turn2(x[i].z, x[i + TURNS].z, w, w2, 2, d.x, d.y, f.x, f.y);
+    turn2(x[i].w, x[i + TURNS].w, w, w2, 3, d.z, d.w, f.z, f.w);
   }
   if (!NORM) return;
 #pragma unroll
   for (int i = 2 * TURNS; i < STEPS; i++) {                        // what does not rotate
     const Weights w = weights(i);
-    auto keep = [&](u32& pair, float2 f) {
-      const float2 a = scaled(pair, f);
-      pair = narrow(a.x, a.y);
+    auto keep = [&](u32& pair, int k) {
+      const float2 a = widen(pair), f = of_pair(w, k);
+      pair = narrow(a.x * gain * f.x, a.y * gain * f.y);
     };
-    keep(x[i].x, w.x), keep(x[i].y, w.y), keep(x[i].z, w.z), keep(x[i].w, w.w);
+    keep(x[i].x, 0), keep(x[i].y, 1), keep(x[i].z, 2), keep(x[i].w, 3);
   }
+}
+
+__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, float eps, const float4 (&cosine)[2 * TURNS],
+                                     const float4 (&sine)[2 * TURNS]) {
+  turn(x, weight, eps, cosine, sine, [](int) {});
 }
 
 #if PORTABLE

@@ -145,15 +145,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   const bool queries = warp < SETS, keys = holds && warp == SETS;
   const int column = 8 * warp + g, token = queries ? begin + column / GROUP : g;
   const bool there = token < TOKENS && (keys || (queries && column < COLUMNS));
+  constexpr bool AHEAD = TURNS <= 4;                               // registers hold all angles, which are read before the wait
   float4 cosine[2 * TURNS], sine[2 * TURNS];
-  if (queries || keys) {
-    const size_t turned = (size_t)min(max(position + token, 0), p.max_position) * TURN_STRIDE;
+  auto turned_at = [&]() { return (size_t)min(max(position + token, 0), p.max_position) * TURN_STRIDE; };
+  auto angle = [&](size_t turned, int i) {
+    const size_t chunk = turned + (4 * (i / 2) + t) * 8 + i % 2 * 4;
+    cosine[i] = sine[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (ROPE) cosine[i] = *(const float4*)(p.cos + chunk), sine[i] = *(const float4*)(p.sin + chunk);
+  };
+  if (AHEAD && (queries || keys)) {
+    const size_t turned = turned_at();
 #pragma unroll
-    for (int i = 0; i < 2 * TURNS; i++) {
-      const size_t chunk = turned + (4 * (i / 2) + t) * 8 + i % 2 * 4;
-      cosine[i] = sine[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (ROPE) cosine[i] = *(const float4*)(p.cos + chunk), sine[i] = *(const float4*)(p.sin + chunk);
-    }
+    for (int i = 0; i < 2 * TURNS; i++) angle(turned, i);
   }
 #if !PORTABLE
   if (SIZE > 1) all_begun();                                       // so that their memory can be written
@@ -177,7 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   if (at < tiles) issue(true, place, start);                       // behind q, which would be late behind them
   commit();
   if (queries || keys) {
-    turn(x, keys ? p.k_norm : p.q_norm, p.eps, cosine, sine);
+    turn(x, keys ? p.k_norm : p.q_norm, p.eps, cosine, sine, [&](int i) {
+      if (!AHEAD) __syncwarp(), angle(turned_at(), 2 * i), angle(turned_at(), 2 * i + 1);  // no load comes earlier
+    });
 #pragma unroll
     for (int i = 0; i < STEPS; i++) (keys ? own_spot(false, g, i * 4 + t) : s.q[warp][g][(i * 4 + t) ^ g % 2 * 4]) = x[i];
     if (keys && there && writes && slice == 0 && real(token)) {

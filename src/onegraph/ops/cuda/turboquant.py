@@ -30,7 +30,7 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
-    example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0, "TURNED": 128, "WIDE": 0},
+    example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0, "TURNED": 128, "NORM32": 0},
     otherwise="Triton's writes TurboQuant codes",
 )
 
@@ -53,7 +53,7 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
     defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group}
     defines |= {"SCALE": SCALES[kind], "DTYPE": DTYPES[qkv.dtype], "TURNED": dim if cos is None else 2 * cos.shape[1]}
-    defines["WIDE"] = int(q_norm is not None and q_norm.dtype == torch.float32)
+    defines["NORM32"] = int(q_norm is not None and q_norm.dtype == torch.float32)
     launch(
         KERNEL, defines, Launch((kv_heads, tokens, 1), dim * 2),
         qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,

@@ -4,7 +4,7 @@
 
 constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
 constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
-constexpr bool EVEN = PARTS * PART == DIM && PARTS * DIM == MERGERS * 64;  // every thread has rows, all of them there
+constexpr bool EVEN = DIM % PARTS == 0 && MERGERS * 32 % (DIM / 2) == 0;  // no thread has rows past the last
 // Part of the rotation, of a thread. No kernel of a step writes it: it may be read ahead.
 constexpr int TURNS = DTYPE < 2 ? PART : 1;
 __device__ __forceinline__ void load_rotation(const Arguments& p, u32 (&rotation)[TURNS]) {

@@ -7,15 +7,15 @@
 // How codes are packed: formats/turboquant_layout.py.
 //
 // Set when compiled: DIM, KBITS, VBITS, GROUP (queries of a kv head, up to 16), SCALE (0 norm, 1 matched, 2 unbiased),
-// DTYPE (0 bfloat16, 1 float16), TURNED (coordinates that rotate, the first ones), WIDE (1: norms are float32).
+// DTYPE (0 bfloat16, 1 float16), TURNED (coordinates that rotate, the first ones), NORM32 (1: norms are float32).
 
 #include "turboquant_common.cuh"
 #include "turboquant_quantize.cuh"
 
 struct Arguments {
   const u16* qkv;           // [tokens, (GROUP + 2) kv_heads, DIM]
-  const void* q_norm;       // [DIM] or null
-  const void* k_norm;
+  const u16* q_norm;        // [DIM] or null; with NORM32 of float32
+  const u16* k_norm;
   const float* cos;         // [max_position + 1, TURNED / 2] or null
   const float* sin;
   const int* positions;     // [batch]
@@ -38,8 +38,8 @@ constexpr int PAIRS = (DIM + 63) / 64;                   // of coordinates, of a
 constexpr int BLOCK_BYTES = 2 * DIM * (KBITS + VBITS) + 64;
 
 // The two coordinates of pair d: half of what rotates apart, or half of the rest.
-__device__ __forceinline__ int lower_of(int d) { return d < TURNED / 2 ? d : d + TURNED / 2; }
-__device__ __forceinline__ int upper_of(int d) { return d + (d < TURNED / 2 ? TURNED / 2 : DIM / 2); }
+__device__ __forceinline__ int lower_of(int d) { return TURNED == DIM || d < TURNED / 2 ? d : d + TURNED / 2; }
+__device__ __forceinline__ int upper_of(int d) { return d + (TURNED == DIM || d < TURNED / 2 ? TURNED / 2 : DIM / 2); }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const __grid_constant__ Arguments p) {
   __shared__ __align__(16) u16 vectors[TILES * 16][DIM + 8];
@@ -94,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
       const int d = lane + 32 * i;
       if (d >= DIM / 2) continue;
       if (turns && p.q_norm) {
-        const void* weight = r < GROUP ? p.q_norm : p.k_norm;
-        auto at = [&](int c) { return WIDE ? ((const float*)weight)[c] : widen(((const u16*)weight)[c]); };
+        const u16* weight = r < GROUP ? p.q_norm : p.k_norm;
+        auto at = [&](int c) { return NORM32 ? ((const float*)weight)[c] : widen(weight[c]); };
         low[i] *= gain * at(lower_of(d)), high[i] *= gain * at(upper_of(d));
       }
       if (turns) {

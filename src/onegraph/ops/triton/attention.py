@@ -105,7 +105,8 @@ def rope_cache_write(call: RopeCacheWrite) -> Tensor:
     turned = 2 * cos.shape[1] if rope else dim
     given = (call.counts, table, call.positions) if paged else (call.positions, call.positions, slots)
     with on_device(qkv):
-        _rope_cache_write[(batch * length, call.heads + 2 * kv_heads)](
+        vectors = call.heads if call.queries_alone else call.heads + 2 * kv_heads
+        _rope_cache_write[(batch * length, vectors)](
             qkv, call.q_norm if norm else qkv, call.k_norm if norm else qkv, call.eps,
             cos if rope else qkv, sin if rope else qkv, call.positions, *given, call.k_cache, call.v_cache, out,
             length, row_stride(qkv), cos.stride(0) if rope else 0, table.stride(0) if paged else 0,
