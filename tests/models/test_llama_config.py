@@ -9,6 +9,7 @@ import torch
 from models import SIZES, save_hf
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.config import LlamaConfig
+from onegraph.models.families import FAMILIES
 from onegraph.models.llama import Llama
 from onegraph.models.rope import Rope
 
@@ -24,8 +25,7 @@ def parse(**changes: Any) -> LlamaConfig:
 REFUSED = [
     (
         {"model_type": "gemma"},
-        "model_type 'gemma' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
-        "gpt_oss, gemma2, gemma3_text, glm4_moe, qwen2_moe, olmoe, olmo2, phi3, granite, gemma3",
+        f"model_type 'gemma' is not supported; supported: {', '.join(FAMILIES)}$",
     ),
     ({"model_type": None}, "model_type None"),
     ({"model_type": ["llama"]}, "model_type \\['llama'\\]"),

@@ -34,12 +34,14 @@ from onegraph.ops import (  # noqa: E402, F401
     e8p_experts,
     embedding,
     hadamard,
+    latent_attention,
     linear,
     norm,
     recent_attention,
     route,
     sampling,
     shaping,
+    short_conv,
     step,
     turboquant,
 )
@@ -69,7 +71,7 @@ EXTRA = {
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context", "many_rows"}
 HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
-HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index"}
+HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index", "v3", "v3_long"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
 HEAVY |= {"1 tokens, 2 of 4, 1088x640@2 with biases", "3 tokens, 2 of 5, 576x256@3"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}

@@ -31,6 +31,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import Split, load_decoder, packable, parse_config
+from onegraph.models.wrapper import skipped
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -74,7 +75,8 @@ class LLM:
 
     Attributes:
         dtype: of activations. weights: what the linears of blocks are held in, where they are not in codes: the name of
-            that dtype, or "int8".
+            that dtype, or "int8". skipped: tensors of other modalities and of layers that predict further tokens, which
+            are not read, counted by module.
 
     Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
 
@@ -126,6 +128,7 @@ class LLM:
         setting = None if kv == "fp8" else parse_kv(kv)
         with Checkpoint.open(located.path) as checkpoint:
             config = parse_config(checkpoint.config)
+            self.skipped = skipped(checkpoint.names)
             self.dtype, held = pick_precision(
                 dtype, self.device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
             )

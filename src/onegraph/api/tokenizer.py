@@ -52,7 +52,9 @@ class Tokenizer:
             self._special: dict[str, int] = self._cage.start()  # control tokens
         except CageError as error:
             raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
-        self.vocab_size = checkpoint.config.get("vocab_size")
+        inside = checkpoint.config.get("text_config")  # of a multimodal model
+        told = inside if isinstance(inside, dict) else checkpoint.config
+        self.vocab_size = told.get("vocab_size", checkpoint.config.get("vocab_size"))
         self._settings = self._object(checkpoint, "tokenizer_config.json")
         self.template = self._find_template(checkpoint)
         self.stops = self._find_stops(checkpoint)

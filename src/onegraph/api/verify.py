@@ -20,7 +20,7 @@ from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint, absent
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
 from onegraph.formats.fused import stack_names
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert; w1 is a name
@@ -200,7 +200,7 @@ class _Work:
     def _loader(self, checkpoint: Checkpoint) -> Loader | None:
         """The checkpoint as layers, None where it does not fit its config or is of another family."""
         try:
-            config = parse_config(checkpoint.config)
+            config = checkpoint_config(checkpoint)
         except ValueError as error:
             self.unchecked.append(f"shapes and scales, since onegraph cannot run this model: {error}")
             return None

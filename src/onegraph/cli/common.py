@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -280,6 +280,13 @@ class PlainBar:
         self.mark = self.printed, self.n
         with contextlib.suppress(OSError, ValueError):  # a stderr that cannot be written stops nothing
             print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
+
+
+def tell_skipped(skipped: Mapping[str, int]) -> None:
+    """Say which tensors of the checkpoint are not read: those of images and audio, and layers that predict further."""
+    if skipped:
+        parts = ", ".join(f"{module} ({count})" for module, count in skipped.items())
+        print(f"text only: {sum(skipped.values())} tensors are skipped: {parts}", file=sys.stderr)
 
 
 def tell_exact_layers(asked: str, settled: str) -> None:

@@ -108,7 +108,7 @@ class _Live(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return self.storages.of(tensor, phase, index) if tensor.is_cuda else None
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
         self.before = before
         self.versions = {f"input {path}": _version(t) for path, t in leaves.items()}
         self.versions |= {name: _version(t) for name, t in before.tensors.items()}
