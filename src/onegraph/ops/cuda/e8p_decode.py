@@ -25,8 +25,8 @@ TURNED, WEIGHTS = 544, 1024  # bytes of a token's slice and of in_scale's, in e8
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
 # them (docs/log.md). Of more than 4 tokens two at most.
 DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
-# Part of a GPU's SMs that clusters may take. On an H200 40 clusters of three blocks, which fit at once, took 18.4 us for
-# 17408 -> 5120 at 2 bits, 20 clusters of five 10.0; for 6144 -> 5120 40 of three took 7.7, 40 of two 5.3 (docs/log.md).
+# Part of a GPU's SMs that clusters may take. At 2 bits on an H200 17408 -> 5120 took 18.4 us by 40 clusters of three
+# blocks, which fit at once, and 10.0 by 20 of five; 6144 -> 5120 7.7 by 40 of three and 5.3 by 40 of two (docs/log.md).
 MOST_SMS = 0.85
 # Row tiles that a warp takes at a time, where its number of them allows it, by bits; one of more than 4 tokens.
 GROUP = {2: 2, 3: 1, 4: 1}
