@@ -75,7 +75,16 @@ class Fuzzer:
         ]  # fmt: skip
 
     def quick(self) -> list[object]:
-        return ["--calibration", self.text, "--tokens", "128", "--sequence", "64", "--recipe", "quick"]
+        return [
+            "--calibration",
+            self.text,
+            "--num-calibration-tokens",
+            "128",
+            "--calibration-seq-len",
+            "64",
+            "--recipe",
+            "quick",
+        ]
 
     # Each kind prepares `work` and returns a command line.
 

@@ -56,7 +56,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starlette]:
     path = tiny.write_model(tmp_path_factory.mktemp("tools") / "tiny", tiny.CONFIG | {"max_position_embeddings": 1024})
     settings = json.loads((path / "tokenizer_config.json").read_text())
     (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": QWEN}))
-    with LLM(path, max_batch=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
+    with LLM(path, max_num_seqs=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
         worker.start()
         yield Server(worker, Settings(name="tiny", origins=("http://page",))).app()

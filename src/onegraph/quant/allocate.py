@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-# Squared error of the codebook, by rate, relative to unit variance (docs/quality.md); 16 keeps a layer.
+# Squared error of the codebook, by rate, relative to unit variance (docs/benchmarks/quality.md); 16 keeps a layer.
 ERROR = {2: 0.0916, 3: 0.0296, 4: 0.0079, 16: 0.0}
 STEPS = 1 << 14  # of a budget that has no common unit
 
 
 @dataclass(frozen=True)
 class Option:
-    """Rates by layer, what they cost (bits) and what they lose (KL, nats a token)."""
+    """Rates by layer, what they cost (bits) and what they lose (KL, nats per token)."""
 
     rates: Mapping[str, int]
     cost: int

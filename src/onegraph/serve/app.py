@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onegraph.api.completion import copies
 from onegraph.engine.arguments import ArgumentError
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.protocol import Asked, Refused, parse
@@ -146,7 +146,7 @@ class Server:
 
     def _card(self) -> dict[str, Any]:
         about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
-        return about | {"max_model_len": self.worker.llm.max_context}
+        return about | {"max_model_len": self.worker.llm.max_model_len}
 
     def _check_name(self, name: str | None) -> None:
         if name != self.settings.name:
@@ -221,20 +221,21 @@ class Server:
                     f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
                 )
             stops = () if asked.ignore_eos else sorted(llm.tokenizer.stops)
-            base = SamplingParams(stop=stops, **asked.sampling)
+            base = llm.sampling_defaults.fill(SamplingParams(stop=stops, **asked.sampling))
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
-                for params in copies(base)
+                for params in copies(base, llm.random)
             ]
             return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except ValueError as error:  # a TemplateError or CheckpointError, too
             raise Refused(str(error), param=_field(_named(error), asked, name)) from None
 
     def _length(self, asked: Asked, prompt: list[int]) -> int:
-        context = self.worker.llm.max_context
+        context = self.worker.llm.max_model_len
         room = context - len(prompt)
-        wanted = asked.max_tokens or max(room, 1)
+        most = room if asked.messages is not None else min(ANSWER, room)
+        wanted = asked.max_tokens or max(most, 1)
         if wanted > room:
             cure = (
                 f"lower max_tokens to {room}, or shorten the prompt"

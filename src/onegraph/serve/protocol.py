@@ -18,7 +18,6 @@ MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of 
 MAX_DIGITS = 1000  # of an integer
 PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
-DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
 
 
 class Refused(Exception):
@@ -143,7 +142,7 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
         sampling=sampling,
-        max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
+        max_tokens=length,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
@@ -261,7 +260,7 @@ def _is_flag(value: Json) -> bool:
 
 def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     """Fields of SamplingParams."""
-    found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    found = {name: fields[name] for name in _SAMPLING if name in fields}
     if found.get("top_k") == -1:  # vLLM's word for all tokens
         found["top_k"] = 0
     if chat and fields.get("logprobs"):
