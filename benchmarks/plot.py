@@ -133,14 +133,14 @@ def overview(plt: Any) -> Any:
     ):
         sized = {step_bytes(bits, embedding=True) / 1e9: rate for bits, rate in each.items()}
         line(left, sized, name, colour, "{:.0f}", shift)
-    axis(left, "x", (3, 4, 6, 8, 12, 16), "size of the model, GB", (2.6, 18))
+    axis(left, "x", (3, 4, 6, 8, 12, 16), "size of the model, GB", (2.4, 18))
     axis(left, "y", (200, 300, 500, 700, 1000), "tokens per second, one sequence", (150, 1250))
     left.set_title("Speed: Llama-3-8B shape, one H200")
     left.legend(loc="lower left")
     found = values(QUALITY, "kl")
     for (name, each), colour, shift in zip(found.items(), (OURS, PEER), ((-8, -12), (8, 4)), strict=True):
         line(right, {bits + STORED[name]: kl for bits, kl in each.items()}, name, colour, "{:.3g}", shift)
-    axis(right, "x", (2, 2.5, 3, 3.5, 4, 4.5), "bits stored per weight", (1.85, 5.0))
+    axis(right, "x", (2, 2.5, 3, 3.5, 4, 4.5), "bits stored per weight", (1.7, 5.3))
     axis(right, "y", (0.03, 0.1, 0.3, 1, 3, 10), "KL divergence, nats per token", (0.02, 20))
     right.set_title("Quality: SmolLM2-135M (lower is better)")
     right.legend(loc="upper right")

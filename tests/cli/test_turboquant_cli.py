@@ -81,7 +81,7 @@ def test_a_needle_beyond_the_model(model: Path, text: Path) -> None:
     ("kv", "message"),
     [
         ("turboquant:0", "0 bits for keys; allowed are 1, 2, 3 and 4"),
-        ("int8", "kv is 'int8'; allowed are exact, turboquant:4"),
+        ("int8", "--kv-cache-dtype is 'int8'; allowed are exact, turboquant:4"),
         ("turboquant:4,window=9\n9", "must be a number"),
     ],
 )
