@@ -136,9 +136,9 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     ):
         drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (
-        ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
-        ({"draft": 3}, "speculative: got 3; allowed are 'ngram', 'mtp'"),
-        ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens: got 3 without speculative"),
+        ({"speculative": 3}, "speculative: got 3; allowed are 'ngram', 'mtp'"),
+        ({"speculative": "ngram", "num_speculative_tokens": 9}, "num_speculative_tokens: got 9; allowed are 1 to 7"),
     ):
         with pytest.raises(ValueError, match=said):
             LLM(model, device="cpu", **wrong)
