@@ -85,7 +85,7 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> It
         steps = stats.decode_steps
         found = {
             "bench": "speculate", "name": name, "batch": batch, "context": args.context, "tokens": args.tokens,
-            "drafts": drafts, "temperature": params[0].temperature, "tokens_per_second": round(rate, 1),
+            "drafts": drafts, "temperature": params[0].temperature or 0.0, "tokens_per_second": round(rate, 1),
             "tokens_per_round": round(stats.decode_tokens / steps / batch, 3), "rounds": steps,
             "us_per_round": round(1e6 * stats.decode_seconds / steps, 1),
             "round_us": round(step_us(engine, batch, sampling=args.sampling, drafts=drafts), 1),

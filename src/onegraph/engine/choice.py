@@ -66,10 +66,11 @@ CHOICES = tuple(dict.fromkeys(Choice(*parts).settled for parts in product((False
 
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
     """The inputs that a step with `choice` has for each row, [B] each, on the host."""
+    params = [p.with_defaults() for p in params]
     values = {
-        "temperature": torch.tensor([p.temperature or 0.0 for p in params], dtype=torch.float32),
-        "top_k": torch.tensor([p.top_k or 0 for p in params], dtype=torch.int32),
-        "top_p": torch.tensor([1.0 if p.top_p is None else p.top_p for p in params], dtype=torch.float32),
+        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
     }
     if choice.min_p:
         values["min_p"] = torch.tensor([p.min_p for p in params], dtype=torch.float32)

@@ -3,7 +3,8 @@
 import json
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onegraph.engine.arguments import ArgumentError, is_index, is_number, require
 
@@ -88,6 +89,11 @@ class SamplingParams:
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
         return max(1, min(ANSWER, room)) if self.max_tokens is None else self.max_tokens
+
+    def with_defaults(self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> "SamplingParams":
+        """These values where a field is None; without arguments, as an `Engine` samples: greedy."""
+        values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
     @property
     def stop_tokens(self) -> frozenset[int]:
