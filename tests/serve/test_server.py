@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -36,6 +37,7 @@ from onegraph.serve.protocol import Refused, parse
 from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
+JSON_TYPE = "Content-Type: application/json\r\n"
 # Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
 OPTIONS = [
     "--max-num-seqs=6",
@@ -45,18 +47,29 @@ OPTIONS = [
     "--max-body=20000",
     "--grace=1",
 ]
+DEEP: Any = {}
+for _ in range(300):  # deeper than Python writes JSON
+    DEEP = {"properties": {"a": DEEP}}
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
 DEADLINE = 60.0
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}
 
 
 class Running:
     """A server in a process of its own."""
 
-    def __init__(self, model: Path, port: int = 0, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Path, port: int = 0, options: Sequence[str] = (), key: str | None = KEY, files: int | None = None
+    ) -> None:
+        """key: for clients. files: that the server may open."""
         command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
         command += options
-        environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        environment = os.environ | ({} if key is None else {"ONEGRAPH_API_KEY": key})
+        limited = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
+        self.process = subprocess.Popen([*limited, *command], stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         assert self.process.stderr.readline() == f"loading {model}\n"
         line = self.process.stderr.readline()
@@ -67,12 +80,13 @@ class Running:
         self.client = openai.OpenAI(**self.options)
 
     def metrics(self) -> dict[str, float]:
-        lines = httpx.get(self.url.removesuffix("v1") + "metrics").text.splitlines()
+        headers = {"authorization": f"Bearer {KEY}"}
+        lines = httpx.get(self.url.removesuffix("v1") + "metrics", headers=headers).text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def post(self, body: Any, path: str = "completions", **headers: str) -> httpx.Response:
         content = json.dumps(body) if isinstance(body, dict | list) else body
-        headers = {"authorization": f"Bearer {KEY}"} | headers
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"} | headers
         return httpx.post(f"{self.url}/{path}", content=content, headers=headers, timeout=DEADLINE)
 
     def until(self, fine: Any) -> dict[str, float]:
@@ -250,8 +264,8 @@ def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
     connection = socket.create_connection(("127.0.0.1", server.port))
     body = json.dumps({"model": "plain", "prompt": prompts * 10, "max_tokens": 80}).encode()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-        % (KEY.encode(), len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (KEY.encode(), len(body), body)
     )
     server.until(lambda now: now["onegraph_running"])
     connection.close()
@@ -358,6 +372,12 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
             "frequency_penalty: got 3; allowed is -2 to 2",
         ),
         ({"model": "plain", "prompt": "a", "regex": "("}, 400, "regex: "),
+        (
+            {"model": "plain", "prompt": "a", "response_format": schema({"type": "array", "minItems": 10**9})},
+            400,
+            "json_schema: it cannot be compiled: ran out of its 512 MiB; give a simpler one",
+        ),
+        ({"model": "plain", "prompt": "a", "response_format": schema(DEEP)}, 400, "json_schema: "),
         ({"model": "plain", "prompt": "a", "regex": "[^\\s\\S]"}, 400, "regex: no text matches it"),
         ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
         ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
@@ -421,6 +441,9 @@ def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> No
     ("message", "says"),
     [
         ("Hi", 'messages[0]: got "Hi"'),
+        ({"role": [], "content": "a"}, "messages[0]: role is []; allowed are system"),
+        ({"role": {}, "content": "a"}, "messages[0]: role is {}; allowed are system"),
+        ({"role": "assistant", "content": "a", "annotations": [], "refusal": None}, None),
         ({"role": "critic", "content": "a"}, 'messages[0]: role is "critic"; allowed are system'),
         ({"role": "tool", "tool_call_id": "a", "content": "a"}, "tools: the model's chat template knows none"),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
@@ -460,12 +483,13 @@ def test_100_megabytes_are_refused_and_not_kept(server: Running) -> None:
     assert server.client.models.list().data[0].id == "plain"
 
 
-@pytest.mark.parametrize("path", ["models", "completions", "chat/completions"])
+@pytest.mark.parametrize("path", ["models", "completions", "chat/completions", "../metrics"])
 def test_without_the_key_nothing_is_told(server: Running, path: str) -> None:
     wrong, missing = (b"Bearer wrong", "Bearer sésame".encode()), (b"", KEY.encode(), b"Basic " + KEY.encode())
     for key in wrong + missing:
-        method = "GET" if path == "models" else "POST"
-        response = httpx.request(method, f"{server.url}/{path}", headers={b"authorization": key})
+        method = "POST" if path.endswith("completions") else "GET"
+        headers = {b"authorization": key, b"content-type": b"application/json"}
+        response = httpx.request(method, f"{server.url}/{path}", headers=headers)
         code = "invalid_api_key" if key in wrong else "missing_api_key"
         assert (response.status_code, response.json()["error"]["code"]) == (401, code)
     assert httpx.get(f"{server.url}/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
@@ -568,7 +592,7 @@ def test_who_does_not_read_is_cut_off_in_the_end(model: Path) -> None:
     """A connection whose client takes nothing has its grace, and the seconds that a last word may take."""
     running = Running(model, options=["--grace=0"])
     body = json.dumps({"model": "plain", "prompt": "the", "max_tokens": 90, "n": 40, "logprobs": 20, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{JSON_TYPE}"
     try:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -586,7 +610,7 @@ def test_the_end_waits_for_no_body(model: Path) -> None:
     running = Running(model)
     try:
         with socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{JSON_TYPE}"
             client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
             time.sleep(1)
             running.process.send_signal(signal.SIGINT)
@@ -771,6 +795,20 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
+# Bodies whose fields are of the right kind, and one place of which is not
+FIELDS: dict[str, Any] = {
+    "model": "m", "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"},
+        {"role": "assistant", "content": None, "annotations": [], "refusal": None, "reasoning_content": "r",
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2,
+    "stop": ["a"], "n": 1,
+    "chat_template_kwargs": {"thinking": True}, "logit_bias": {}, "max_tokens": 3, "metadata": {},
+}  # fmt: skip
 NAMES = ("model", "prompt", "messages", "max_tokens", "stop", "n", "seed", "stream", "stream_options", "top_k", "tools")
 
 
@@ -785,3 +823,19 @@ def test_whatever_the_body_is_it_is_understood_or_refused(body: dict[str, Any], 
         found = None
         assert asked.prompts if not chat else asked.messages
     assert found is None or (found.status == 400 and str(found))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    return [(value, key) for key, _ in items] + [place for _, inner in items for place in places(inner)]
+
+
+@pytest.mark.parametrize("number", range(len(places(FIELDS))))
+def test_whatever_a_field_is_it_is_understood_or_refused(number: int) -> None:
+    parse(json.dumps(FIELDS).encode(), chat=True)
+    for value in (None, True, -1, 1e300, "", "x", [], {}, [[]], [{}], {"a": []}, {"type": "function", "function": []}):
+        fields = json.loads(json.dumps(FIELDS))
+        holder, key = places(fields)[number]
+        holder[key] = value
+        with contextlib.suppress(Refused):
+            parse(json.dumps(fields).encode(), chat=True)

@@ -119,7 +119,7 @@ class Card:
     def _text(self) -> Iterator[str]:
         base = f"[{self._base}](https://huggingface.co/{self._base})" if self._hub else f"`{self._base}`"
         what = f"E8P at {self.plan.bits} bits" if self.plan.format == "e8p" else "NVFP4, in NVIDIA ModelOpt's form"
-        yield f"# {self._base.rpartition('/')[2]}, {what}"
+        yield f"# `{self._base.rpartition('/')[2]}`, {what}"  # code: a directory's name may hold HTML
         yield ""
         revision = self.about["source"].get("revision")
         at = f" at revision `{revision}`" if revision else ""

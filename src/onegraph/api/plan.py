@@ -24,8 +24,9 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.sensitivity import Costs
 
@@ -135,7 +136,7 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
     if choices.format == "e8p" and isinstance(choices.calibration, Path):
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
     located = locate(model, weights=False, option="model")
-    with described(located.path) as checkpoint:
+    with text_checkpoint(described(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         if output is not None:
             check_room(found, Path(output))
@@ -146,10 +147,13 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint; where rates are to be chosen, as if all weights mattered alike, which is right
     in size. Raises ValueError for what cannot be quantized as asked."""
     if choices.format == "nvfp4":
-        return _survey_nvfp4(checkpoint, name, choices)
-    if choices.budget is not None:
-        return allotted(checkpoint, name, choices, None)[0]
-    return _survey_e8p(checkpoint, name, choices, outline(checkpoint))
+        found = _survey_nvfp4(checkpoint, name, choices)
+    elif choices.budget is not None:
+        found = allotted(checkpoint, name, choices, None)[0]
+    else:
+        found = _survey_e8p(checkpoint, name, choices, outline(checkpoint))
+    rest = checkpoint.rest_bytes if isinstance(checkpoint, TextCheckpoint) else 0
+    return replace(found, disk=found.disk + rest)
 
 
 def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs | None) -> tuple[Plan, Choices, Chosen]:
@@ -259,7 +263,7 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
-    parsed = parse_config(checkpoint.config)
+    parsed = checkpoint_config(checkpoint)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)

@@ -34,8 +34,9 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
 from onegraph.formats.e8p import resolve_rates
 from onegraph.models.llama import Llama
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.partial import Partial, key_of
@@ -157,7 +158,7 @@ def quantize(
     refuse_existing(run.out)
     text = _text(calibration) if format == "e8p" else None
     located = locate(model, option="model")
-    with Checkpoint.open(located.path) as checkpoint:
+    with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         choices = replace(choices, extend=found.extended)
         check_room(found, run.out)
@@ -297,7 +298,7 @@ class _Run:
         if routed:
             about["experts"] = {"calibration_tokens": routed}
         tensors = quantized.tensors(checkpoint.names, checkpoint.tensor, model.layer_of)
-        self.write(checkpoint, config, tensors, found, about)
+        config = self.write(checkpoint, config, tensors, found, about)
         return _Made(found, config, rows.numel(), routed, curve)
 
     def rows(
@@ -332,7 +333,7 @@ class _Run:
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
-        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32))
+        names = rounded_layers(Loader(checkpoint, checkpoint_config(checkpoint), torch.float32))
         kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
         config = nvfp4_config(checkpoint, chosen)
@@ -353,8 +354,7 @@ class _Run:
             on_linear=count,
         )
         about = {"recipe": {"name": choices.recipe, "layers": dict(choices.layers)}}
-        self.write(checkpoint, config, tensors, found, about)
-        return config
+        return self.write(checkpoint, config, tensors, found, about)
 
     def write(
         self,
@@ -363,10 +363,16 @@ class _Run:
         tensors: Iterable[tuple[str, torch.Tensor]],
         found: Plan,
         about: dict[str, Any],
-    ) -> None:
-        """`about`: what onegraph.json says beside the source and the versions."""
-        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        told["quantization_config"] = config
+    ) -> dict[str, Any]:
+        """`about`: what onegraph.json says beside the source and the versions. Returns the quantization_config as it
+        is written: of a multimodal model, by the names that the text model's layers have there."""
+        if isinstance(checkpoint, TextCheckpoint):
+            told, tensors = checkpoint.whole_config(config), checkpoint.all_tensors(tensors)
+            config = told["quantization_config"]
+            checkpoint = checkpoint.whole
+        else:
+            told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+            told["quantization_config"] = config
         about = {"format": found.format, "source": source_of(checkpoint), **about, "versions": versions()}
         card = Card(
             plan=found,
@@ -385,6 +391,7 @@ class _Run:
             card=str(card),
         )
         self.tell(f"{self.out / CARD} describes the model, for those you may pass it on to ({card.licensed})")
+        return config
 
 
 def sample_text(

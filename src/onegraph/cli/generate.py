@@ -26,6 +26,7 @@ from onegraph.cli.common import (
     read_text,
     shown,
     tell_exact_layers,
+    tell_skipped,
 )
 from onegraph.cli.sampling import add_sampling, sampling_of
 
@@ -187,6 +188,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     with options(*names, *colons), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
+    tell_skipped(llm.skipped)
     return llm
 
 

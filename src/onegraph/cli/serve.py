@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="URL",
         help="origin of web pages that may send requests (CORS); repeatable; '*' for all [none]",
+    )
+    parser.add_argument(
+        "--allow-host",
+        type=host_name,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="additional name in the Host header, for a proxy on this machine; repeatable [IP addresses and localhost; "
+        "checked on loopback addresses without an API key]",
     )
     parser.add_argument(
         "--served-model-name",
@@ -128,6 +138,13 @@ def origin(text: str) -> str:
     return f"{scheme}://{host}" + (f":{int(port)}" if port and int(port) != DEFAULT_PORTS.get(scheme) else "")
 
 
+def host_name(text: str) -> str:
+    """An argparse type: a DNS name, in lower case."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", text):
+        raise argparse.ArgumentTypeError(f"got {one_line(repr(text), 60)}; allowed is a name without port or path")
+    return text.lower().rstrip(".")
+
+
 def model_name(text: str) -> str:
     """An argparse type."""
     if not text.strip():
@@ -172,7 +189,10 @@ def run(args: argparse.Namespace) -> int:
         sys.setswitchinterval(SWITCH)
         with llm:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-            settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
+            hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
+            settings = Settings(
+                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts
+            )
             ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:

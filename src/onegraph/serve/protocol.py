@@ -10,13 +10,12 @@ from typing import Any
 from onegraph.api.chat import THINKING
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import MAX_LOGPROBS
-from onegraph.serve.text import TokenText
+from onegraph.serve.text import PARTIAL, TokenText
 from onegraph.serve.tools import Tools, parse_call, parse_tools
 
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
 MAX_DIGITS = 1000  # of an integer
-PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
 
 
@@ -30,6 +29,10 @@ class Refused(Exception):
     def body(self) -> Json:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def overloaded() -> Refused:
+    return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,19 @@ class Asked:
     tools: Tools | None = None
     thinking: bool | None = None
     ignore_eos: bool = False
+
+    @property
+    def answers(self) -> int:
+        """How many it asks for."""
+        count: int = len(self.prompts) * self.sampling.get("n", 1)
+        return count
+
+    @property
+    def size(self) -> int:
+        """Characters of all texts, or token ids."""
+        if self.messages is None:
+            return sum(map(len, self.prompts))
+        return len(json.dumps([self.messages, None if self.tools is None else self.tools.defined]))
 
     @property
     def speaks_of_tools(self) -> bool:
@@ -84,11 +100,15 @@ def parse(body: bytes, *, chat: bool) -> Asked:
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
-    """As a choice of a chat has them."""
+    """As a choice of a chat has them: a part of a character is its bytes, as in \\xe2\\x82."""
 
     def one(told: TokenText) -> Json:
-        bytes_ = None if PARTIAL in told.text else list(told.text.encode())
-        return {"token": told.text, "logprob": told.logprob, "bytes": bytes_}
+        text, data = told.text, told.text.encode()
+        if PARTIAL in text and told.data is None:
+            return {"token": text, "logprob": told.logprob, "bytes": None}
+        if told.data is not None:
+            text, data = told.data.decode("utf-8", "backslashreplace"), told.data
+        return {"token": text, "logprob": told.logprob, "bytes": list(data)}
 
     return {"content": [one(told) | {"top_logprobs": list(map(one, told.top))} for told in tokens]}
 
@@ -166,9 +186,11 @@ def _message(at: int, message: Json) -> dict[str, Any]:
         raise Refused(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
     message = {name: value for name, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise Refused(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
     calls = message.get("tool_calls", []) if role == "assistant" else []
+    if message.get("annotations") == []:  # of OpenAI's own answers
+        del message["annotations"]
     if unknown := sorted(message.keys() - {"role", "content", "name", *_ROLES[role]}):
         raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if calls else content

@@ -14,19 +14,22 @@ from onegraph.api.tokenizer import TextStream, Tokenizer, advance
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
+PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 TOGETHER = 8  # tokens of one answer that become text in one call
 
 
 @dataclass(frozen=True)
 class TokenText:
     """A token, its text alone, its log-probability, and the likeliest in its place. offset: characters of the answer in
-    front of it; parts of one character have the same."""
+    front of it; parts of one character have the same. data: the bytes of a part of a character, where they are known.
+    """
 
     token: int
     text: str
     logprob: float
     top: tuple[TokenText, ...] = ()
     offset: int = 0
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -159,18 +162,19 @@ class Writer:
             return ()
         found = answer.sequence.logprobs[answer.told : answer.told + count]
         answer.told += count
-        ids = [i for each in found for i in (each.token, *(token for token, _ in each.top))]
-        texts = iter(self.tokenizer.decode_all([[i] for i in ids], special=True))
-        return tuple(
-            TokenText(
-                each.token,
-                next(texts),
-                each.logprob,
-                tuple(TokenText(token, next(texts), logprob) for token, logprob in each.top),
-                answer.written,
-            )
-            for each in found
-        )
+        ids = sorted({i for each in found for i in (each.token, *(token for token, _ in each.top))})
+        texts = dict(zip(ids, self.tokenizer.decode_all([[i] for i in ids], special=True), strict=True))
+        parts = [i for i in ids if PARTIAL in texts[i]]
+        try:
+            data = dict(zip(parts, self.tokenizer.bytes_of(parts), strict=True)) if parts else {}
+        except CheckpointError:  # the tokenizer's decoder is of another kind
+            data = {}
+
+        def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = (), offset: int = 0) -> TokenText:
+            likeliest = tuple(told(*each) for each in top)
+            return TokenText(token, texts[token], logprob, likeliest, offset, data.get(token))
+
+        return tuple(told(each.token, each.logprob, each.top, answer.written) for each in found)
 
 
 def _stopped(sequence: EngineSequence, last: int) -> bool:
