@@ -148,7 +148,7 @@ def test_tools_that_are_refused(app: Starlette, how: dict[str, Any], says: str) 
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
 def test_a_function_without_parameters_is_called_with_none(app: Starlette, parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "now"} | parameters}
-    (made,) = ask(app, tools=[tool], tool_choice="required", seed=3, max_tokens=200).choices
+    (made,) = ask(app, tools=[tool], tool_choice="required", seed=3, temperature=1, max_tokens=200).choices
     assert json.loads(made.message.tool_calls[0].function.arguments) == {}
 
 
