@@ -32,7 +32,8 @@ from onegraph.engine.arguments import require_callable, require_path
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
-from onegraph.formats.e8p import resolve_rates
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
@@ -105,10 +106,11 @@ def quantize(
 
     Args:
         model: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: 2, 3 or 4 (default) for every linear inside the blocks; or a number between: the cost of rounding each
-            layer is measured, and each gets 2, 3 or 4 bits with this average at the least total cost.
+        bits: a rate of the format (default: 4) for every linear inside the blocks; or a number between: the cost of
+            rounding each layer is measured, and each gets a rate, with this average, at the least total cost.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, for both ends too.
-        format: "e8p", or "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4.
+        format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
+            memory bandwidth); or "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4.
         recipe: "quick" (one pass; default on a CPU), "good" (Hessians of the model's KL, by backward passes; default
             on a GPU), or "best" (tunes scales as well; holds the whole model).
         calibration: a text, a pathlib.Path to a UTF-8 file, "bundled" for the short text that comes with onegraph, or
@@ -156,7 +158,7 @@ def quantize(
         device=device,
     )
     refuse_existing(run.out)
-    text = _text(calibration) if format == "e8p" else None
+    text = _text(calibration) if format in OWN else None
     located = locate(model, option="model")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
@@ -178,10 +180,10 @@ def quantize(
             if format == "nvfp4":
                 made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
-                made = run.e8p(checkpoint, choices, found, text, partial)
+                made = run.own(checkpoint, choices, found, text, partial)
             partial.remove()
     found = made.plan
-    calibrated = format == "e8p"
+    calibrated = format in OWN
     return Quantization(
         source=found.source,
         output=str(output),
@@ -245,7 +247,7 @@ class _Run:
     tell: Callable[[str], None]
     started: float
 
-    def e8p(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
+    def own(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)

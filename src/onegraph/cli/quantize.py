@@ -41,10 +41,10 @@ A linear stores codes of 2, 3 or 4 bits per weight and a float16 scale per row a
 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer unquantized; the
 last match wins.
 
---bits takes any number from 2 to 4; --size limits the bytes of all tensors. Then the cost of rounding each layer is
-measured as KL of the whole model, and each layer gets 2, 3 or 4 bits at the least total cost; linears that share an
-input get one rate. A plot shows the cost of other averages. --size also chooses the rates of head and embedding, as
-'auto' does with --bits; 16 keeps them. --layer fixes a rate.
+--bits takes any number from 2 to 4 (--format trellis: 2 to 8); --size limits the bytes of all tensors. Then the cost of
+rounding each layer is measured as KL of the whole model, and each layer gets one of the format's rates at the least
+total cost; linears that share an input get one rate. A plot shows the cost of other averages. --size also chooses the
+rates of head and embedding, as 'auto' does with --bits; 16 keeps them. --layer fixes a rate.
 
 Models of onegraph's own decoder (docs/reference/models.md) need nothing else. Other causal language models are
 quantized through transformers, if it is installed, and run in transformers only. Routed experts are quantized with the
@@ -58,17 +58,23 @@ Without --calibration, a bundled text of about 8,600 tokens is used, and on a GP
 bits, and for best quality, give 32,000 tokens or more of text that resembles your use. --dry-run prints the linears
 that each pattern matches, the size of OUT, and estimates of time and memory; it needs only config.json.
 
+--format trellis rounds each tile of 16 x 16 weights as one path through 65,536 states: about 2 ms of a CPU core per
+tile, so a model of 135M parameters takes ten minutes on two cores. --recipe quick searches the ends of a path among
+32 weights rather than 128 (1 to 2 percent more error, a quarter less time).
+
 --format nvfp4 needs no text: the scale of each group of 16 is chosen for the least error (--recipe quick: the plain
 scale). Linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
 """
 RECIPES = ("quick", "good", "best")
+RATES = (*map(str, range(1, 9)), "16")  # of any format; which ones it has, the API says
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
-        help="quantize a model to E8P (2, 3 or 4 bits) or NVFP4",
-        description="Quantizes a causal language model to E8P weights of 2, 3 or 4 bits, or to NVFP4.",
+        help="quantize a model to E8P (2 to 4 bits), trellis (1 to 8 bits) or NVFP4",
+        description="Quantizes a causal language model to E8P weights of 2, 3 or 4 bits, to trellis-coded weights of "
+        "1 to 8 bits, or to NVFP4.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,15 +86,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
         "--format",
-        choices=("e8p", "nvfp4"),
+        choices=("e8p", "trellis", "nvfp4"),
         default="e8p",
-        help="weight format: e8p, or nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout) [e8p]",
+        help="weight format: e8p; trellis (1 to 8 bits, 25 to 43 percent less error at the same size, slower to "
+        "quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout) [e8p]",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
         "--bits",
         type=average,
-        help="bits of the linears in the blocks: 2, 3, 4, or an average between 2 and 4 with automatic rates [4]",
+        help="bits of the linears in the blocks: 2, 3, 4 (trellis: 1 to 8), or an average with automatic rates [4]",
     )
     amount.add_argument(
         "--size", type=byte_count, metavar="SIZE", help="maximum size of all tensors, e.g. 3.2GB, with automatic rates"
@@ -102,13 +109,13 @@ def add_parser(commands: Any) -> None:
         help="bits of matching linears, e.g. '*.down_proj=4'; repeatable",
     )
     parser.add_argument("--map", metavar="FILE", help="JSON object of pattern to bits, applied before --layer")
-    end = {"type": end_rate, "metavar": "{2,3,4,16,auto}"}
+    end = {"type": end_rate, "metavar": "{BITS,16,auto}"}
     parser.add_argument("--lm-head", help="bits of the output head; 16 keeps it, auto chooses the rate [16]", **end)
     parser.add_argument("--embed-tokens", help="bits of the embedding; 16 keeps it, auto chooses the rate [16]", **end)
     parser.add_argument(
         "--experts",
         type=int,
-        choices=(2, 3, 4, 16),
+        choices=(*range(1, 9), 16),
         help="bits of routed experts; 16 keeps them [as --bits; published MXFP4 experts are kept]",
     )
     parser.add_argument(
@@ -166,7 +173,7 @@ def add_parser(commands: Any) -> None:
 
 def average(text: str) -> float:
     """--bits: a rate as an int, what lies between rates as it is."""
-    bits = number(float, 2, 4)(text)
+    bits = number(float, 1, 8)(text)
     return int(bits) if bits == int(bits) else bits
 
 
@@ -180,9 +187,9 @@ def byte_count(text: str) -> int:
 
 def end_rate(text: str) -> int | str:
     """--lm-head and --embed-tokens."""
-    if text not in ("2", "3", "4", "16", "auto"):
+    if text != "auto" and text not in RATES:
         raise argparse.ArgumentTypeError(
-            f"{one_line(repr(text), 40)} is no rate of an end; allowed are 2, 3, 4, 16 to keep it, and auto"
+            f"{one_line(repr(text), 40)} is no rate of an end; allowed are 1 to 8, 16 to keep it, and auto"
         )
     return text if text == "auto" else int(text)
 
@@ -190,9 +197,9 @@ def end_rate(text: str) -> int | str:
 def layer_rate(text: str) -> tuple[str, int]:
     """PATTERN=BITS of the command line."""
     pattern, _, bits = text.rpartition("=")
-    if not pattern or bits not in ("2", "3", "4", "16"):
+    if not pattern or bits not in RATES:
         raise argparse.ArgumentTypeError(
-            f"{one_line(repr(text), 80)} is not PATTERN=BITS with 2, 3, 4, or 16 to keep a layer, e.g. '*.down_proj=4'"
+            f"{one_line(repr(text), 80)} is not PATTERN=BITS with 1 to 8, or 16 to keep a layer, e.g. '*.down_proj=4'"
         )
     return pattern, int(bits)
 
@@ -201,10 +208,10 @@ def rates_of(map_file: str | None, layers: list[tuple[str, int]]) -> dict[str, i
     """Pattern -> bits, of --map and then --layer. Raises CheckpointError for a map that is not one."""
     rates: dict[str, int] = {}
     for pattern, bits in (read_json(Path(map_file)) if map_file is not None else {}).items():
-        if type(bits) is not int or bits not in (2, 3, 4, 16):
+        if type(bits) is not int or str(bits) not in RATES:
             raise CheckpointError(
                 f"{map_file}: {one_line(repr(pattern), 80)} has the rate {one_line(repr(bits), 40)}; "
-                "allowed are 2, 3, 4, and 16 to keep a layer"
+                "allowed are 1 to 8, and 16 to keep a layer"
             )
         rates[pattern] = bits
     for pattern, bits in layers:

@@ -191,8 +191,8 @@ def run(args: argparse.Namespace) -> int:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
             hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
             settings = Settings(
-                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts
-            )
+                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
+            )  # fmt: skip
             ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:
