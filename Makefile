@@ -95,11 +95,13 @@ python-versions: export PIP_ARGS := $(PIP_ARGS)
 python-versions: $(VENV)/.dev ## the wheel on each of PYTHONS that this machine has
 	$(BIN)/python -m tests.python_versions $(PYTHONS)
 
-lint: $(VENV)/.dev ## ruff, mypy, import contracts
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, spelling, style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python -m tools.language
 
 site: $(VENV)/.dev ## docs/ and the README as a site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f site/mkdocs.yml

@@ -1,7 +1,7 @@
 """Trellis-coded weights: what the bytes of a quantized linear mean.
 
 A linear is stored as `rotated.py` tells. Its integers Q [n, k] come in tiles of 16 outputs by 16 inputs, each coded by
-itself at K bits a weight, 1 to 8:
+itself at K bits per weight, 1 to 8:
 
     codes int16 [n / 16, k K]      tile (i, j) is codes[i, 16 K j : 16 K (j + 1)], a string of 256 K bits
 
