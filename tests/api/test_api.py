@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from deepseek import save_hf as save_deepseek
 from fuzz import tiny
 from models import smollm2_gguf
 from onegraph import LLM, Completion, SamplingParams, check_step, plan, quantize, verify
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
@@ -327,7 +332,9 @@ def test_closing_frees_everything(model: Path) -> None:
         stream = llm.stream("the", max_tokens=30)
         next(stream)
     assert [ref() for ref in held] == [None] * 3
-    with pytest.raises(ValueError, match=r"this LLM of .*plain is closed; make a new one"):
+    with pytest.raises(
+        ValueError, match=r"this LLM of .*plain is closed, which ended the stream; its text is not complete"
+    ):
         next(stream)
     for call in (llm.generate, llm.stream, llm.chat, llm.chat_stream):
         with pytest.raises(ValueError, match="is closed"):
@@ -335,6 +342,68 @@ def test_closing_frees_everything(model: Path) -> None:
     with pytest.raises(ValueError, match="is closed"):
         _ = llm.stats
     llm.close()
+
+
+def test_close_while_another_thread_reads_a_stream(model: Path) -> None:
+    llm = LLM(model, max_context=64, device="cpu")
+    reading, go_on = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        reading.set()
+        go_on.wait(60)
+        return False
+
+    thread = threading.Thread(target=list, args=(llm.stream("the", max_tokens=4, cancelled=wait),))
+    thread.start()
+    reading.wait(60)
+    with pytest.raises(ValueError, match="cannot be closed while another thread reads its stream; end that first"):
+        llm.close()
+    go_on.set()
+    thread.join(60)
+    assert llm.generate("the", max_tokens=1).tokens
+    llm.close()
+
+
+def test_after_a_fork_the_child_is_told(model: Path) -> None:
+    """It would wait for ever for threads that it does not have."""
+    llm = LLM(model, max_context=64, device="cpu")
+    assert llm.generate("the", max_tokens=1).tokens
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate("the"),
+        lambda: next(llm.chat_stream("a")),
+        lambda: llm.stats,
+    ]
+    for call in calls:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                call()
+            except ValueError as error:
+                status = 0 if "was made in another process" in str(error) and "'spawn'" in str(error) else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    assert llm.generate("the", max_tokens=1).tokens
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ("hi", "messages: got 'hi'; allowed is a list of"),
+        ({"role": "user", "content": "a"}, "messages: got {'role'"),
+        ([{"content": "a"}], "messages[0]: role is None; a text is expected"),
+        (
+            [{"role": "user", "content": "a"}, {"role": ["user"], "content": "a"}],
+            "messages[1]: role is ['user']; a text",
+        ),
+        ([{"role": "user", "content": None}], "messages[0]: content is None; a text is expected"),
+    ],
+)
+def test_messages_of_the_tokenizer_are_checked(model: Path, messages: Any, says: str) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        tokenizer = Tokenizer(checkpoint)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        tokenizer.chat(messages)
 
 
 def test_a_stream_that_was_not_begun_is_closed_as_well(model: Path) -> None:

@@ -105,10 +105,10 @@ def test_the_largest_round_fits(dim: int, group: int) -> None:
     """Of as many blocks as share the keys of one row, on either family; fewer tokens are cut alike."""
     for device, clusters in ((H200, True), (PLAIN, False)):
         for kv_heads in (1, 8, 200):
-            warps, size = decode_round.share(kv_heads, decode_round.SETS, device, clusters)
+            warps, size = decode_round.share(kv_heads, decode_round.SETS[dim], device, clusters)
             for tokens in range(1, MAX_TOKENS + 1):
                 plan = replace(decode_round.EXAMPLE, dim=dim, group=group, tokens=tokens, warps=warps, size=size)
-                plan = replace(plan, slices=decode_round.slices(tokens, group), steady=True)
+                plan = replace(plan, slices=decode_round.slices(tokens, group, decode_round.SETS[dim]), steady=True)
                 assert plan.shared(clusters) <= device.shared
                 assert plan.columns * dim % (2 * size) == 0
 

@@ -78,6 +78,8 @@ CASES = [
     ("qwen2_moe", 2, {}),
     ("gpt_oss", 2, {}),
     ("glm4_moe", 2, {}),
+    ("deepseek_v3", 2, {}),
+    ("deepseek_v3_plain", 3, {"intermediate_size": 96, "moe_intermediate_size": 48}),
 ]
 
 

@@ -20,6 +20,7 @@ from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 from onegraph.models.loader import Held
+from onegraph.models.qwen_mtp import QwenDraft, has_draft
 from onegraph.models.ranks import Ranks, one_progress
 
 if TYPE_CHECKING:
@@ -60,12 +61,16 @@ def drafters(
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
-    """The draft layer that DeepSeek-V4's checkpoints carry (`mtp.0`)."""
+    """The draft layer that a model's own checkpoint carries: DeepSeek-V4's (`mtp.0`), Qwen3.5's (`mtp.layers.0`)."""
     if not isinstance(model, DeepseekV4):
-        raise ValueError(
-            f"draft: {MTP!r} are the draft layers of DeepSeek-V4; a {model.config.model_type!r} has none that run "
-            f"here: draft with {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
-        )
+        if not has_draft(model.config):
+            raise ValueError(
+                f"draft: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
+                f"{model.config.model_type!r} has none that run here: draft with {NGRAM!r}, '{EAGLE}PATH' or a smaller "
+                "model"
+            )
+        with Checkpoint.open(locate(path).path) as checkpoint, _told():
+            return partial(HeadDrafter, QwenDraft.load(checkpoint, model))
     if not model.config.drafts:
         raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
     with Checkpoint.open(path) as checkpoint, _told():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -30,6 +31,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.load import Split, load_decoder, packable, parse_config
+from onegraph.models.wrapper import skipped
 
 MAX_CONTEXT = 4096  # unless the caller asks for more
 Prompt = str | Sequence[int]  # a text, or its token ids
@@ -73,7 +75,8 @@ class LLM:
 
     Attributes:
         dtype: of activations. weights: what the linears of blocks are held in, where they are not in codes: the name of
-            that dtype, or "int8".
+            that dtype, or "int8". skipped: tensors of other modalities and of layers that predict further tokens, which
+            are not read, counted by module.
 
     Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
 
@@ -125,6 +128,7 @@ class LLM:
         setting = None if kv == "fp8" else parse_kv(kv)
         with Checkpoint.open(located.path) as checkpoint:
             config = parse_config(checkpoint.config)
+            self.skipped = skipped(checkpoint.names)
             self.dtype, held = pick_precision(
                 dtype, self.device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
             )
@@ -167,12 +171,17 @@ class LLM:
             batch_invariant=batch_invariant,
         )
         self._engine.constrain = Constraints(self.tokenizer, model.config.vocab_size)
-        self.max_context = self._engine.max_context
+        self.max_context, self._process = self._engine.max_context, os.getpid()
         self._streams: weakref.WeakSet[Generator[tuple[int, int], None, None]] = weakref.WeakSet()
 
     @property
     def engine(self) -> Engine:
-        """What runs it. Raises ValueError once closed."""
+        """What runs it. Raises ValueError once closed, and in a process forked from the one that made it."""
+        if self._process != os.getpid():
+            raise ValueError(
+                f"this LLM of {self.path} was made in another process; a fork has neither its threads nor its GPU; "
+                "make it in the child, or start the child with multiprocessing's 'spawn'"
+            )
         if self._engine is None:
             raise ValueError(f"this LLM of {self.path} is closed; make a new one")
         return self._engine
@@ -294,11 +303,17 @@ class LLM:
     # ------------------------------------------------------------------------------------------------------- life cycle
 
     def close(self) -> None:
-        """Give back what it holds of the GPU: graphs, KV cache and weights. An open stream ends with an error."""
+        """Give back what it holds of the GPU: graphs, KV cache and weights. An open stream ends with an error. Raises
+        ValueError while another thread reads a stream."""
         if self._engine is None:
             return
         for stream in list(self._streams):
-            stream.close()
+            try:
+                stream.close()
+            except ValueError:  # Python's, of a generator that runs
+                raise ValueError(
+                    f"this LLM of {self.path} cannot be closed while another thread reads its stream; end that first"
+                ) from None
         self._engine = None
         gc.collect()  # a graph and the engine that runs it refer to each other
         if self.device.type == "cuda":
@@ -418,7 +433,8 @@ class LLM:
                     yield piece
                 if text.ended:
                     return
-        _ = self.engine  # raises where it was closed meanwhile: a mere end would look like the end of the text
+        if self._engine is None:  # a mere end would look like the end of the text
+            raise ValueError(f"this LLM of {self.path} is closed, which ended the stream; its text is not complete")
         if piece := text.finish():
             yield piece
 

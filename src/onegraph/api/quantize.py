@@ -31,10 +31,12 @@ from onegraph.engine.arguments import require_callable, require_path
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
-from onegraph.formats.e8p import resolve_rates
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import resolve_rates
 from onegraph.models.llama import Llama
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.partial import Partial, key_of
@@ -101,11 +103,12 @@ def quantize(
 
     Args:
         source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: 2, 3 or 4 (the default), of every linear inside the blocks; or any number between: what each layer's
-            rounding costs is measured, and each gets the rate with which they cost least and are so many bits a weight
-            on average.
+        bits: a rate of the format (default: 4), of every linear inside the blocks; or any number between: what each
+            layer's rounding costs is measured, and each gets the rate with which they cost least and are so many bits a
+            weight on average.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
-        format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
+        format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
+            memory bandwidth); or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
         recipe: "quick" (one pass; the default on a CPU), "good" (under Hessians of the model's KL, by backward passes;
             the default on a GPU), or "best" (tunes scales as well; holds the whole model).
         calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
@@ -152,9 +155,9 @@ def quantize(
         device=device,
     )
     refuse_existing(run.out)
-    text = _text(calibration) if format == "e8p" else None
+    text = _text(calibration) if format in OWN else None
     located = locate(source, option="source")
-    with Checkpoint.open(located.path) as checkpoint:
+    with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         choices = replace(choices, extend=found.extended)
         check_room(found, run.out)
@@ -174,10 +177,10 @@ def quantize(
             if format == "nvfp4":
                 made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
-                made = run.e8p(checkpoint, choices, found, text, partial)
+                made = run.own(checkpoint, choices, found, text, partial)
             partial.remove()
     found = made.plan
-    calibrated = format == "e8p"
+    calibrated = format in OWN
     return Quantization(
         source=found.source,
         output=str(out),
@@ -241,7 +244,7 @@ class _Run:
     tell: Callable[[str], None]
     started: float
 
-    def e8p(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
+    def own(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)
@@ -294,7 +297,7 @@ class _Run:
         if routed:
             about["experts"] = {"calibration_tokens": routed}
         tensors = quantized.tensors(checkpoint.names, checkpoint.tensor, model.layer_of)
-        self.write(checkpoint, config, tensors, found, about)
+        config = self.write(checkpoint, config, tensors, found, about)
         return _Made(found, config, rows.numel(), routed, curve)
 
     def rows(
@@ -329,7 +332,7 @@ class _Run:
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
-        names = rounded_layers(Loader(checkpoint, parse_config(checkpoint.config), torch.float32))
+        names = rounded_layers(Loader(checkpoint, checkpoint_config(checkpoint), torch.float32))
         kept = resolve_rates(choices.layers, names, bits=4)
         chosen = [name for name in names if name not in kept]
         config = nvfp4_config(checkpoint, chosen)
@@ -350,8 +353,7 @@ class _Run:
             on_linear=count,
         )
         about = {"recipe": {"name": choices.recipe, "layers": dict(choices.layers)}}
-        self.write(checkpoint, config, tensors, found, about)
-        return config
+        return self.write(checkpoint, config, tensors, found, about)
 
     def write(
         self,
@@ -360,10 +362,16 @@ class _Run:
         tensors: Iterable[tuple[str, torch.Tensor]],
         found: Plan,
         about: dict[str, Any],
-    ) -> None:
-        """`about`: what onegraph.json says beside the source and the versions."""
-        told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-        told["quantization_config"] = config
+    ) -> dict[str, Any]:
+        """`about`: what onegraph.json says beside the source and the versions. Returns the quantization_config as it
+        is written: of a multimodal model, by the names that the text model's layers have there."""
+        if isinstance(checkpoint, TextCheckpoint):
+            told, tensors = checkpoint.whole_config(config), checkpoint.all_tensors(tensors)
+            config = told["quantization_config"]
+            checkpoint = checkpoint.whole
+        else:
+            told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+            told["quantization_config"] = config
         about = {"format": found.format, "source": source_of(checkpoint), **about, "versions": versions()}
         card = Card(
             plan=found,
@@ -382,6 +390,7 @@ class _Run:
             card=str(card),
         )
         self.tell(f"{self.out / CARD} describes the model, for those you may pass it on to ({card.licensed})")
+        return config
 
 
 def sample_text(

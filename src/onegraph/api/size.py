@@ -78,7 +78,7 @@ def size_of(checkpoint: Checkpoint) -> Size:
     """
     loader, counts = _weights(checkpoint)
     ends = loader.parts.embedding[0], loader.parts.head
-    spare = loader.parts.head if loader.parts.tied else None
+    spare = loader.parts.head if loader.parts.tied and not loader.own_head else None
     parameters = sum(count for layer, count in counts.items() if layer != spare)
     linear_bytes, total_bytes = 0, checkpoint.nbytes
     for name in loader.stored:
@@ -135,17 +135,17 @@ def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
 
 
-NO_WEIGHTS = ("inv_freq", "bias", "tid2eid")
+NO_WEIGHTS = ("inv_freq", "bias", "tid2eid", "e_score_correction_bias")
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
     """A checkpoint under its family's names, and the weights of each layer that is a matrix, both ends among them."""
     import torch
 
-    from onegraph.models.load import parse_config
+    from onegraph.models.load import checkpoint_config
     from onegraph.models.loader import Loader
 
-    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+    loader = Loader(checkpoint, checkpoint_config(checkpoint), torch.float32)
     parts = loader.parts
     counts = {layer: n * k for layer, (n, k, _) in parts.linears.items()}
     counts |= {name: stack.experts * stack.n * stack.k for name, stack in parts.stacks.items()}

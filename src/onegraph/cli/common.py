@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -213,8 +213,9 @@ def progress(*, total: int | None = None, what: str, unit: str) -> Any:
 
 
 def remark(line: str) -> None:
-    """A line of the API for people."""
-    print(one_line(line, 1000), file=sys.stderr, flush=True)
+    """A line of the API for people. A stderr that cannot be written (full, closed) stops nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        print(one_line(line, 1000), file=sys.stderr, flush=True)
 
 
 # What quantizing reports, and in what each is counted: whichever command quantizes
@@ -277,7 +278,15 @@ class PlainBar:
         )  # a resumed run begins with a jump
         left = f", about {missing * recent:.0f} s left" if self.n > before and missing > 0 else ""
         self.mark = self.printed, self.n
-        print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # a stderr that cannot be written stops nothing
+            print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
+
+
+def tell_skipped(skipped: Mapping[str, int]) -> None:
+    """Say which tensors of the checkpoint are not read: those of images and audio, and layers that predict further."""
+    if skipped:
+        parts = ", ".join(f"{module} ({count})" for module, count in skipped.items())
+        print(f"text only: {sum(skipped.values())} tensors are skipped: {parts}", file=sys.stderr)
 
 
 def tell_exact_layers(asked: str, settled: str) -> None:

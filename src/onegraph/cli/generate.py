@@ -25,6 +25,7 @@ from onegraph.cli.common import (
     read_text,
     shown,
     tell_exact_layers,
+    tell_skipped,
 )
 from onegraph.cli.sampling import add_sampling, sampling_of
 
@@ -186,6 +187,7 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
     with options(*names), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
     tell_exact_layers(args.kv, llm.engine.kv)
+    tell_skipped(llm.skipped)
     return llm
 
 

@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, one_line, open_model, remark
 from onegraph.cli.generate import add_engine, engine, load
+from onegraph.cli.sampling import suggested
 from onegraph.formats.extras import install
 
 EPILOG = f"""\
@@ -58,6 +60,15 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="URL",
         help="web pages of this origin may ask from a browser (CORS); may be repeated, '*': all (default: none)",
+    )
+    parser.add_argument(
+        "--allow-host",
+        type=host_name,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="accept this name in the Host header, behind a proxy on this machine; may be repeated (default: IP "
+        "addresses and localhost; checked on loopback addresses without an API key)",
     )
     parser.add_argument(
         "--name", type=model_name, help="the model's name for clients (default: the last part of MODEL)"
@@ -110,6 +121,13 @@ def origin(text: str) -> str:
     return f"{scheme}://{host}" + (f":{int(port)}" if port and int(port) != DEFAULT_PORTS.get(scheme) else "")
 
 
+def host_name(text: str) -> str:
+    """An argparse type: a DNS name, in lower case."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", text):
+        raise argparse.ArgumentTypeError(f"got {one_line(repr(text), 60)}; allowed is a name without port or path")
+    return text.lower().rstrip(".")
+
+
 def model_name(text: str) -> str:
     """An argparse type."""
     if not text.strip():
@@ -124,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings
+    from onegraph.serve.protocol import Defaults
     from onegraph.serve.worker import Worker
 
     place = engine(args)
@@ -134,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as socket:
         remark(f"loading {args.model}")
         with open_model(args.model) as checkpoint:
+            said, drawn = suggested(checkpoint, {}, "correct it there")
+            defaults = Defaults(said, drawn) if said or drawn else Defaults({"temperature": 0.0})
             writer = Tokenizer(checkpoint)
         sizes = {"max_batch": args.max_batch, "max_context": args.max_context, "cache_tokens": args.cache_tokens}
         llm = load(args, **sizes, **place)
@@ -150,7 +171,11 @@ def run(args: argparse.Namespace) -> int:
         sys.setswitchinterval(SWITCH)
         with llm:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-            settings = Settings(name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin))
+            hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
+            settings = Settings(
+                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
+                defaults=defaults,
+            )  # fmt: skip
             ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:

@@ -67,6 +67,8 @@ def tell(found: Verification) -> None:
     for key, value in (found.about or {}).items():
         print(f"{one_line(key, 40):<12s} {phrase(unusual(value) if key == 'recipe' else value)}")
     print(f"digests      of {found.digests} files are right" if found.digests else "digests      none")
+    for line in found.notes:
+        print(f"note         {one_line(line)}")
     for line in found.unchecked:
         print(f"not checked  {one_line(line)}")
     for line in found.problems:

@@ -63,7 +63,22 @@ class AdjustLogits(Call):
 
 
 @dataclass(eq=False)
-class E8PLayer(Call):
+class RotatedLinear(Call):
+    """What linears have in common whose weights are rotated: a subclass has `x`, `n`, `k`, and a linear `wide`."""
+
+    @property
+    def tokens(self: Any) -> int:
+        count: int = self.x.shape[:-1].numel()
+        return count
+
+    @property
+    def result(self: Any) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a linear's result."""
+        return (*self.x.shape[:-1], self.n), torch.float32 if self.wide else self.x.dtype
+
+
+@dataclass(eq=False)
+class E8PLayer(RotatedLinear):
     """Activations and the layer that multiplies them; see `ops.e8p.e8p_linear`."""
 
     x: Tensor
@@ -83,10 +98,6 @@ class E8PLayer(Call):
     def k(self) -> int:
         return self.codes.shape[1] * 8
 
-    @property
-    def tokens(self) -> int:
-        return self.x.shape[:-1].numel()
-
 
 @dataclass(eq=False)
 class E8PLinear(E8PLayer):
@@ -97,10 +108,29 @@ class E8PLinear(E8PLayer):
     silu: bool = False
     wide: bool = False
 
+
+@dataclass(eq=False)
+class TrellisLinear(RotatedLinear):
+    """See `ops.trellis.trellis_linear`."""
+
+    x: Tensor
+    codes: Tensor
+    in_scale: Tensor
+    out_scale: Tensor
+    bias: Tensor | None
+    bits: int
+    add: Tensor | None = None
+    eps: float | None = None
+    silu: bool = False
+    wide: bool = False
+
     @property
-    def result(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Its shape and dtype."""
-        return (*self.x.shape[:-1], self.n), torch.float32 if self.wide else self.x.dtype
+    def n(self) -> int:
+        return self.codes.shape[0] * 16
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1] // self.bits
 
 
 @dataclass(eq=False)
@@ -124,6 +154,27 @@ class E8PAllReduce(E8PLayer):
     @property
     def group(self) -> tuple[list[Tensor], Tensor, Tensor, int]:
         return self.inboxes, self.state, self.alarm, self.rank
+
+
+@dataclass(eq=False)
+class TrellisExperts(Call):
+    """See `ops.trellis_experts.trellis_experts`."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    gate_up_in_scale: Tensor
+    gate_up_out_scale: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_in_scale: Tensor
+    down_out_scale: Tensor
+    down_bias: Tensor | None
+    bits: int
+    limit: float
+    alpha: float
+    shift: float
 
 
 @dataclass(eq=False)
@@ -182,6 +233,11 @@ class RopeCacheWrite(Heads):
     heads: int
     slots: Tensor | None = None
 
+    @property
+    def queries_alone(self) -> bool:
+        """Whether qkv has neither keys nor values."""
+        return self.qkv.shape[2] == self.heads * self.k_cache.shape[3]
+
 
 @dataclass(eq=False)
 class PagedAttention(Call):
@@ -212,6 +268,7 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
+    gated: bool = False
 
     def token(self, i: int) -> "PagedDecode":
         """The step of each row's token i alone."""
@@ -221,7 +278,7 @@ class PagedDecode(Tokens):
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""
-        *tokens, _, heads, _, _, _, _, _ = self
+        *tokens, _, heads, _, _, _, _, _, _ = self
         return *tokens, heads
 
     def attention(self, q: Tensor) -> tuple[Any, ...]:
@@ -230,8 +287,21 @@ class PagedDecode(Tokens):
         return q, *cache, self.scale, self.window, self.sinks, self.softcap, self.counts
 
     def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
-        """By the two ops that it stands for."""
+        """By the two ops that it stands for, which have no gates."""
         return attend(*self.attention(write(*self.write())))
+
+    def ungated(
+        self,
+        attend: "Callable[[PagedDecode], Tensor]",
+        split: Callable[..., tuple[Tensor, Tensor]],
+        gate: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """What `attend`, which knows no gates, gives; with those that there are, by the two ops of `ops.gate`."""
+        if not self.gated:
+            return attend(self)
+        qkv, gates = split(self.qkv, self.heads, self.k_cache.shape[3])
+        out = attend(replace(self, qkv=qkv, gated=False))
+        return gate(out, gates.view_as(out))
 
 
 @dataclass(eq=False)
@@ -506,3 +576,34 @@ class Mamba2(Call):
     counts: Tensor
     limit: int
     dt_min: float = 0.0
+
+
+@dataclass(eq=False)
+class LatentWrite(Call):
+    """See `ops.latent_attention.latent_write`."""
+
+    q: Tensor
+    latent: Tensor
+    norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    pool: Written
+    interleaved: bool
+
+
+@dataclass(eq=False)
+class LatentAttention(Call):
+    """See `ops.latent_attention.latent_attention`."""
+
+    q: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    selected: Tensor | None
+    scale: float

@@ -2,14 +2,12 @@
 act-order, order int32 [..., k]. A weight is (code - zero) * scale, rounded once, its columns where x has them.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from onegraph.formats.int4 import COLUMNS
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.coded import Coded
 from onegraph.ops.samples import Sample
 
 
@@ -56,21 +54,6 @@ def _groups(columns: int, *, order: bool = False, bf16: bool = False) -> Sample:
     return Sample(name=f"groups of {columns}{', ordered' * order}{', bf16 scales' * bf16}:", make=make)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import int4
-
-    return int4.linear(x, codes, scale, *rest) if int4.takes(x, scale) else None
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import int4
-
-    return int4.reads(n, k, format.columns, dtype, device)
-
-
 CODED = Coded(
     name="int4",
     module=__name__,
@@ -78,7 +61,7 @@ CODED = Coded(
     packed=2,
     decode=_decode,
     wanted=_wanted,
-    kernels=Kernels(linear=_linear, reads=_reads),
+    kernels="onegraph.ops.cuda.int4:KERNELS",
     cases={
         "dequantize": (
             _groups(32).weight(64, 96),
