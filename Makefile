@@ -127,11 +127,13 @@ kills: $(VENV)/.dev ## COUNT kills (100) of quantize, serve and soak each, and w
 	$(BIN)/python tests/kills.py --count $(COUNT)
 
 # On a GPU machine the torch that is installed is the one that matches its driver, so it is used where there is one.
+# Workers share the GPU; cases of one kernel go to one worker. Kernels are compiled first (tests/conftest.py).
+GPU_WORKERS ?= -n $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n))) --dist loadgroup
 gpu-test: ## the tests marked gpu, with the torch of this machine or a fresh one
 	@if $(PYTHON) -c 'import torch, pytest, safetensors, tokenizers, transformers; assert torch.cuda.is_available()' 2>/dev/null; then \
-	  PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(TESTS); \
+	  PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(GPU_WORKERS) $(TESTS); \
 	else \
-	  $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -m gpu $(TESTS); \
+	  $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -m gpu $(GPU_WORKERS) $(TESTS); \
 	fi
 
 clean: ## remove what make made

@@ -84,7 +84,10 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
         ("eagle:", "--draft: 'eagle:' names no head; give its directory, 'eagle:PATH'"),
         ("eagle:{model}", "--draft: config.json: has neither speculators_model_type nor draft_vocab_size"),
         ("eagle:{model}/nowhere", "nowhere: no such model"),
-        ("mtp", "--draft: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none that run here: draft with"),
+        (
+            "mtp",
+            "--draft: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none that run here: draft with",
+        ),
     ],
 )
 def test_what_cannot_draft_is_said_in_a_line(model: Path, draft: str, said: str) -> None:

@@ -161,7 +161,7 @@ def clone(args: tuple, dtype: torch.dtype | None = None, device: torch.device | 
 
 def check(op: Op, case: Case, dtype: torch.dtype) -> None:
     args = case.make(DEVICE, dtype, torch.Generator().manual_seed(7))
-    truth_args = clone(args, torch.float32, "cpu")
+    truth_args = clone(args, torch.float32)
     truth = written(op, truth_args, op.reference(*truth_args))
     mine = clone(args)
     with poisoned_memory():
@@ -197,11 +197,14 @@ def dtypes(op: Op) -> list[torch.dtype]:
 
 def parameters(interpreted: bool) -> list:
     return [
-        pytest.param(op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.xdist_group(f"{op.name}-own"),  # as in test_ops.py, which runs many of the same kernels
+        )
         for op in KERNELS
         for case in cases(op, interpreted)
         for dtype in (in_turn(op, case) if interpreted else dtypes(op))
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(GPU, reason="compiled on this machine, see test_compiled")

@@ -176,11 +176,11 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs it. Raises ValueError once closed, and in a process that was forked from the one that made it."""
+        """What runs it. Raises ValueError once closed, and in a process forked from the one that made it."""
         if self._process != os.getpid():
             raise ValueError(
-                f"this LLM of {self.path} was made in another process; a fork has neither its threads nor its GPU. "
-                "Make it in the child, or start the child with multiprocessing's 'spawn'"
+                f"this LLM of {self.path} was made in another process; a fork has neither its threads nor its GPU; "
+                "make it in the child, or start the child with multiprocessing's 'spawn'"
             )
         if self._engine is None:
             raise ValueError(f"this LLM of {self.path} is closed; make a new one")

@@ -344,12 +344,13 @@ def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:
 
 
 def rounded_layers(loader: Loader) -> list[str]:
-    """The checkpoint's names of the linears that may be rounded to NVFP4: all but the head whose inputs come in its
-    groups."""
+    """The checkpoint's names of the linears that may be rounded to NVFP4: all whose inputs come in its groups, but the
+    head and those that never are."""
+    kept = {loader.parts.head, *loader.parts.steady}
     return [
         loader.stored[f"{name}.weight"].removesuffix(".weight")
         for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
+        if name not in kept and k % NVFP4.group == 0 and f"{name}.weight" in loader
     ]
 
 

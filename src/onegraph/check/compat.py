@@ -185,6 +185,11 @@ def no_mode_asked(kernel: Callable[..., Any]) -> Iterator[None]:
         known[name] = before
 
 
+def register_fake_groups() -> None:
+    """Make torch know the backend "fake", whose collectives do nothing (since 2.0)."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - to import it registers it
+
+
 def ops() -> frozenset[str]:
     """ "namespace::name" of every op that torch knows, without overloads."""
     return frozenset(name.partition(".")[0] for name in _op_names())

@@ -44,6 +44,10 @@ IN_STEPS = TENSOR_METHODS | _torch("tensor_in_step")
 
 TRANSFORMS, CONSTANT_FALSE = (frozenset(_NAMES["functions"][key].split()) for key in ("transform", "constant_false"))
 
+COLLECTIVES, PAIR_COLLECTIVES, WRITING_COLLECTIVES = (
+    frozenset(_NAMES["collectives"][key].split()) for key in ("tensors", "pair", "writes")
+)
+
 LAUNCHES = _owners("launch")
 MAKERS = _owners("make", "make_read")
 SIMULATED_MAKERS = _owners("make", "make_simulated")

@@ -75,10 +75,10 @@ class LlamaConfig:
     nested: bool
     drafts: int
     mixers: Mixers
+    latent: Latent | None
     attention: tuple[Heads, ...]
     wide_from: int
     per_layer: tuple[int, int]
-    latent: Latent | None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -144,11 +144,14 @@ class LlamaConfig:
             out_bias=says(traits.out_bias),
             mlp_bias=says(traits.mlp_bias),
             head_norm=says(traits.head_norm),
-            scale=factor("attention_multiplier", 1.0)
-            if traits.multipliers
-            else traits.score_scale or scalar**-0.5
-            if latent is None
-            else latent.scale(ropes[0]),
+            scale=traits.score_scale
+            or (
+                factor("attention_multiplier", 1.0)
+                if traits.multipliers
+                else scalar**-0.5
+                if latent is None
+                else latent.scale(ropes[0])
+            ),
             softcap=softcap("attn_logit_softcapping"),
             embed_scale=math.sqrt(hidden) if traits.scaled_embedding else factor("embedding_multiplier", 1.0),
             residual_scale=factor("residual_multiplier", 1.0),
@@ -224,7 +227,7 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        found = [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        found = [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.steady]
         if self.latent is not None:
             layers = range(self.layers)
             found += [self.prefix(i) + name for i in layers for name in self.latent.index_linears(i, self.hidden_size)]
@@ -291,6 +294,7 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
+            steady=tuple(self.steady),
             tensors=tensors | {self.norm: ((d,), FLOATS)} | self._per_layer_parts,
             head=HEAD,
             tied=self.tied,

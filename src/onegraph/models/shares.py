@@ -108,7 +108,7 @@ def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -
 
 
 def attention_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
-    """Within a block, each linear of its attention, by name, and what a rank has of it."""
+    """Each linear of a layer's attention, by its name within the block, and what a rank has of it."""
     if config.latent is not None:
         from onegraph.models.latent import latent_parts
 

@@ -192,8 +192,8 @@ class Coded:
         return self.grouped_linear(x, *rest) if weight is None else self._kernels.grouped_linear(x, weight)
 
     def experts_on_gpu(self, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
-        y = None
-        if self._kernels.takes(x) and rest[-2] != 0:  # no kernel here has GeLU
+        y, alpha = None, rest[-2]
+        if alpha and self._kernels.takes(x):  # no kernel here has GeLU, which is alpha 0
             (*first, first_bias), (*second, second_bias), numbers, gate = self._layers(rest)
             gate_up, down = self._weight(tuple(first), numbers), self._weight(tuple(second), numbers)
             if gate_up is not None and down is not None:

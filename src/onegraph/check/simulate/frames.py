@@ -136,6 +136,11 @@ def asks_itself(depth: int = 1) -> bool:
     return not _skipped(sys._getframe(depth).f_code.co_filename)
 
 
+def in_file(path: str, depth: int) -> bool:
+    """Whether the frame so many calls up is of this file."""
+    return sys._getframe(depth).f_code.co_filename == path
+
+
 def compiled() -> bool:
     """Whether a function that torch compiles is running."""
     frame: FrameType | None = sys._getframe(1)
