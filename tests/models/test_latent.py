@@ -11,7 +11,9 @@ from engines import simulated_step
 from models import Decoder, hf_model, save_hf
 from onegraph.api.quantize import quantize
 from onegraph.check.api import check_step
+from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.engine import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
@@ -116,6 +118,25 @@ def test_in_codes_it_is_the_model_of_its_weights(tmp_path: Path) -> None:
             decoder = Decoder(Llama.load(checkpoint, decode=decode), rows=1, max_context=32)
         (got,) = decoder.feed([row])
         assert (got - truth(hf, row)).abs().max() < 1e-3 * got.abs().max()
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm_moe_dsa"])
+def test_the_engine_drafts_and_shares_prefixes(variant: str, tmp_path: Path) -> None:
+    """Drafts change no token, and a prompt's pages serve one that begins alike."""
+    hf = save_hf(variant, tmp_path)
+    start = tokens(24, 3)
+    prompts = [[5, 6, 5, 6, 5, 6], [*start, 7, 8], [*start, 9]]
+    params = SamplingParams(max_tokens=20)
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 96, "page_size": 8, "chunk": 16, "capture": False}
+    plain = Engine(load(tmp_path), **sizes).generate(prompts, params)
+    engine = Engine(load(tmp_path), **sizes, draft=NgramDrafter, draft_tokens=3)
+    assert engine.generate(prompts, params) == plain
+    assert engine.stats.drafted_tokens > 0
+    assert engine.generate(prompts, params) == plain, "of pages that are there already"
+    for prompt, written in zip(prompts, plain, strict=True):
+        logits = truth(hf, prompt + written)[len(prompt) - 1 : -1]
+        best = logits.max(1).values - logits.gather(1, torch.tensor(written).unsqueeze(1)).squeeze(1)
+        assert best.max() < 1e-3
 
 
 def simulated(path: Path, kind: str, spoil: Any = lambda cache: None) -> Any:

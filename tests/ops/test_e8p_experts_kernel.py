@@ -19,7 +19,14 @@ from onegraph.ops.cuda import e8p_experts as kernels
 from onegraph.ops.cuda.build import Device
 
 HERE = Path(__file__).parent
-SOURCES = "e8p_experts.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
+SOURCES = (
+    "e8p_experts.cu",
+    "rotated_common.cuh",
+    "e8p_common.cuh",
+    "e8p_codes.cuh",
+    "e8p_decode_product.cuh",
+    "e8p_activations.cuh",
+)
 
 
 @pytest.mark.slow

@@ -441,6 +441,7 @@ FAMILIES: dict[str, Traits] = {
         },
         head_norm=True,
         mrope=True,
+        fixed={"norm_topk_prob": (True,)},
         **_BIASED,
     ),
     "qwen3_vl_text": Traits(

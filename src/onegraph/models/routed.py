@@ -50,20 +50,11 @@ _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts
 _DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
 _GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
 _SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
-_SPARSE = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl_moe_text",
-)  # decoder_sparse_step and mlp_only_layers say which layers have them
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", *_DEEPSEEK, "gemma4_text"  # whose experts have a size of their own
-_ASKED = (
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    *_DEEPSEEK,
-    "olmoe",
-)  # whose config says whether weights are normalised; in others they are
+# decoder_sparse_step and mlp_only_layers say which layers have experts
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
+# whose config says whether weights are normalised; in others they are
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -116,8 +107,8 @@ class Routed:
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
     in_stacks: bool = False
-    beside: bool = False
     turned: bool = False
+    beside: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:

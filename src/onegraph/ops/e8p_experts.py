@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import BITS, codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import BITS, codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.activation import GeGLU, check_gate, swiglu
 from onegraph.ops.calls import E8PExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors

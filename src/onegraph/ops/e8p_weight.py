@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import E8PFormat, hadamard_block
+from onegraph.formats.e8p import E8PFormat
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.activation import Gate
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.e8p_all_reduce import MAX_TOKENS, e8p_all_reduce
