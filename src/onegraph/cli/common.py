@@ -296,7 +296,8 @@ def tell_exact_layers(asked: str, settled: str) -> None:
     wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, settled))
     if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
         named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
-        print(f"kv: {named}, keys are mostly a bias there (docs/turboquant.md)", file=sys.stderr)
+        why = "keys are mostly a bias there, or heads are larger than kernels read"
+        print(f"kv: {named}, {why} (docs/turboquant.md)", file=sys.stderr)
 
 
 def print_json(value: dict[str, Any]) -> None:
