@@ -17,6 +17,7 @@ from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.heads import Heads
 from onegraph.models.llama import Llama, unread_layers
+from onegraph.models.ranks import Ranks
 from onegraph.models.source import LlamaSource
 from onegraph.nn.turboquant import TurboQuantCache
 
@@ -85,6 +86,12 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
     assert isinstance(cache, TurboQuantCache)
     sizes = {(layer.layout.head_dim, layer.codes.shape[1]) for layer in cache.layers if layer is not None}
     assert sizes == {(64, 2), (128, 1)}
+
+
+def test_ranks_do_not_share_it(tmp_path: Path) -> None:
+    save_hf("gemma4", tmp_path)
+    with pytest.raises(ValueError, match="gpus is 2: gemma4_text has layers of several kinds.*; this model runs on 1$"):
+        Ranks.load(Checkpoint.open(tmp_path), ["cpu", "cpu"])
 
 
 def test_heads_that_no_kernel_reads_codes_of_stay_exact_on_a_gpu() -> None:
