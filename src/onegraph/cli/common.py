@@ -344,7 +344,8 @@ def tell_exact_layers(asked: str, settled: str) -> None:
     wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, settled))
     if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
         named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
-        print(f"kv: {named}: their keys are mostly a bias (docs/guides/long-context.md)", file=sys.stderr)
+        why = "their keys are mostly a bias, or their heads are larger than the kernels read"
+        print(f"kv: {named}: {why} (docs/guides/long-context.md)", file=sys.stderr)
 
 
 def print_json(value: dict[str, Any]) -> None:
