@@ -125,8 +125,8 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="WHO",
         help="who drafts tokens that the model checks several at once: 'ngram' (the text itself), 'eagle:PATH' (an "
-        "EAGLE-3 head), 'mtp' (DeepSeek-V4's own draft layers), or a smaller model directory of the same tokens; the "
-        "text stays the same but for near-ties",
+        "EAGLE-3 head), 'mtp' (the draft layers of DeepSeek-V4 or Qwen3.5), or a smaller model directory of the same "
+        "tokens; the text stays the same but for near-ties",
     )
     parser.add_argument(
         "--draft-tokens",
