@@ -269,7 +269,10 @@ class Llama(nn.Module):
     def _latent_cache(self, **sizes: Any) -> LatentCache:
         """The latents of all layers, which each rank has whole."""
         assert self.config.latent is not None
-        sizes |= {"layers": self.config.layers, "width": self.config.latent.width, "dtype": self.dtype}
+        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
+        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        if index is not None:
+            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
         needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
         check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
         return LatentCache(**sizes, device=self.device)
@@ -303,7 +306,7 @@ def biased_layers(model: Llama) -> list[int]:
 def config_of(checkpoint: Checkpoint) -> LlamaConfig:
     """Its config.json, and how its files hold what that leaves open. Raises ValueError as `LlamaConfig.from_dict`."""
     config = LlamaConfig.from_dict(checkpoint.config)
-    return config.held_as({config.family_name(name) for name in checkpoint.names})
+    return config.held_as({config.family_name(name): checkpoint.shape(name) for name in checkpoint.names})
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

@@ -42,8 +42,9 @@ class DraftConfig(LlamaConfig):
     """The draft layer as a decoder of one block, whose files call it otherwise."""
 
     @classmethod
-    def of(cls, config: LlamaConfig, names: set[str]) -> "DraftConfig":
-        """Of a decoder, as a file with tensors of these names holds it. What onegraph quantizes keeps it dense."""
+    def of(cls, config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]]) -> "DraftConfig":
+        """Of a decoder, as a file with tensors of these names and shapes holds it. What onegraph quantizes keeps it
+        dense."""
         like = config.mixers.index(None)  # a layer that attends
         routed = config.routed and replace(config.routed, layers=(True,))
         quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
@@ -52,7 +53,7 @@ class DraftConfig(LlamaConfig):
             "mixers": (None,), "routed": routed, "quantization": quantization,
         }  # fmt: skip
         made = cls(**{field.name: getattr(config, field.name) for field in fields(config)} | alone)
-        found = made.held_as(names)
+        found = made.held_as(shapes)
         assert isinstance(found, DraftConfig)
         return found
 
@@ -119,7 +120,7 @@ class QwenDraft(nn.Module):
             )
         if target.peer is not None:
             raise ValueError("the draft layer runs on one GPU; run the model on one, or draft with 'ngram'")
-        config = DraftConfig.of(target.config, set(checkpoint.names))
+        config = DraftConfig.of(target.config, {name: checkpoint.shape(name) for name in checkpoint.names})
         device = target.device
         loader = Loader(checkpoint, config, target.dtype, decode=device.type == "cpu")
         loader.check()
