@@ -63,8 +63,8 @@ class LLM:
         draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
             "eagle:PATH" is an EAGLE-3 head of the model, "mtp" are the draft layers of DeepSeek-V4 or Qwen3.5, the path
             of a smaller checkpoint of the same tokens lets that one write them. The text is what it would be without,
-            but for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or "auto"
-            for as many as pay.
+            but for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or
+            "auto" for as many as pay.
         batch_invariant: a text is the same, bit by bit, whatever is drafted and whatever prompts are computed beside
             it; a step takes longer (docs/speculation.md). For dense models of the Llama kind on one device, with an
             exact cache.
