@@ -124,8 +124,8 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative",
         metavar="METHOD",
-        help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (DeepSeek-V4's "
-        "draft layers), or the directory of a draft model; the text stays the same up to near-ties",
+        help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (draft layers "
+        "of DeepSeek-V4 or Qwen3.5), or the directory of a draft model; the text stays the same up to near-ties",
     )
     parser.add_argument(
         "--num-speculative-tokens",
