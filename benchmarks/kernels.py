@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.record import Row, machine
-from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.attention import paged_attention, rope_cache_write
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.e8p import e8p_decode, e8p_linear

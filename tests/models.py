@@ -354,8 +354,8 @@ VARIANTS |= {
 }  # fmt: skip
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
-FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
-FAMILIES += ["ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
+FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
+FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
@@ -459,6 +459,33 @@ def e8p_tensors(n: int, k: int, bits: int, seed: int, *, rows_rotated: bool = Tr
 
     q = e8p_decode(tensors["codes"], tensors.get("residual"), codebook(), bits).double()
     tensors |= {"in_scale": signed(k), "out_scale": signed(n), "scale": (1.5 / (k**0.5 * q.std())).float()}
+    rows = rotation(n) if rows_rotated else torch.eye(n, dtype=torch.float64)
+    weight = (rows @ q @ rotation(k)) * tensors["in_scale"].double()
+    return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
+
+
+def trellis_tensors(
+    n: int, k: int, bits: int, seed: int, *, rows_rotated: bool = True
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As `e8p_tensors`, of the trellis; decoded here, state by state, from the layout that formats/trellis.py tells."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-(2**15), 2**15, (n // 16, k * bits), generator=g, dtype=torch.int16)
+    q = torch.empty(n // 16, 16, k // 16, 16, dtype=torch.float64)
+    words = codes.view(n // 16, k // 16, 16 * bits).long() & 0xFFFF
+    ring = (words.unsqueeze(-1) >> torch.arange(16) & 1).flatten(-2)
+    for place in range(256):
+        at = (torch.arange(16) + place * bits) % (256 * bits)
+        product = (ring[..., at] << torch.arange(16)).sum(-1) * 0x83DCD12D % 2**32
+        total = product % 256 + (product >> 8) % 256 + (product >> 16) % 256 + (product >> 24)
+        lane, e = place // 8, place % 8
+        q[:, lane // 4 + e // 4 * 8, :, lane % 4 * 4 + e % 4] = (total - 510).double()
+    q = q.view(n, k)
+
+    def signed(size: int) -> Tensor:
+        return ((0.5 + torch.rand(size, generator=g)) * torch.randn(size, generator=g).sign()).half()
+
+    tensors = {"codes": codes, "in_scale": signed(k), "out_scale": signed(n)}
+    tensors |= {"scale": (1.5 / (k**0.5 * q.std())).float()}
     rows = rotation(n) if rows_rotated else torch.eye(n, dtype=torch.float64)
     weight = (rows @ q @ rotation(k)) * tensors["in_scale"].double()
     return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()

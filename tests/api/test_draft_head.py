@@ -86,7 +86,8 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
         ("eagle:{model}/nowhere", "nowhere: no such model"),
         (
             "mtp",
-            "--draft: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none that run here: draft with",
+            "--draft: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none that run "
+            "here: draft with",
         ),
     ],
 )

@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import (
-    E8P,
-    KEEP,
-    E8PConfig,
-    codebook,
-    residual_dtype,
-    resolve_rates,
-    sign_masks,
-)
+from onegraph.formats.e8p import E8P, E8PConfig, codebook, residual_dtype, sign_masks
+from onegraph.formats.rotated import KEEP, resolve_rates
 from onegraph.nn.linear import Linear
 from onegraph.ops.cpu import e8p_encode
 from onegraph.ops.e8p import e8p_decode, e8p_linear

@@ -15,7 +15,8 @@ from fuzz import tiny
 from onegraph import LLM, verify
 from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import E8P, FORMAT_VERSION, E8PConfig
+from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.rotated import FORMAT_VERSION
 from onegraph.models.load import load_decoder, parse_config
 from onegraph.models.loader import Loader
 

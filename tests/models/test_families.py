@@ -28,6 +28,7 @@ NEW = [
     "gemma2",
     "gemma3",
     "gemma3_256",
+    "gemma4",
     "glm4_moe",
     "glm4_moe_groups",
     "qwen2_moe",
@@ -87,7 +88,7 @@ IDLE = {
     "block_multiple_of": {"lfm2_bias"},
     "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa"},  # mlp_layer_types says which layers
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
-    **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), {"gemma4", "gemma4_e"}),  # no experts
+    **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
     "vocab_size_per_layer_input": {"gemma4", "gemma4_moe"},  # no embeddings of layers
 }

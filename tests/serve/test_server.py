@@ -23,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import onegraph
 from fuzz import tiny
 from onegraph import LLM
 from onegraph.api.completion import StopTexts
@@ -377,7 +378,7 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         (
             {"model": "plain", "prompt": "a", "wat": 1},
             400,
-            "wat is not known here; allowed are frequency_penalty, ignore_eos, logprobs,",
+            "wat is not known here; allowed are frequency_penalty, guided_choice, guided_json,",
         ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "the context is 96; shorten the prompt to 95 tokens or less"),
         (
@@ -497,7 +498,7 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
         server.client.models.retrieve("org/other")
     root = server.url.removesuffix("v1")
     assert httpx.get(root + "health").json() == {"status": "ok"}
-    assert httpx.get(root + "v1/embeddings").json()["error"]["message"] == "GET /v1/embeddings: Not Found"
+    assert httpx.get(root + "v1/responses").json()["error"]["message"] == "GET /v1/responses: Not Found"
     wrong = httpx.get(root + "v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert httpx.head(root + "health").status_code == 200
@@ -639,6 +640,88 @@ def test_what_clients_of_vllm_send(server: Running, llm: LLM) -> None:
     assert "messages[0]: reasoning is not supported" in wrong.json()["error"]["message"]
 
 
+def test_fields_of_other_servers(server: Running, llm: LLM) -> None:
+    ask: dict[str, Any] = {"model": "plain", "prompt": "the thing in the inn", "max_tokens": 8, "temperature": 0}
+    plain = server.post(ask).json()["choices"]
+    harmless = {
+        "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "min_tokens": 0,
+        "priority": 0, "add_special_tokens": True, "typical_p": 1, "request_id": "x", "cache_prompt": True,
+    }  # fmt: skip
+    assert server.post(ask | harmless).json()["choices"] == plain
+    for name, value in (("min_tokens", 3), ("use_beam_search", True), ("skip_special_tokens", False), ("best_of", 3)):
+        error = server.post(ask | {name: value}).json()["error"]
+        assert (error["message"], error["param"]) == (f"{name} is not supported; leave it out", name)
+    ids = llm.generate(ask["prompt"], max_tokens=8).tokens
+    stop = next(i for i in range(1, 8) if ids[i] not in ids[:i])
+    (ended,) = server.post(ask | {"stop_token_ids": [ids[stop]]}).json()["choices"]
+    assert (ended["text"], ended["finish_reason"]) == (llm.tokenizer.decode(ids[: stop + 1]), "stop")
+    last = server.post(ask | {"truncate_prompt_tokens": 3}).json()
+    assert last["usage"]["prompt_tokens"] == 3
+    tokens = llm.tokenizer.encode(ask["prompt"])[-3:]
+    assert last["choices"][0]["text"] == llm.generate([tokens], max_tokens=8)[0].text
+    assert server.post(ask | {"prompt": "the " * 200, "truncate_prompt_tokens": 5}).status_code == 200
+    for how in ({"guided_choice": ["yes", "n.o"]}, {"structured_outputs": {"choice": ["yes", "n.o"]}}):
+        assert server.post(ask | how).json()["choices"][0]["text"] in ("yes", "n.o")
+    assert server.post(ask | {"guided_regex": "ab"}).json()["choices"][0]["text"] == "ab"
+    for how in ({"guided_json": {"enum": [12]}}, {"structured_outputs": {"json": '{"enum": [12]}'}}):
+        assert server.post(ask | how).json()["choices"][0]["text"] == "12"
+    both = server.post(ask | {"guided_regex": "a", "structured_outputs": {"regex": "b"}}).json()["error"]
+    assert "constrains the answer in another way too" in both["message"]
+
+
+def test_tokens_of_a_text_and_text_of_tokens(server: Running, llm: LLM) -> None:
+    """As vLLM's endpoints have them."""
+    root = "../"
+    text = "the thing <|im_end|> é"
+    found = server.post({"model": "plain", "prompt": text}, root + "tokenize").json()
+    assert found["tokens"] == llm.tokenizer.encode(text)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 96)
+    assert server.post({"tokens": found["tokens"]}, root + "detokenize").json() == {"prompt": text}
+    messages = [{"role": "user", "content": text}]
+    asked = {"messages": messages, "add_generation_prompt": True}
+    assert server.post(asked, root + "tokenize").json()["tokens"] == llm.tokenizer.chat(messages)
+    long = server.post({"prompt": "the " * 4000}, root + "tokenize").json()
+    assert long["count"] > 4000, "longer than the context"
+    for path, body, says in (
+        ("tokenize", {}, "give either prompt or messages"),
+        ("tokenize", {"prompt": "a", "messages": messages}, "give either prompt or messages"),
+        ("tokenize", {"prompt": ["a"]}, "prompt: got"),
+        ("tokenize", {"prompt": "a", "model": "gpt-4"}, "the model 'gpt-4' is not served here"),
+        ("tokenize", {"prompt": "\ud800"}, "not UTF-8"),
+        ("detokenize", {"tokens": "a"}, "tokens: got"),
+        ("detokenize", {}, "tokens is missing"),
+    ):
+        error = server.post(body, root + path).json()["error"]
+        assert says in error["message"], error
+    assert httpx.get(server.url.removesuffix("v1") + "version", headers={"authorization": f"Bearer {KEY}"}).json() == {
+        "version": onegraph.__version__
+    }
+    with pytest.raises(openai.NotFoundError, match="embeddings are not supported: this server generates text"):
+        server.client.embeddings.create(model="plain", input="a")
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": False}, {"temperature": 0}),
+        ({}, {"temperature": 0.7, "top_p": 0.95}),
+    ],
+)
+def test_requests_draw_as_the_model_suggests(config: dict[str, Any], defaults: dict[str, Any], tmp_path: Path) -> None:
+    """Where they do not say otherwise: generation_config.json, as in `chat`."""
+    path = tiny.write_model(tmp_path / "plain")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2} | config))
+    running = Running(path)
+    try:
+        ask = {"model": "plain", "prompt": "the thing", "max_tokens": 20, "seed": 3}
+        texts = [running.post(ask | how).json()["choices"][0]["text"] for how in ({}, defaults, {"temperature": 1.9})]
+    finally:
+        running.end()
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
 def test_a_request_that_the_listener_cuts_off_ends_quietly(llm: LLM) -> None:
     async def never(*_: Any) -> Any:
         await asyncio.sleep(DEADLINE)
@@ -682,7 +765,7 @@ def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
         assert first.stderr is not None
         assert first.stderr.readline() == f"loading {model}\n"
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             second = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)
             assert second.returncode == 2
             assert second.stderr.startswith(f"onegraph: error: cannot listen at 127.0.0.1:{port}: "), second.stderr

@@ -31,7 +31,8 @@ from onegraph.engine.arguments import require_callable, require_path
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import CARD, Checkpoint, unfinished, write_checkpoint
-from onegraph.formats.e8p import resolve_rates
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
@@ -102,11 +103,12 @@ def quantize(
 
     Args:
         source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: 2, 3 or 4 (the default), of every linear inside the blocks; or any number between: what each layer's
-            rounding costs is measured, and each gets the rate with which they cost least and are so many bits a weight
-            on average.
+        bits: a rate of the format (default: 4), of every linear inside the blocks; or any number between: what each
+            layer's rounding costs is measured, and each gets the rate with which they cost least and are so many bits a
+            weight on average.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
-        format: "e8p", or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
+        format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
+            memory bandwidth); or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
         recipe: "quick" (one pass; the default on a CPU), "good" (under Hessians of the model's KL, by backward passes;
             the default on a GPU), or "best" (tunes scales as well; holds the whole model).
         calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
@@ -153,7 +155,7 @@ def quantize(
         device=device,
     )
     refuse_existing(run.out)
-    text = _text(calibration) if format == "e8p" else None
+    text = _text(calibration) if format in OWN else None
     located = locate(source, option="source")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
@@ -175,10 +177,10 @@ def quantize(
             if format == "nvfp4":
                 made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
-                made = run.e8p(checkpoint, choices, found, text, partial)
+                made = run.own(checkpoint, choices, found, text, partial)
             partial.remove()
     found = made.plan
-    calibrated = format == "e8p"
+    calibrated = format in OWN
     return Quantization(
         source=found.source,
         output=str(out),
@@ -242,7 +244,7 @@ class _Run:
     tell: Callable[[str], None]
     started: float
 
-    def e8p(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
+    def own(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)

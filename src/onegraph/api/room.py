@@ -52,7 +52,7 @@ def check_room(found: Plan, out: Path) -> None:
     stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
     pieces = min(_bytes_in(unfinished(out), "*.safetensors"), found.disk - found.after.total_bytes)
     free = shutil.disk_usage(parent).free + _bytes_in(stale) + pieces  # which are gone on with, or thrown away
-    less = ", or recipe 'quick'" if found.format == "e8p" and found.recipe != "quick" else ""
+    less = ", or recipe 'quick'" if found.format != "nvfp4" and found.recipe != "quick" else ""
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "

@@ -278,7 +278,8 @@ class PlainBar:
         )  # a resumed run begins with a jump
         left = f", about {missing * recent:.0f} s left" if self.n > before and missing > 0 else ""
         self.mark = self.printed, self.n
-        print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # a stderr that cannot be written stops nothing
+            print(f"{self.what}: {self.n}{of} {self.unit}s, {spent:.0f} s{left}", file=sys.stderr)
 
 
 def tell_skipped(skipped: Mapping[str, int]) -> None:

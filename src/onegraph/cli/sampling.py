@@ -88,7 +88,9 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"stop": args.stop, "json_schema": schema}
 
 
-def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def suggested(
+    checkpoint: Checkpoint, given: Mapping[str, Any], cure: str = "give --{}"
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """How a conversation draws, but for the fields that are `given`: what the model's generation_config.json says, and
     what `DRAWN` adds where it neither says whether to draw nor how. Both are empty where it does not draw. Raises
     UsageError for what cannot be drawn with, CheckpointError."""
@@ -110,5 +112,5 @@ def suggested(checkpoint: Checkpoint, given: Mapping[str, Any]) -> tuple[dict[st
         try:
             SamplingParams(**{name: value})
         except ValueError as error:
-            raise UsageError(f"generation_config.json: {error}; give --{name.replace('_', '-')}") from None
+            raise UsageError(f"generation_config.json: {error}; {cure.format(name.replace('_', '-'))}") from None
     return said, drawn

@@ -14,6 +14,7 @@ from typing import Any
 
 from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, one_line, open_model, remark
 from onegraph.cli.generate import add_engine, engine, load
+from onegraph.cli.sampling import suggested
 from onegraph.formats.extras import install
 
 EPILOG = f"""\
@@ -141,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings
+    from onegraph.serve.protocol import Defaults
     from onegraph.serve.worker import Worker
 
     place = engine(args)
@@ -151,6 +153,8 @@ def run(args: argparse.Namespace) -> int:
     with bind(args.host, args.port) as socket:
         remark(f"loading {args.model}")
         with open_model(args.model) as checkpoint:
+            said, drawn = suggested(checkpoint, {}, "correct it there")
+            defaults = Defaults(said, drawn) if said or drawn else Defaults({"temperature": 0.0})
             writer = Tokenizer(checkpoint)
         sizes = {"max_batch": args.max_batch, "max_context": args.max_context, "cache_tokens": args.cache_tokens}
         llm = load(args, **sizes, **place)
@@ -169,8 +173,9 @@ def run(args: argparse.Namespace) -> int:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
             hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
             settings = Settings(
-                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts
-            )
+                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
+                defaults=defaults,
+            )  # fmt: skip
             ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:

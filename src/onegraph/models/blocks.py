@@ -119,7 +119,7 @@ def build_block(
     out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
-        place = tables[config.ropes[i], config.head_dim], config.scale, device, share
+        place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
         heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
         return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
     attention, after = build_attention(loader, config, i, tables, device, share)

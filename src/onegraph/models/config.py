@@ -41,9 +41,9 @@ class LlamaConfig:
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
     tokens that end a text. `attention`: the sizes of each layer's heads (`models/heads.py`), of which kv_heads and
     head_dim are the usual ones. `wide_from`: the layer from which on the MLP has twice the hidden units. `per_layer`:
-    size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
-    layers behind the last, or under `mtp.`, that only predict further tokens. `mixers` has one entry a layer: what
-    stands in attention's place, None for attention.
+    size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a
+    multimodal one (`models/wrapper.py`). `drafts` counts the layers behind the last, or under `mtp.`, that only predict
+    further tokens. `mixers` has one entry a layer: what stands in attention's place, None for attention.
     """
 
     model_type: str
@@ -227,7 +227,7 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        found = [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        found = [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.steady]
         if self.latent is not None:
             layers = range(self.layers)
             found += [self.prefix(i) + name for i in layers for name in self.latent.index_linears(i, self.hidden_size)]
@@ -259,11 +259,12 @@ class LlamaConfig:
     def parts(self) -> Parts:
         """What the decoder is made of, by the names of transformers' modules, which files have too."""
         d = self.hidden_size
+        around: dict[str, tuple[Shape, Dtypes]]
         around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
         around |= {"layer_scalar": ((1,), FLOATS)} if self.traits.layer_scale else {}
         if size := self.per_layer[0]:
-            shapes: dict[str, Shape] = dict(zip(PER_LAYER, ((size, d), (d, size), (d,)), strict=True))
-            around |= {f"{name}.weight": (shape, FLOATS) for name, shape in shapes.items()}
+            shapes: tuple[Shape, ...] = (size, d), (d, size), (d,)
+            around |= {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER, shapes, strict=True)}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
@@ -293,6 +294,7 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
+            steady=tuple(self.steady),
             tensors=tensors | {self.norm: ((d,), FLOATS)} | self._per_layer_parts,
             head=HEAD,
             tied=self.tied,
@@ -329,7 +331,7 @@ class LlamaConfig:
         size, rows = self.per_layer
         if not size:
             return {}
-        shapes = (rows, self.layers * size), (self.layers * size, self.hidden_size), (size,)
+        shapes: tuple[Shape, ...] = (rows, self.layers * size), (self.layers * size, self.hidden_size), (size,)
         return {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER_OF_MODEL, shapes, strict=True)}
 
     def _keeps(self, stack: str) -> bool:
@@ -364,8 +366,7 @@ class LlamaConfig:
         return f"model.layers.{layer}."
 
     def attention_index(self, layer: int) -> int:
-        """The number, among the layers whose keys and values are cached, of the one that a layer reads, by which a cache
-        finds its part."""
+        """By which a cache finds a layer's part: the number of the layer that it reads among those that are cached."""
         source = self.attention[layer].source
         at = layer if source is None else source
         owners = zip(self.mixers[:at], self.attention[:at], strict=True)

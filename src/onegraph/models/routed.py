@@ -16,7 +16,7 @@ from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
-from onegraph.ops.activation import GeGLU, SwiGLU
+from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.route import check_groups
 
 # Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
@@ -102,7 +102,7 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
-    gate: SwiGLU | GeGLU
+    gate: Gate
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
@@ -121,7 +121,7 @@ class Routed:
             return None
         count, glm = _count(family, fields), family in _DEEPSEEK
         top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
-        gate: SwiGLU | GeGLU = GeGLU() if beside else SwiGLU()
+        gate: Gate = GeGLU() if beside else SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)

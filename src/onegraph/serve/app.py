@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -20,12 +21,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from onegraph import __version__
 from onegraph.serve.body import Bodies
 from onegraph.serve.connection import STALLED
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.prompts import Prompts
-from onegraph.serve.protocol import Refused, overloaded, parse
+from onegraph.serve.protocol import Defaults, Refused, overloaded, parse, parse_detokenize, parse_tokenize
 from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
 from onegraph.serve.worker import Full, Stopped, Worker
@@ -35,13 +37,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`."""
+    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`.
+    defaults: of sampling."""
 
     name: str
     api_key: str | None = None
     max_body: int = 4 << 20
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
+    defaults: Defaults = field(default_factory=Defaults)
 
 
 class Server:
@@ -59,6 +63,10 @@ class Server:
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{name:path}", self._guarded(self.model)),
+            Route("/v1/embeddings", self._guarded(self.embeddings), methods=["POST"]),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
+            Route("/version", self._guarded(self.version)),
             Route("/health", self.health),
             Route("/metrics", self._guarded(self.report)),
         ]
@@ -134,6 +142,46 @@ class Server:
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, chat=True)
 
+    async def embeddings(self, request: Request) -> Response:
+        raise Refused("embeddings are not supported: this server generates text", status=404, code="not_supported")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            model, asked, special = parse_tokenize(body)
+            tokens = await self._tokenized(request, model, self.prompts.tokenize(asked, special))
+        about = {"count": len(tokens), "max_model_len": self.worker.llm.max_context}
+        return json_response(about | {"tokens": tokens, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            model, tokens = parse_detokenize(body)
+            return json_response({"prompt": await self._tokenized(request, model, self.prompts.detokenize(tokens))})
+
+    async def _tokenized(self, request: Request, model: str | None, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, which counts towards the queue like an answer."""
+        with contextlib.closing(work):
+            if model is not None:
+                self._check_name(model)
+            with self._reserved(1):
+                return await _while_connected(request, work)
+
+    @contextlib.contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        """Places in the queue for as long as the context lasts; of an answer, `Worker.submit` goes on from there."""
+        try:
+            self.worker.reserve(count)
+        except Full:
+            raise overloaded() from None
+        except Stopped as stopped:
+            raise Refused(str(stopped), status=503) from None
+        try:
+            yield
+        finally:
+            self.worker.release(count)
+
     def _card(self) -> dict[str, Any]:
         about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
         return about | {"max_model_len": self.worker.llm.max_context}
@@ -147,24 +195,18 @@ class Server:
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         async with self.bodies.read(request) as body:
-            asked = parse(body, chat=chat)
+            asked = parse(body, chat=chat, defaults=self.settings.defaults)
             self._check_name(asked.model)
             if asked.answers > self.worker.limit:
                 message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"
                 raise Refused(f"{message} at once", param="n")
             started = time.perf_counter()
-            try:
-                self.worker.reserve(asked.answers)
+            with self._reserved(asked.answers):
+                sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
                 try:
-                    sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
                     answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True)
-                except BaseException:
-                    self.worker.release(asked.answers)
-                    raise
-            except Full:
-                raise overloaded() from None
-            except Stopped as stopped:
-                raise Refused(str(stopped), status=503) from None
+                except Stopped as stopped:
+                    raise Refused(str(stopped), status=503) from None
         form = None if asked.tools is None else self.prompts.form
         reply = Reply(asked, self.settings.name, prompt_tokens, form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)

@@ -7,9 +7,11 @@ longer ones and its like. A request that is cancelled while it waits for its lan
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from onegraph.api.completion import copies
 from onegraph.api.llm import LLM
@@ -20,6 +22,7 @@ from onegraph.engine.sequence import Sequence
 from onegraph.serve.protocol import Asked, Refused
 from onegraph.serve.tools import CallForm, find_form
 
+T = TypeVar("T")
 LANES = (1 << 15, 1 << 19, 1 << 40)  # characters of a request that the lane takes
 
 
@@ -50,10 +53,21 @@ class Prompts:
     async def read(self, asked: Asked) -> tuple[list[Sequence], int]:
         """The engine's requests, and how many tokens the prompts have. Raises Refused. Cancelled, it does nothing more
         than what has begun."""
-        size = asked.size
+        return await self._run(asked.size, self._read, asked)
+
+    async def tokenize(self, asked: Asked, special: bool) -> list[int]:
+        """The tokens of a text or a conversation, however many. Raises Refused."""
+        return await self._run(asked.size, self._tokenize, asked, special)
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Their text, control tokens among it. Raises Refused."""
+        return await self._run(len(tokens), self._detokenize, tokens)
+
+    async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """work(*arguments, lane) in the thread of the lane for `size`."""
         lane = next(lane for lane, most in zip(self._lanes, LANES, strict=True) if size <= most)
         try:
-            return await asyncio.get_running_loop().run_in_executor(lane.thread, self._read, asked, lane)
+            return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
         except RuntimeError:  # `close` was called
             raise Refused("the server is shutting down", status=503) from None
 
@@ -64,23 +78,42 @@ class Prompts:
             if "tokenizer" in vars(lane):
                 lane.tokenizer.interrupt()
 
+    def _prompts(self, asked: Asked, lane: _Lane, context: int | None, special: bool = True) -> list[list[int]]:
+        """Raises ValueError, TooLong among them."""
+        if asked.messages is None:
+            given = asked.prompts
+            return [lane.tokenizer.encode(p, special, max_tokens=context) if isinstance(p, str) else p for p in given]
+        if asked.speaks_of_tools and self.form is None:
+            raise Refused(
+                "tools: the model's chat template knows none, or writes calls in a form that is not known here",
+                param="tools" if asked.tools else "messages", code="unsupported_parameter",
+            )  # fmt: skip
+        tools = None if asked.tools is None else asked.tools.defined
+        return [lane.tokenizer.chat(asked.messages, asked.thinking, tools, max_tokens=context)]
+
+    def _tokenize(self, asked: Asked, special: bool, lane: _Lane) -> list[int]:
+        try:
+            return self._prompts(asked, lane, None, special)[0]
+        except ValueError as error:
+            named = error.field if isinstance(error, ArgumentError) else "prompt"
+            raise Refused(str(error), param=_field(named, asked)) from None
+
+    def _detokenize(self, tokens: list[int], lane: _Lane) -> str:
+        try:
+            return lane.tokenizer.decode(tokens, special=True)
+        except ValueError as error:
+            raise Refused(str(error), param="tokens") from None
+
     def _read(self, asked: Asked, lane: _Lane) -> tuple[list[Sequence], int]:
-        llm, tokenizer, context = self._llm, lane.tokenizer, self._llm.max_context
+        llm, context = self._llm, self._llm.max_context
         name = _field("prompt", asked) or ""
         try:
-            if asked.messages is not None:
-                if asked.speaks_of_tools and self.form is None:
-                    raise Refused(
-                        "tools: the model's chat template knows none, or writes calls in a form that is not known here",
-                        param="tools" if asked.tools else "messages", code="unsupported_parameter",
-                    )  # fmt: skip
-                tools = None if asked.tools is None else asked.tools.defined
-                prompts = [tokenizer.chat(asked.messages, asked.thinking, tools, max_tokens=context)]
-            else:
-                prompts = [tokenizer.encode(p, max_tokens=context) if isinstance(p, str) else p for p in asked.prompts]
+            prompts = self._prompts(asked, lane, context if asked.keep is None else None)
+            if asked.keep is not None:
+                prompts = [prompt[-asked.keep :] for prompt in prompts]
             name = ""
-            stops = () if asked.ignore_eos else sorted(tokenizer.stops)
-            base = SamplingParams(stop=stops, **asked.sampling)
+            stops = {*asked.stop_ids, *(() if asked.ignore_eos else lane.tokenizer.stops)}
+            base = SamplingParams(stop=sorted(stops), **asked.sampling)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts

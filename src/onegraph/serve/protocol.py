@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onegraph.api.chat import THINKING
@@ -37,11 +38,21 @@ def overloaded() -> Refused:
 
 
 @dataclass(frozen=True)
+class Defaults:
+    """Fields of SamplingParams that a request leaves out. said: by the model's generation_config.json. drawn: of a
+    request that says nothing of how to draw."""
+
+    said: Mapping[str, Json] = field(default_factory=dict)
+    drawn: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
     sampling: fields of SamplingParams. usage: whether a stream ends with token counts. tools: that the answer may call.
-    thinking: as `ChatTemplate.render` takes it. ignore_eos: the model's own stop tokens end nothing.
+    thinking: as `ChatTemplate.render` takes it. ignore_eos: the model's own stop tokens end nothing. stop_ids: tokens
+    that end the answer besides. keep: of longer prompts the last so many tokens; None for all.
     """
 
     model: str
@@ -55,6 +66,8 @@ class Asked:
     tools: Tools | None = None
     thinking: bool | None = None
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    keep: int | None = None
 
     @property
     def answers(self) -> int:
@@ -76,8 +89,45 @@ class Asked:
         return bool(said) or self.tools is not None
 
 
-def parse(body: bytes, *, chat: bool) -> Asked:
+def parse(body: bytes, *, chat: bool, defaults: Defaults | None = None) -> Asked:
     """Raises Refused for what is malformed, unknown or not supported."""
+    fields = _object(body)
+    if "best_of" in fields and _equal(fields["best_of"], fields.get("n", 1)):
+        del fields["best_of"]
+    for name in [name for name in fields if name in _OFF or name in _IGNORED]:
+        if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
+            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+        del fields[name]
+    _check(fields, {**_FIELDS, **(_CHAT if chat else _COMPLETION)})
+    return _asked(fields, chat, defaults or Defaults())
+
+
+def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
+    """The model that a body of /tokenize names, its text or conversation, and whether the tokenizer adds its special
+    tokens. Raises Refused."""
+    fields = _object(body)
+    for name in ("add_generation_prompt", "return_token_strs", "continue_final_message"):
+        if _equal(fields.get(name, name == "add_generation_prompt"), name == "add_generation_prompt"):
+            fields.pop(name, None)
+    _check(fields, _TOKENIZE)
+    chat = "messages" in fields
+    if chat == ("prompt" in fields):
+        raise Refused("give either prompt or messages", param="messages" if chat else "prompt")
+    model, special = fields.pop("model", None), fields.pop("add_special_tokens", True)
+    return model, _asked({"model": model or "", **fields}, chat, Defaults()), special
+
+
+def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
+    """The model that a body of /detokenize names, and its tokens. Raises Refused."""
+    fields = _object(body)
+    _check(fields, _DETOKENIZE)
+    if "tokens" not in fields:
+        raise Refused("tokens is missing", param="tokens")
+    return fields.get("model"), fields["tokens"]
+
+
+def _object(body: bytes) -> dict[str, Json]:
+    """A JSON object without its fields that are null."""
     try:
         fields = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
@@ -85,19 +135,16 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         raise Refused(f"the body is not JSON: {what}") from None
     if not isinstance(fields, dict):
         raise Refused(f"the body is {_shown(fields)}; a JSON object is expected")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    for name in [name for name in fields if name in _OFF or name in _IGNORED]:
-        if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
-            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-        del fields[name]
-    known = {**_FIELDS, **(_CHAT if chat else _COMPLETION)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check(fields: Mapping[str, Json], known: Mapping[str, _Check]) -> None:
     if unknown := sorted(fields.keys() - known.keys()):
         raise Refused(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])
     for name, value in fields.items():
         fine, allowed = known[name]
         if not fine(value):
             raise Refused(f"{name}: got {_shown(value)}; allowed is {allowed}", param=name)
-    return _asked(fields, chat)
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
@@ -139,7 +186,7 @@ def _named(told: TokenText) -> dict[int, str]:
     return names
 
 
-def _asked(fields: dict[str, Json], chat: bool) -> Asked:
+def _asked(fields: dict[str, Json], chat: bool, defaults: Defaults) -> Asked:
     for name in ("model", "messages" if chat else "prompt"):
         if name not in fields:
             raise Refused(f"{name} is missing", param=name)
@@ -151,7 +198,7 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
     stop = fields.get("stop", [])
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
-    tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
+    tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat, defaults)
     if tools is not None and tools.schema is not None:
         if "json_schema" in sampling or "regex" in sampling:
             raise Refused(
@@ -170,6 +217,8 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
         tools=tools,
         thinking=next(iter(fields.get("chat_template_kwargs", {}).values()), None),
         ignore_eos=fields.get("ignore_eos", False),
+        stop_ids=tuple(fields.get("stop_token_ids", ())),
+        keep=fields.get("truncate_prompt_tokens"),
     )
 
 
@@ -273,6 +322,21 @@ def _is_format(value: Json) -> bool:
     return isinstance(value.get("json_schema"), dict) and isinstance(value["json_schema"].get("schema"), dict)
 
 
+_GUIDED: Mapping[str, Callable[[Json], bool]] = {
+    "json": lambda v: isinstance(v, dict | str),
+    "regex": lambda v: isinstance(v, str),
+    "choice": lambda v: isinstance(v, list) and 0 < len(v) <= 1000 and all(isinstance(each, str) for each in v),
+}
+
+
+def _is_guided(value: Json) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) == 1
+        and all(name in _GUIDED and _GUIDED[name](each) for name, each in value.items())
+    )
+
+
 def _is_thinking(value: Json) -> bool:
     return isinstance(value, dict) and len(value) == 1 and value.keys() <= {*THINKING} and _is_flag(*value.values())
 
@@ -281,9 +345,11 @@ def _is_flag(value: Json) -> bool:
     return isinstance(value, bool)
 
 
-def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
+def _sampling(fields: dict[str, Json], chat: bool, defaults: Defaults) -> dict[str, Json]:
     """Fields of SamplingParams."""
-    found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    drawn = {} if any(name in fields for name in _DRAWING) else defaults.drawn
+    given = {name: fields[name] for name in _SAMPLING if name in fields}
+    found = {"temperature": 1.0, **defaults.said, **drawn, **given}
     if found.get("top_k") == -1:  # vLLM's word for all tokens
         found["top_k"] = 0
     if chat and fields.get("logprobs"):
@@ -295,6 +361,14 @@ def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     wanted = fields.get("response_format", {"type": "text"})
     if wanted["type"] != "text":
         found["json_schema"] = wanted["json_schema"]["schema"] if "json_schema" in wanted else {"type": "object"}
+    guided = [(name, fields[f"guided_{name}"], f"guided_{name}") for name in _GUIDED if f"guided_{name}" in fields]
+    guided += [(name, value, "structured_outputs") for name, value in fields.get("structured_outputs", {}).items()]
+    for name, value, where in guided:
+        if "json_schema" in found or "regex" in found:
+            raise Refused(f"{where}: the request constrains the answer in another way too; give one", param=where)
+        if name == "choice":
+            value = "|".join(map(re.escape, value))
+        found["json_schema" if name == "json" else "regex"] = value
     return found
 
 
@@ -321,6 +395,12 @@ _FIELDS: Mapping[str, _Check] = {
     "top_k": (lambda v: _is_int(v) and -1 <= v < 1 << 31, "a whole number up to 2147483647, 0 or -1 for all tokens"),
     "seed": (lambda v: _is_int(v) and -(1 << 63) <= v <= MAX_SEED, f"a whole number from {-(1 << 63)} to {MAX_SEED}"),
     "ignore_eos": _FLAG,
+    "stop_token_ids": (lambda v: isinstance(v, list) and len(v) <= 64 and all(map(_is_int, v)), "up to 64 token ids"),
+    "truncate_prompt_tokens": _COUNT,
+    "guided_json": (_GUIDED["json"], "a JSON schema"),
+    "guided_regex": (_GUIDED["regex"], "a regular expression"),
+    "guided_choice": (_GUIDED["choice"], "a list of up to 1000 texts"),
+    "structured_outputs": (_is_guided, "an object with json, regex or choice"),
     "stop": (_is_stop, f"a text, or up to {MAX_STOPS} texts of at most {MAX_STOP} characters"),
     "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
     "stream": _FLAG,
@@ -341,14 +421,25 @@ _CHAT: Mapping[str, _Check] = {
     "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required, or an object that names a function"),
     "parallel_tool_calls": _FLAG,
 }
+_TOKENIZE: Mapping[str, _Check] = {
+    "model": _FIELDS["model"],
+    "prompt": (lambda v: isinstance(v, str), "a text"),
+    "add_special_tokens": _FLAG,
+    **{name: _CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")},
+}
+_DETOKENIZE: Mapping[str, _Check] = {
+    "model": _FIELDS["model"],
+    "tokens": (lambda v: isinstance(v, list) and all(_is_int(i) and 0 <= i < 1 << 31 for i in v), "token ids"),
+}
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = (*_DRAWING, *_PENALTIES, "seed", "n", "regex")
 _THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; models are not shown their old thoughts
 # Besides content and name
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "system": (), "developer": (), "user": (), "assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",),
 }  # fmt: skip
-# What we do not do, and the values that ask for nothing; clients send those of their own accord.
+# What is not supported, and the values that ask for nothing; clients send those of their own accord.
 _OFF: Mapping[str, tuple[Json, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
@@ -360,5 +451,30 @@ _OFF: Mapping[str, tuple[Json, ...]] = {
     "prediction": (),
     "modalities": (["text"],),
     "store": (False,),
+    # vLLM's and others'
+    "min_tokens": (0,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "prompt_logprobs": (False,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
 }
-_IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",
+    "cache_prompt",
+}  # fmt: skip

@@ -99,6 +99,7 @@ class Writer:
 
     def __init__(self, tokenizer: Tokenizer, on_stop: Callable[[Answer], None]) -> None:
         self.tokenizer, self._on_stop = tokenizer, on_stop
+        self._alone: dict[int, tuple[str, bytes | None]] = {}  # see `_learn`
         self._drawn: queue.SimpleQueue[list[tuple[Answer, list[int], bool]] | None] = queue.SimpleQueue()
 
     def put(self, drawn: list[tuple[Answer, list[int], bool]] | None) -> None:
@@ -162,19 +163,23 @@ class Writer:
             return ()
         found = answer.sequence.logprobs[answer.told : answer.told + count]
         answer.told += count
-        ids = sorted({i for each in found for i in (each.token, *(token for token, _ in each.top))})
-        texts = dict(zip(ids, self.tokenizer.decode_all([[i] for i in ids], special=True), strict=True))
-        parts = [i for i in ids if PARTIAL in texts[i]]
-        try:
-            data = dict(zip(parts, self.tokenizer.bytes_of(parts), strict=True)) if parts else {}
-        except CheckpointError:  # the tokenizer's decoder is of another kind
-            data = {}
+        self._learn({i for each in found for i in (each.token, *(token for token, _ in each.top))} - self._alone.keys())
 
         def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = (), offset: int = 0) -> TokenText:
-            likeliest = tuple(told(*each) for each in top)
-            return TokenText(token, texts[token], logprob, likeliest, offset, data.get(token))
+            text, data = self._alone[token]
+            return TokenText(token, text, logprob, tuple(told(*each) for each in top), offset, data)
 
         return tuple(told(each.token, each.logprob, each.top, answer.written) for each in found)
+
+    def _learn(self, tokens: set[int]) -> None:
+        """The text of each token alone, and the bytes of those that are a part of a character."""
+        ids = sorted(tokens)
+        texts = self.tokenizer.decode_all([[i] for i in ids], special=True) if ids else []
+        parts = [i for i, text in zip(ids, texts, strict=True) if PARTIAL in text]
+        data: dict[int, bytes] = {}
+        with contextlib.suppress(CheckpointError):  # the tokenizer's decoder is of another kind
+            data = dict(zip(parts, self.tokenizer.bytes_of(parts) if parts else [], strict=True))
+        self._alone |= {i: (text, data.get(i)) for i, text in zip(ids, texts, strict=True)}
 
 
 def _stopped(sequence: EngineSequence, last: int) -> bool:

@@ -69,8 +69,8 @@ class Worker:
             raise Stopped(self.failure)
 
     def reserve(self, count: int) -> None:
-        """Counts `count` answers, whose prompts are yet to be tokenized, among those that wait. `submit` takes them
-        over, or `release` ends them. Raises Full, Stopped."""
+        """Counts `count` answers, whose prompts are yet to be tokenized, among those that wait, until `release`. Raises
+        Full, Stopped."""
         with self._lock:
             if self.failure is not None:
                 raise Stopped(self.failure)
@@ -87,20 +87,20 @@ class Worker:
     ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
         """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
 
-        Their pieces come through one queue of the running event loop. reserved: `reserve` has counted them. Raises
-        Full, Stopped; what was reserved stays so.
+        Their pieces come through one queue of the running event loop. reserved: `reserve` has found places for as
+        many, which the caller then releases. Raises Full, Stopped.
         """
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
         answers = [
             Answer(i, sequence, stream(), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
         ]
-        if not reserved:
-            self.reserve(len(answers))
         with self._lock:
-            if self.failure is not None:  # meanwhile
-                self._live -= 0 if reserved else len(answers)
+            if self.failure is not None:
                 raise Stopped(self.failure)
+            if self._live + len(answers) > self.limit and not reserved:
+                raise Full
+            self._live += len(answers)
             self.counts["submitted"] += len(answers)
             self._commands.put("add", answers)
         return answers, pieces

@@ -14,8 +14,34 @@ TABLES = {2: 65536, 3: 98304, 4: 65536}  # bytes that codes are decoded with, in
 MAX_K = 32768  # of kernels that hold a token's columns in the registers of one block
 
 
+class Around:
+    """What stands around the codes of a rotated linear, as launches are given it; of a call with its `out`."""
+
+    @property
+    def half(self: Any) -> bool:
+        return bool(self.x.dtype == torch.float16)
+
+    @property
+    def norm(self: Any) -> float:
+        """Of both Hadamard transforms."""
+        return float((block(self.n) * block(self.k)) ** -0.5)
+
+    @property
+    def around(self: Any) -> tuple[bool, ...]:
+        """What a launch is compiled with: normed, silu, biased, added, wide."""
+        return self.eps is not None, self.silu, self.bias is not None, self.add is not None, self.wide
+
+    @property
+    def arguments(self: Any) -> dict[str, Any]:
+        """What the kernels of few tokens, of many and the portable ones are given alike."""
+        return {
+            "x": self.x, "in_scale": self.in_scale, "out_scale": self.out_scale, "bias": self.bias, "add": self.add,
+            "y": self.out, "tokens": self.tokens, "norm": self.norm, "eps": -1.0 if self.eps is None else self.eps,
+        }  # fmt: skip
+
+
 @dataclass(eq=False, kw_only=True)
-class Linear(E8PLinear):
+class Linear(E8PLinear, Around):
     """A call as the launches take it: inputs contiguous and aligned, the bias float32.
 
     Attributes:
@@ -27,28 +53,6 @@ class Linear(E8PLinear):
     out: Tensor
     steady: bool = False
     group: tuple[list[Tensor], Tensor, Tensor, int] | None = None
-
-    @property
-    def half(self) -> bool:
-        return self.x.dtype == torch.float16
-
-    @property
-    def norm(self) -> float:
-        """Of both Hadamard transforms."""
-        return float((block(self.n) * block(self.k)) ** -0.5)
-
-    @property
-    def around(self) -> tuple[bool, ...]:
-        """What a launch is compiled with: normed, silu, biased, added, wide."""
-        return self.eps is not None, self.silu, self.bias is not None, self.add is not None, self.wide
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the kernels of few tokens, of many and the portable ones are given alike."""
-        return {
-            "x": self.x, "in_scale": self.in_scale, "out_scale": self.out_scale, "bias": self.bias, "add": self.add,
-            "y": self.out, "tokens": self.tokens, "norm": self.norm, "eps": -1.0 if self.eps is None else self.eps,
-        }  # fmt: skip
 
     @property
     def stages(self) -> dict[str, Tensor]:
