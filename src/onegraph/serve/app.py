@@ -53,7 +53,7 @@ class Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker)
         self.created = int(time.time())
-        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm, worker.limit)
+        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm)
 
     def app(self) -> Starlette:
         routes = [

@@ -39,10 +39,10 @@ class _Lane:
 
 
 class Prompts:
-    """limit: answers that one request may ask for."""
+    """The lanes of one server."""
 
-    def __init__(self, llm: LLM, limit: int) -> None:
-        self._llm, self._limit = llm, limit
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._closed = llm, False
         self._lanes = [_Lane(llm.tokenizer, copy=i > 0) for i in range(len(LANES))]
 
     @cached_property
@@ -68,11 +68,14 @@ class Prompts:
         lane = next(lane for lane, most in zip(self._lanes, LANES, strict=True) if size <= most)
         try:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
-        except RuntimeError:  # `close` was called
-            raise Refused("the server is shutting down", status=503) from None
+        except (RuntimeError, Refused):
+            if self._closed:
+                raise Refused("the server is shutting down", status=503) from None
+            raise
 
     def close(self) -> None:
         """Cancels what waits and ends the tokenizers' processes, and with them what runs."""
+        self._closed = True
         for lane in self._lanes:
             lane.thread.shutdown(wait=False, cancel_futures=True)
             if "tokenizer" in vars(lane):

@@ -91,7 +91,7 @@ def _stand_ins(world: World, recorder: graphs.Recorder, made_generators: Generat
         | graphs.stand_ins(recorder)
         | {
             compat.LAZY_INIT: lambda: None,
-        compat.SLEEP: lambda cycles: None,
+            compat.SLEEP: lambda cycles: None,
             "init": lambda: None,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
