@@ -283,7 +283,7 @@ class Llama(nn.Module):
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:
     """Of the layers that are cached, those whose heads no kernel of a device of this type reads codes of: attention
-    from codes in torch's ops takes milliseconds a layer on a GPU."""
+    from codes in torch's ops takes milliseconds per layer on a GPU."""
     from onegraph.ops.cuda.turboquant_attention import MAX_DIM
 
     return [i for i, (_, dim) in enumerate(config.cached) if device == "cuda" and dim > MAX_DIM]
