@@ -77,9 +77,9 @@ def decode_rows(codes: Tensor, bits: int, rows: Tensor) -> Tensor:
 
 def pack(states: Tensor, bits: int) -> Tensor:
     """int16 [..., 16 K]: the strings of tiles whose weights have the states int [..., 256], in the order of places."""
-    ring = states.int().unsqueeze(-1) >> torch.arange(bits, dtype=torch.int32, device=states.device) & 1
-    shifts = torch.arange(16, dtype=torch.int32, device=states.device)
-    words: Tensor = ring.flatten(-2).unflatten(-1, (-1, 16)) << shifts
+    places = torch.arange(16, dtype=torch.int32, device=states.device)
+    ring = states.int().unsqueeze(-1) >> places[:bits] & 1
+    words: Tensor = ring.flatten(-2).unflatten(-1, (-1, 16)) << places
     return words.sum(-1, dtype=torch.int32).to(torch.int16)
 
 

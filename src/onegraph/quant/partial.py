@@ -42,7 +42,9 @@ def _check_regular(folder: Path) -> None:
     """Raises ValueError for a link, a pipe or a folder among the files: what is written there would go elsewhere."""
     for file in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process's
-            if not stat.S_ISREG(file.lstat().st_mode):
+            mode = file.lstat().st_mode
+            spilled = stat.S_ISDIR(mode) and file.name.startswith(".")  # activations of a killed job, which are removed
+            if not (stat.S_ISREG(mode) or spilled):
                 raise ValueError(f"{file} is not a regular file, as those of unfinished work are; move it away")
 
 
