@@ -11,10 +11,9 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.choices import Choices
 from onegraph.api.plan import budget_layers
-from onegraph.api.room import SPILLED
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.quant.calibrate import QuantizableModel
-from onegraph.quant.partial import Partial, key_of
+from onegraph.quant.partial import SPILLED, Partial, key_of
 from onegraph.quant.sensitivity import Costs, measure, quick
 from onegraph.quant.spill import Spill
 

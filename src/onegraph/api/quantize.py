@@ -24,7 +24,7 @@ from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
 from onegraph.api.plan import Plan, allotted, nvfp4_config, rounded_layers, survey
 from onegraph.api.provenance import digest_of, source_of, versions
-from onegraph.api.room import SPILLED, check_room, existing, refuse_existing
+from onegraph.api.room import check_room, existing, refuse_existing
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from onegraph.models.loader import Loader
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
-from onegraph.quant.partial import Partial, key_of
+from onegraph.quant.partial import SPILLED, Partial, key_of
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.spill import Spill

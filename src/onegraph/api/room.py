@@ -13,11 +13,10 @@ import torch
 from onegraph.api.cost import available_memory
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import unfinished
+from onegraph.quant.partial import SPILLED
 
 if TYPE_CHECKING:
     from onegraph.api.plan import Plan
-
-SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
 
 
 def refuse_existing(out: Path) -> None:

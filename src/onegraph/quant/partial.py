@@ -38,12 +38,15 @@ def key_of(*parts: Any) -> str:
     return digest.hexdigest()
 
 
+SPILLED = ".activations.tmp"  # in the directory of unfinished work: activations that do not fit in memory
+
+
 def _check_regular(folder: Path) -> None:
     """Raises ValueError for a link, a pipe or a folder among the files: what is written there would go elsewhere."""
     for file in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process's
             mode = file.lstat().st_mode
-            spilled = stat.S_ISDIR(mode) and file.name.startswith(".")  # activations of a killed job, which are removed
+            spilled = stat.S_ISDIR(mode) and file.name == SPILLED  # of a killed job, which the next one removes
             if not (stat.S_ISREG(mode) or spilled):
                 raise ValueError(f"{file} is not a regular file, as those of unfinished work are; move it away")
 
