@@ -113,13 +113,14 @@ def gated_delta(call: GatedDelta) -> Tensor | None:
 
 def mamba2(call: Mamba2) -> Tensor | None:
     """See `onegraph.ops.mamba2.mamba2`; None for what no kernel takes."""
+    from onegraph.ops.triton import gated_delta as chunks
     from onegraph.ops.triton import mamba2 as others
 
     result: Tensor
     if supports(call, call.xbc) and KERNEL.is_built(call.xbc.device.index):
         result = others.group_norm(step(call), call)
         return result
-    if call.xbc.shape[1] <= MAX_TOKENS or not others.supports(call):
+    if call.xbc.shape[1] <= MAX_TOKENS or not chunks.supports(call):
         return None
     result = others.chunk(call)
     return result

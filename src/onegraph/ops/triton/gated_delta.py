@@ -275,17 +275,26 @@ def _end(
         tl.store(base + slot * HEADS + head, tl.load(positions + row) + count)
 
 
-def supports(call: GatedDelta) -> bool:
-    """Whether these kernels run the chunk: sizes of heads that they multiply."""
-    return all(size in (16, 32, 64, 128) for size in call.state.shape[2:]) and call.z.numel() > 0
+def has_large_blocks(x: Tensor) -> bool:
+    """Whether a block can have more than 99 KB of shared memory on x's GPU."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0), (10, 3))
+
+
+def supports(call: GatedDelta | Mamba2) -> bool:
+    """Whether these kernels run the chunk: sizes of heads that they multiply; with decays of each key channel float32
+    takes 131 KB a block."""
+    sizes = all(size in (16, 32, 64, 128) for size in call.state.shape[2:])
+    wide = call.decays.shape[3] > 1 and call.z.dtype == torch.float32
+    return sizes and call.z.numel() > 0 and not (call.z.is_cuda and wide and not has_large_blocks(call.z))
 
 
 def columns_of(x: Tensor, heads: int, dv: int) -> int:
     """Columns of a head's values that a program of `_scan` has: more where programs would come in a second wave, and
-    blocks can have the shared memory (147 KB)."""
-    large = x.is_cuda and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0), (10, 3))
-    few = not large or heads * (dv // 32) <= torch.cuda.get_device_properties(x.device).multi_processor_count
-    return min(dv, 32 if few else 64)
+    blocks can have their 147 KB."""
+    if not has_large_blocks(x):
+        return min(dv, 32)
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return min(dv, 32 if heads * (dv // 32) <= sms else 64)
 
 
 def scanned(call: GatedDelta | Mamba2) -> Tensor:

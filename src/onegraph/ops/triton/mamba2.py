@@ -6,7 +6,6 @@ from torch import Tensor
 
 from onegraph.ops.calls import Mamba2
 from onegraph.ops.triton.gated_delta import scanned
-from onegraph.ops.triton.gated_delta import supports as supports_sizes
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 TOKENS = 4  # of a program
@@ -55,11 +54,6 @@ def group_norm(y: Tensor, call: Mamba2, gate: bool = False) -> Tensor:
             WIDE=triton.next_power_of_2(heads // groups), GATE=gate, BLOCK=block, num_warps=4, **options(out),
         )  # fmt: skip
     return out
-
-
-def supports(call: Mamba2) -> bool:
-    """Whether these kernels run the chunk."""
-    return supports_sizes(call)
 
 
 def chunk(call: Mamba2) -> Tensor:
