@@ -56,7 +56,7 @@ endef
 
 # torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them; tests/ops/test_cpu_targets.py has our C.
 NUMERIC := $(addprefix tests/, nn quant ops/test_cpu_ops.py ops/test_cpu_turboquant.py ops/test_packed.py \
-  models/test_llama.py models/test_families.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
+  models/test_llama.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
@@ -95,11 +95,13 @@ python-versions: export PIP_ARGS := $(PIP_ARGS)
 python-versions: $(VENV)/.dev ## the wheel on each of PYTHONS that this machine has
 	$(BIN)/python -m tests.python_versions $(PYTHONS)
 
-lint: $(VENV)/.dev ## ruff, mypy, import contracts
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, spelling, style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python -m tools.language
 
 site: $(VENV)/.dev ## docs/ and the README as a site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f site/mkdocs.yml
@@ -127,11 +129,13 @@ kills: $(VENV)/.dev ## COUNT kills (100) of quantize, serve and soak each, and w
 	$(BIN)/python tests/kills.py --count $(COUNT)
 
 # On a GPU machine the torch that is installed is the one that matches its driver, so it is used where there is one.
+# Workers share the GPU; cases of one kernel go to one worker. Kernels are compiled first (tests/conftest.py).
+GPU_WORKERS ?= -n $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n))) --dist loadgroup
 gpu-test: ## the tests marked gpu, with the torch of this machine or a fresh one
 	@if $(PYTHON) -c 'import torch, pytest, safetensors, tokenizers, transformers; assert torch.cuda.is_available()' 2>/dev/null; then \
-	  PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(TESTS); \
+	  PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(GPU_WORKERS) $(TESTS); \
 	else \
-	  $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -m gpu $(TESTS); \
+	  $(MAKE) $(VENV)/.dev && $(BIN)/python -m pytest -m gpu $(GPU_WORKERS) $(TESTS); \
 	fi
 
 clean: ## remove what make made

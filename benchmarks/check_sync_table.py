@@ -1,8 +1,9 @@
-"""Makes src/onegraph/check/data/sync_ops.json: what each aten overload does to a capture, measured on this GPU.
+"""Makes src/onegraph/check/data/sync_ops.json: what torch's functions and ops do to a capture, measured on this GPU.
 
-Every op of torch's own op database runs on sample inputs; each aten overload that it dispatches is run once to warm up,
-once under torch's sync debug mode and once inside a capture. A process that a failed capture left unable to capture
-again measures nothing more: what it was given is measured by a fresh one.
+Every public function that takes tensors runs on the sample inputs of torch's op database, or, where that lacks it, on
+arguments guessed from its signature; it and each aten overload that it dispatches are run once to warm up, once under
+torch's sync debug mode and once inside a capture. A process that a failed capture left unable to capture again measures
+nothing more: what it was given is measured by a fresh one.
 
     python benchmarks/check_sync_table.py --out src/onegraph/check/data/sync_ops.json --workers 12
     python benchmarks/check_sync_table.py --out table.json --only own     # the ops of `_own` alone
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import multiprocessing
 import sys
+import time
 import types
 import unittest
 import warnings
@@ -140,9 +142,78 @@ def _own() -> list[_Own]:
     return [_Own(f"own {name}", op, samples) for name, (op, samples) in made.items()]
 
 
+def _public() -> dict[str, Callable[..., Any]]:
+    """Public functions and methods that take tensors, by the name that people call them by."""
+    import torch
+
+    found = {}
+    for functions in torch.overrides.get_overridable_functions().values():
+        for function in functions:
+            name = torch.overrides.resolve_name(function) or ""
+            parts = name.split(".")
+            if name.startswith("torch.") and not any(p.startswith("_") for p in parts) and parts[1] not in _NO_WORK:
+                found[name] = function
+    return found
+
+
+_NO_WORK = ("distributed", "functional")
+"""Modules of collectives, and of other names for the same functions."""
+
+
+def _names_of(info: Any) -> set[str]:
+    """The public functions that an entry of the database is, under all of their names."""
+    import torch
+
+    forms = [info.op, *(getattr(info, f"{kind}_variant", None) for kind in ("method", "inplace"))]
+    return {torch.overrides.resolve_name(form) or "" for form in forms if form is not None} - {""}
+
+
+def _guessed(known: set[str]) -> list[_Own]:
+    """Public functions that the database lacks, on arguments guessed from the names of their parameters."""
+    import inspect
+
+    import torch
+
+    signatures = torch.overrides.get_testing_overrides()
+    made = []
+    for name, function in sorted(_public().items()):
+        if name in known:
+            continue
+        try:
+            parameters = inspect.signature(signatures[function]).parameters.values()
+        except (KeyError, TypeError, ValueError):
+            continue
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        made.append(_Own(name, function, lambda needed=needed: [_arguments(needed, k) for k in range(4)]))  # type: ignore[misc]
+    return made
+
+
+def _arguments(names: list[str], kind: int) -> tuple[Any, ...]:
+    """A value for each parameter: of `kind` 0 matrices, 1 vectors, 2 matrices of integers, 3 one number."""
+    import torch
+
+    x = torch.rand(4, 4, device="cuda") if kind == 0 else torch.rand(4, device="cuda")
+    if kind >= 2:
+        x = torch.arange(16, device="cuda").view(4, 4) if kind == 2 else torch.ones((), device="cuda")
+    ids = torch.zeros(4, dtype=torch.int64, device="cuda")
+    values: dict[str, Any] = {
+        "dim": 0, "dim0": 0, "dim1": 0, "dims": (0,), "axis": 0, "axis0": 0, "axis1": 0, "n": 2, "k": 1, "p": 2.0,
+        "N": 4, "size": (4,), "shape": (4,), "sizes": (4,), "length": 2, "start": 0, "end": 4, "step": 1,
+        "diagonal": 0, "index": ids, "indices": ids, "idx": ids, "mask": x > 0, "condition": x > 0,
+        "boundaries": x.flatten().sort()[0], "dtype": torch.float32,
+        "repeats": 2, "split_size_or_sections": 2, "indices_or_sections": 2, "tensors": (x, x), "exponent": 2,
+        "value": 1.0, "fill_value": 1.0, "min": 0.0, "max": 1.0, "training": False, "eps": 1e-5,
+        "equation": "i...->i", "high": 4, "low": 0, "device": "cuda", "kernel_size": 2, "padding": 0, "groups": 1,
+        "normalized_shape": (4,), "num_groups": 2, "output_size": (2, 2), "scale_factor": 2, "func": torch.abs,
+    }  # fmt: skip
+    return tuple(values.get(name, x) for name in names)
+
+
 def _prepare(only: str) -> None:
     global _OPS
     infos = _own() if only.startswith("own") else [*_op_db(), *_own()]  # the database takes seconds to import
+    if not only:
+        infos += _guessed({name for info in infos if not isinstance(info, _Own) for name in _names_of(info)})
     _OPS = [info for info in infos if info.name.startswith(only)]
 
 
@@ -160,36 +231,39 @@ def measure(index: int) -> dict[str, dict[str, Any]] | None:
     healthy = True
     stream = torch.cuda.Stream()
 
+    def look(name: str, call: Callable[[], Any]) -> None:
+        """What a call that has been made before does under sync debug mode, and in a capture."""
+        nonlocal healthy
+        row = rows.setdefault(name, {"runs": 0, "sync": 0, "fails": 0, "error": ""})
+        row["runs"] += 1
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError as error:
+            row["sync"] += "synchronizing" in str(error)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+        except RuntimeError as error:
+            row["fails"] += 1
+            row["error"] = str(error).splitlines()[0][:160]
+            healthy = _can_capture(torch, stream)
+
     class Probe(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal healthy
             kwargs = kwargs or {}
             out = func(*args, **kwargs)
-            name = str(func)
             on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in _leaves((args, kwargs, out)))
-            if not on_gpu or not healthy or name.startswith(_SKIP):
-                return out
-            row = rows.setdefault(name, {"runs": 0, "sync": 0, "fails": 0, "error": ""})
-            row["runs"] += 1
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                func(*args, **kwargs)
-            except RuntimeError as error:
-                row["sync"] += "synchronizing" in str(error)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, stream=stream):
-                    func(*args, **kwargs)
-            except RuntimeError as error:
-                row["fails"] += 1
-                row["error"] = str(error).splitlines()[0][:160]
-                healthy = _can_capture(torch, stream)
+            if on_gpu and healthy and not str(func).startswith(_SKIP):
+                look(str(func), lambda: func(*args, **kwargs))
             return out
 
+    public = [] if info.name.startswith("own") else [info.name] if isinstance(info, _Own) else _names_of(info)
     for dtype in (torch.float32, torch.int64, torch.bool, torch.complex64):
         if dtype not in info.dtypesIfCUDA if hasattr(info, "dtypesIfCUDA") else dtype not in info.dtypes:
             continue
@@ -202,6 +276,9 @@ def measure(index: int) -> dict[str, dict[str, Any]] | None:
             try:
                 with Probe(), torch.no_grad():
                     info.op(sample.input, *sample.args, **sample.kwargs)
+                with torch.no_grad():
+                    for name in public if healthy else ():  # forms of one function: they differ in where results go
+                        look(name, lambda sample=sample: info.op(sample.input, *sample.args, **sample.kwargs))  # type: ignore[misc]
             except Exception:
                 continue  # some samples are errors on purpose
         if rows:
@@ -238,6 +315,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit", type=int, default=0, help="only the first N ops, to try the script")
     parser.add_argument("--only", default="", help="ops whose names begin so")
+    parser.add_argument("--seconds", type=float, default=1e9, help="for all of it: what is left then is not measured")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one op")
     arguments = parser.parse_args()
     import torch
@@ -248,13 +326,15 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     rows: dict[str, dict[str, Any]] = {}
     failed = []
+    began = time.monotonic()
     for _ in range(_ROUNDS):
         again = []
         with context.Pool(arguments.workers, initializer=_prepare, initargs=(arguments.only,)) as pool:
             pending = [(i, pool.apply_async(measure, (i,))) for i in todo]
             for index, result in pending:
                 try:
-                    answer = result.get(timeout=arguments.timeout)
+                    left = began + arguments.seconds - time.monotonic()
+                    answer = result.get(timeout=max(0.01, min(arguments.timeout, left)))
                 except Exception as error:
                     failed.append(f"{names[index]}: {type(error).__name__} {str(error)[:80]}")
                     continue
@@ -270,24 +350,34 @@ def main() -> None:
             failed += [names[i] + ": not reached" for i in again]
             break
         todo = again
-    ops = {
-        name: {"sync": row["fails"] / row["runs"], "runs": row["runs"], "error": row["error"]}
-        for name, row in sorted(rows.items())
-        if row["fails"]
-    }
+    ops, functions = _rows(rows, "aten"), _rows(rows, "torch.")
+    clean = sorted(name for name, row in rows.items() if not row["fails"])
     body = {
         "command": "python benchmarks/check_sync_table.py",
         "torch": torch.__version__,
         "device": _device_name(),
         "ops": ops,
+        "functions": functions,
         "debug mode saw, capture did not": sorted(n for n, r in rows.items() if r["sync"] and not r["fails"]),
-        "clean": sorted(name for name, row in rows.items() if not row["fails"]),
+        "clean": [name for name in clean if not name.startswith("torch.")],
+        "clean functions": [name.removeprefix("torch.") for name in clean if name.startswith("torch.")],
+        "not run": [name.removeprefix("torch.") for name in sorted(_public().keys() - rows.keys())],
         "not measured": failed,
     }
     with open(arguments.out, "w") as file:
         json.dump(body, file, indent=1)
         file.write("\n")
-    print(f"{len(rows)} overloads, {len(ops)} break a capture, {len(failed)} ops not measured")
+    said = f"{len(ops)} overloads and {len(functions)} functions break a capture"
+    print(f"{len(rows)} rows, {said}, {len(failed)} not measured, {time.monotonic() - began:.0f} s")
+
+
+def _rows(rows: dict[str, dict[str, Any]], begin: str) -> dict[str, dict[str, Any]]:
+    """Those that broke a capture: the share of samples that did, how many samples there were, the first error."""
+    return {
+        name: {"sync": row["fails"] / row["runs"], "runs": row["runs"], "error": row["error"]}
+        for name, row in sorted(rows.items())
+        if row["fails"] and name.startswith(begin)
+    }
 
 
 def _device_name() -> str:

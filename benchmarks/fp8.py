@@ -97,9 +97,15 @@ def layer() -> Iterator[dict[str, Any]]:
 
 
 def decoded(x: torch.Tensor, layer: tuple[torch.Tensor, torch.Tensor], block: tuple[int, int]) -> torch.Tensor:
-    weight = fp8.dequantize(*layer, *block, x.dtype)
-    assert weight is not None
-    return torch.nn.functional.linear(x, weight)
+    return torch.nn.functional.linear(x, fp8.STREAM.decode(as_given(layer, block), x.dtype))
+
+
+def as_given(layer: tuple[torch.Tensor, torch.Tensor], block: tuple[int, int]) -> stream.Weight:
+    """As the kernels are given it."""
+    codes, scale = layer
+    found = fp8.STREAM.weight((1, *codes.shape), {"codes": codes, "scale": scale}, block)
+    assert found is not None
+    return found
 
 
 def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
@@ -126,8 +132,7 @@ def variants(tokens: list[int], kind: str) -> Iterator[dict[str, Any]]:
         layers = [weight(block, n, k) for _ in range(-(-WORKING_SET // (n * k)))]
         for count in tokens:
             x = torch.randn(count, k, device=DEVICE, dtype=torch.bfloat16)
-            given, y = [fp8.weight_of(*w, *block) for w in layers], x.new_empty(count, n)
-            assert given[0] is not None
+            given, y = [as_given(w, block) for w in layers], x.new_empty(count, n)
             row = {"op": "fp8_linear", "block": kind, "k": k, "n": n, "tokens": count, "bytes": nbytes(*layers[0])}
             for variant in ways(count):
                 for depth in (2, 3, 4, 6):

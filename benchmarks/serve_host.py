@@ -66,7 +66,10 @@ def serve(model: str, batch: int, step: float, context: int) -> None:
 
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH)
-    with LLM(model, max_batch=batch, max_context=context, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+    with (
+        LLM(model, max_num_seqs=batch, max_model_len=context, device="cpu") as llm,
+        Checkpoint.open(model) as checkpoint,
+    ):
         pretend(llm.engine, step)
         socket = bind("127.0.0.1", 0)
         worker = Worker(llm, Tokenizer(checkpoint), queue=64)
@@ -85,7 +88,8 @@ async def stream(port: int, tokens: int) -> list[tuple[float, int]]:
     """When what came, in bytes of text events: a reader that costs little."""
     body = json.dumps({"model": "m", "prompt": [1, 2, 3], "max_tokens": tokens, "stream": True, "seed": 0}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     writer.write(head.encode() + body)
     found = []
     while part := await reader.read(1 << 16):

@@ -26,12 +26,18 @@ from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
-from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.e8p import E8P, KEEP, E8PConfig
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.runtime.prove import prove
 
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
@@ -64,6 +70,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "qwen3.5-27b": _QWEN3_5 | {
+        "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 5120,
+        "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.5-35b-a3b": _QWEN3_5 | {
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "linear_num_value_heads": 32,
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3.5-397b-a17b": _QWEN3_5 | {
+        "model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 4096,
+        "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 2, "linear_num_value_heads": 64,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
     },
 }  # fmt: skip
 
@@ -98,7 +121,9 @@ class RandomCheckpoint(Checkpoint):
     ) -> None:
         config = dict(shape)
         if bits != 16:
-            config["quantization_config"] = E8PConfig(bits=bits, lm_head=lm_head, embed_tokens=embed_tokens).to_dict()
+            kept = dict.fromkeys(LlamaConfig.from_dict(shape).steady, KEEP)
+            rates = E8PConfig(bits=bits, layers=kept, lm_head=lm_head, embed_tokens=embed_tokens)
+            config["quantization_config"] = rates.to_dict()
         super().__init__(Path("random"), config, _routed(config, bits))
         self.device = device
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
@@ -216,11 +241,10 @@ def proven(model: Llama, batch: int) -> bool:
         values["positions"] = torch.randint(0, 300, (batch,), generator=generator).int()
         values["limits"].fill_(400)
         values["table"] = (1 + torch.arange(batch * width)).view(batch, width).int()
+        values["slots"] = (1 + torch.arange(batch)).int()
         return values
 
-    cache = engine.executor.cache
-    state = {f"keys {i}": t[1:] for i, t in enumerate(cache.keys)}
-    state |= {f"values {i}": t[1:] for i, t in enumerate(cache.values)}
+    state = {str(i): tensor[1:] for i, tensor in enumerate(engine.executor.cache.tensors())}
     return prove(runner, [case(seed) for seed in range(3)], state=state) == []
 
 

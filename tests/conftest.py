@@ -2,11 +2,14 @@
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # workers share the cores, and a thread that waits would spin
 
 try:
     import torch
@@ -23,6 +26,25 @@ if torch is not None and not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     # Tensors are tiny, and xdist runs a worker a core: threads of several would wait for each other, spinning.
     torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+
+if GPU:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    # A graph of an earlier test that a collection destroys inside a capture voids it. Most tests use torch.cuda.graph
+    # directly, which with this collects before it begins.
+    torch.compiler.config.force_cudagraph_gc = True
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Of all tests on a GPU, by several workers: kernels are compiled first, by all cores, each once."""
+    option = session.config.option
+    several = getattr(option, "numprocesses", None) and not hasattr(session.config, "workerinput")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    every = [*map(str, session.config.args)] in (["tests"], ["tests/ops"])
+    if GPU and several and option.markexpr == "gpu" and every:
+        subprocess.run([sys.executable, Path(__file__).parent / "ops" / "variants.py"], env=environment, check=False)
 
 
 _frozen: tuple[object, int] | None = None

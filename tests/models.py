@@ -32,6 +32,26 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": None,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "num_mtp_layers": 0,
+}
+
+_DSA: dict[str, Any] = {"index_topk": 6, "index_head_dim": 12, "index_n_heads": 16}
+
 # name -> (transformers class, what differs from SIZES)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -123,6 +143,59 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 11,
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 11,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "gemma4_e": (
+        "Gemma4Text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "head_dim": 32,
+            "global_head_dim": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": 11,
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": 131,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -175,9 +248,114 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _MLA
+        | {
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v32": ("DeepseekV32", _MLA | _DSA | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _MLA
+        | _DSA
+        | {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 7,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        _MLA
+        | {
+            "n_routed_experts": 7,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "deepseek_v3_plain": ("DeepseekV3", _MLA | {"n_routed_experts": 7, "q_lora_rank": None, "attention_bias": True}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 11,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
+_GATED_DELTA = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_QWEN_EXPERTS = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+}  # fmt: skip
+VARIANTS |= {
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "full_attn_idxs": [1, 3], "intermediate_size": 106, "block_multiple_of": 2,
+            "rms_norm_eps": None,
+        },
+    ),
+    "lfm2_bias": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True,
+            "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "rms_norm_eps": None,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", _GATED_DELTA),
+    "qwen3_5_three": (
+        "Qwen3_5Text",
+        {
+            **_GATED_DELTA, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _GATED_DELTA | _QWEN_EXPERTS),
+    "qwen3_next": ("Qwen3Next", _GATED_DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+}  # fmt: skip
+HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
-FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
+FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
+FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
@@ -185,7 +363,7 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     family, differs = VARIANTS[variant]
-    causal = "Gemma3" if family == "Gemma3Text" else family
+    causal = family.removesuffix("Text")
     settings = {**SIZES, **differs, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{k: v for k, v in settings.items() if v is not None or k != "head_dim"}
@@ -197,11 +375,17 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith("bias"):
+            if name.endswith("A_log"):  # memories of 3 to 100 tokens
+                parameter.copy_(torch.randn_like(parameter) - 3.0)
+            elif parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (0.0 if name.endswith("bias") else 1.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * (1.5 / parameter.shape[1] ** 0.5))
+            if family == "Gemma4Text" and name.endswith("q_norm.weight"):  # scores of which nothing else is a factor
+                parameter.mul_(0.2)
     return model
 
 

@@ -161,6 +161,7 @@ class Layout:
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 # no multiples of 128: blocks at both ends are cut short
 ODD = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 # transformers divides the sizes by those of the scales, so it needs multiples
@@ -320,6 +321,24 @@ LAYOUTS: dict[str, Layout] = {
         compressed("mixed-precision", {}, config_groups={"group_0": _GROUP_FORMATS["group_0"], "group_1": _INT4}),
     ),
     "Qwen3-MoE FP8": dataclasses.replace(qwen(torch.bfloat16), variant="qwen3_moe", sizes=MOE),
+    "DeepSeek-V3 FP8": Layout(
+        dict.fromkeys((*LATENT, *MLP), fp8(128, 128, "weight_scale_inv", torch.float32)),
+        deepseek(),
+        variant="deepseek_v3",
+        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+    ),
+    "Kimi-K2 INT4 experts": Layout(
+        {f".experts.{e}.{name}": packed_int4 for e in range(12) for name in MLP},
+        compressed("pack-quantized", {}, config_groups={"group_0": _INT4 | {"targets": ["Linear"]}}),
+        variant="deepseek_v3",
+        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+    ),
+    "NVIDIA DeepSeek-R1 NVFP4": Layout(
+        dict.fromkeys(MLP, nvfp4) | dict.fromkeys(LATENT, fp8(128, 128, "weight_scale_inv", torch.float32)),
+        apart=modelopt("MIXED_PRECISION", ["lm_head"]),
+        variant="deepseek_v3",
+        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+    ),
     "NVIDIA Qwen3-MoE NVFP4": Layout(
         all_of(nvfp4),
         apart=modelopt("NVFP4", [f"model.layers.{i}.mlp.gate" for i in range(3)] + ["lm_head"], group_size=16),
@@ -389,6 +408,7 @@ def _as_published(hf: Any) -> Iterator[tuple[str, Tensor]]:
     """The model's own storage under the names of files, where each expert has three matrices of its own."""
     mixtral = hf.config.model_type == "mixtral"
     first, second, third = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    yield from ((name, buffer) for name, buffer in hf.named_buffers() if name.endswith("e_score_correction_bias"))
     for name, parameter in hf.named_parameters():
         name, value = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name, parameter.detach()
         stack, _, kind = name.rpartition(".")

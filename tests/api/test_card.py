@@ -69,14 +69,15 @@ def test_a_card_names_base_license_rates_sizes_and_calibration(tmp_path: Path) -
 
 
 def test_a_local_base_is_not_called_a_model_of_the_hub(tmp_path: Path) -> None:
-    _, card, said = made(tiny.write_model(tmp_path / "a `b"), tmp_path / "out", format="nvfp4")
+    _, card, said = made(tiny.write_model(tmp_path / "a `b<script>"), tmp_path / "out", format="nvfp4")
     assert card.data.base_model is None
     assert "\n# base_model: ORG/NAME " in (tmp_path / "out" / "README.md").read_text()
     assert card.data.license is None
     assert "license was not found" in card.text
     assert "(no license found: add it)" in said[-1]
     assert "quantized by onegraph" in card.text
-    assert "`a ?b`" in card.text
+    assert "`a ?b<script>`" in card.text
+    assert card.text.count("<script>") == card.text.count("?b<script>`"), "in code alone"
     assert "vllm serve" not in card.text, "onegraph's plugin does not read it"
 
 

@@ -199,7 +199,7 @@ def test_a_control_token_cannot_be_put_together_from_two_messages(tmp_path: Path
         ("<|im_start|>{{ messages[0].content | replace('x', 'y') }}", False),
         ("<|im_start|>{{ messages[0].content[:40] }}", False),
         ("<|im_start|>{{ messages[0].content | upper }}", False),
-        ("<|im_start|>{{ messages | tojson }}", False),
+        ("<|im_start|>{{ messages | tojson }}", True),
         ("<|im_start|>{{ messages[0].content }}{{ messages[0].content | trim }}", True),
         ("<|im_start|>{% if messages[0].content | length > 50 %}<|im_end|>{% endif %}", False),
     ],

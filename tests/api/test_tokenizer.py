@@ -192,6 +192,7 @@ def test_a_tokenizer_of_another_model_is_named(model: Path) -> None:
     ("file", "change", "words"),
     [
         ("tokenizer_config.json", {"chat_template": 7}, "chat_template is a int"),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": []}]}, "chat_template is a list"),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id"),
         ("generation_config.json", {"eos_token_id": [2, -1]}, "eos_token_id"),
         ("generation_config.json", {"eos_token_id": True}, "eos_token_id"),
@@ -209,7 +210,11 @@ def test_damaged_settings_are_named(model: Path, file: str, change: dict[str, An
 
 def test_where_templates_and_stops_are_found(model: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}"}]
+    named = [
+        {"name": ["x"]},
+        {"name": "tool_use", "template": "no"},
+        {"name": "default", "template": "{{ bos_token }}"},
+    ]
     settings |= {"chat_template": named, "bos_token": {"content": "<|im_start|>"}, "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     t = tokenizer(model)

@@ -181,6 +181,27 @@ def test_only_what_changed_and_the_functions_that_did(
     assert run("check", "steps.py", "--changed-since", "HEAD~1") == 1
 
 
+@pytest.mark.parametrize("name", ["evil", "e.v=il"])
+@pytest.mark.parametrize("key", ["clean", "process"])
+def test_no_command_of_the_repositorys_config_runs(
+    name: str, key: str, steps: Path, git: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sign = steps.parent / "owned"
+    (steps.parent / ".gitattributes").write_text(f"*.py filter={name} diff=evil\n")
+    git("config", f"filter.{name}.{key}", f"touch {sign}; cat")
+    git("config", f"filter.{name}.required", "true")
+    git("config", "diff.evil.command", f"touch {sign}")
+    git("config", "diff.evil.textconv", f"touch {sign}; cat")
+    git("config", "core.fsmonitor", f"touch {sign}")
+    hook = steps.parent / ".git" / "hooks" / "post-index-change"
+    hook.write_text(f"#!/bin/sh\ntouch {sign}\n")
+    hook.chmod(0o755)
+    steps.write_text(CAPTURE.replace("    x.tolist()", "    x.add_(1)\n    x.tolist()"))
+    assert run("check", "steps.py", "--changed-since", "HEAD", "--json") == 1
+    assert found(capsys) == [("CG101", 13)]
+    assert not sign.exists()
+
+
 def test_git_is_asked_where_the_target_lies(
     steps: Path,
     git: Callable[..., str],

@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from onegraph.check.output import html
+from onegraph.check.judge import join
+from onegraph.check.output import html, text
 from onegraph.check.report import Event, Finding, Frame, Origin, Report, Severity, StorageInfo
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -104,7 +106,7 @@ def test_page_is_self_contained_and_holds_hostile_text_as_data() -> None:
     assert "@import" not in page
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert data is not None
-    body = json.loads(data.group(1))
+    (body,) = json.loads(data.group(1))
     assert [f["code"] for f in body["findings"]] == ["CG101", "CG210", "CG401"]
     assert body["findings"][1]["source"] == EVIL
     assert body["findings"][0]["module"] == "Attention"
@@ -190,3 +192,33 @@ def test_browser_shows_a_clean_source_report(tmp_path: Path) -> None:
     assert "Nothing to report." in dom
     assert "a.py: syntax" in dom
     assert re.search(r'<section id="timeline-part" hidden', dom)
+
+
+def test_facts_ops_and_memory_of_several_targets_are_each_ones_own() -> None:
+    """One page once said "replay equals eager" beside a finding that is silently stale: of another target."""
+    bad, good = report(3), replace(report(5), target="other.py:factory", findings=())
+    for each, equal in ((bad, False), (good, True)):
+        each.facts["replay equals eager"] = equal
+        del each.facts["read"]
+    whole = join([bad, good])
+    pages = json.loads(html.render(whole).split('id="data">')[1].split("</script>")[0])
+    assert [page["target"] for page in pages] == [whole.target, "model.py:factory", "other.py:factory"]
+    assert [page["verdict"] for page in pages] == ["not capturable", "not capturable", "capturable"]
+    assert [page["facts"].get("replay equals eager") for page in pages] == [None, False, True]
+    assert [len(page["timeline"]) for page in pages] == [0, 3, 5]
+    assert [len(page["storages"]) for page in pages] == [0, 3, 3]
+    told = text.render(whole)
+    assert "model.py:factory: not capturable" in told
+    assert "other.py:factory: capturable" in told
+    assert told.splitlines()[-1].startswith("2 targets: not capturable (1 error")
+
+
+def test_what_is_left_out_of_a_report_is_left_out_of_its_targets() -> None:
+    first, second = report(3), replace(report(5), target="other.py:factory")
+    for each in (first, second):
+        del each.facts["read"]
+    whole = join([first, second]).select(["CG401"])
+    assert [[f.code for f in each.findings] for each in whole.each] == [["CG401"], ["CG401"]]
+    again = Report.from_json(whole.to_json())
+    assert [each.target for each in again.each] == ["model.py:factory", "other.py:factory"]
+    assert again.each[1].facts["torch"] == "2.11.0"

@@ -1,5 +1,7 @@
 """The parts of live mode that need no GPU: what it notes of calls, and how it leaves torch after an error."""
 
+import gc
+
 import corpus_tools
 import pytest
 import torch
@@ -102,3 +104,35 @@ def test_a_broken_capture_leaves_the_next_check_as_it_was():
         assert torch.cuda.current_stream() == stream
     jacobian = cases["h01_reports:factory_ok_jacobian_of_the_dynamics"]
     assert not check_step(jacobian.factory, simulate=False, live=True).findings
+
+
+@pytest.mark.gpu
+def test_a_collection_inside_a_capture_destroys_no_graph():
+    """Graphs of earlier work lie in cycles, and Python may collect whenever objects are made."""
+
+    def garbage():
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(1 << 20, device="cuda")
+        with torch.cuda.graph(graph):
+            y = x + 1
+        cycle = [graph, y]
+        cycle.append(cycle)
+
+    def factory():
+        def step(x):
+            for _ in range(2000):
+                made = [object() for _ in range(20)]
+                made.append(made)
+            return x * 2
+
+        return step, lambda i: (torch.full((4,), i + 1.0, device="cuda"),)
+
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(10, 2, 2)
+        for _ in range(5):
+            garbage()
+        report = check_step(factory, simulate=False, live=True)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not report.findings
+    assert report.facts["replay equals eager"]

@@ -112,7 +112,7 @@ def test_storages_have_their_size_everywhere() -> None:
     assert {(s.kind, s.bytes) for s in report.storages} == {("input", 4 * MIB), ("graph", 4 * MIB)}
     assert {s["bytes"] for s in json.loads(report.to_json())["storages"]} == {4 * MIB}
     page = html.render(report)
-    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    (data,) = json.loads(page.split('id="data">')[1].split("</script>")[0])
     assert {s[2] for s in data["storages"]} == {4 * MIB}
     assert data["memory"]["peak"] == 12 * MIB
     assert data["memory"]["at the peak"][0]["file"].endswith("test_memory.py")

@@ -105,10 +105,10 @@ def test_the_largest_round_fits(dim: int, group: int) -> None:
     """Of as many blocks as share the keys of one row, on either family; fewer tokens are cut alike."""
     for device, clusters in ((H200, True), (PLAIN, False)):
         for kv_heads in (1, 8, 200):
-            warps, size = decode_round.share(kv_heads, decode_round.SETS, device, clusters)
+            warps, size = decode_round.share(kv_heads, decode_round.SETS[dim], device, clusters)
             for tokens in range(1, MAX_TOKENS + 1):
                 plan = replace(decode_round.EXAMPLE, dim=dim, group=group, tokens=tokens, warps=warps, size=size)
-                plan = replace(plan, slices=decode_round.slices(tokens, group), steady=True)
+                plan = replace(plan, slices=decode_round.slices(tokens, group, decode_round.SETS[dim]), steady=True)
                 assert plan.shared(clusters) <= device.shared
                 assert plan.columns * dim % (2 * size) == 0
 
@@ -373,10 +373,10 @@ def test_references_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_api_and_the_command_line(tmp_path: Path) -> None:
     path = tiny.write_model(tmp_path / "model")
-    with LLM(path, device="cpu", max_context=128, batch_invariant=True, draft="ngram") as llm:
+    with LLM(path, device="cpu", max_model_len=128, batch_invariant=True, speculative="ngram") as llm:
         assert llm.engine.executor.batch_invariant
         drafted = llm.generate("the thing the thing", max_tokens=20)
-    with LLM(path, device="cpu", max_context=128) as llm:
+    with LLM(path, device="cpu", max_model_len=128) as llm:
         assert not llm.engine.executor.batch_invariant
     command = ["generate", path, "--raw", "--prompt", "the thing the thing", "--max-tokens", 20, "--device", "cpu"]
     status, out, errors = invoke([*command, "--batch-invariant"])

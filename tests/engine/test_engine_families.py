@@ -43,8 +43,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_steps_are_proven_and_texts_are_eager_ones_on_a_gpu(
     folder: Path, kind: str, sampling: bool, kernel_family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched, launch = [], e8p_portable.launch
-    monkeypatch.setattr(e8p_portable, "launch", lambda call: (launched.append(call.tokens), launch(call))[1])
+    launched, run = [], e8p_portable.run
+    monkeypatch.setattr(e8p_portable, "run", lambda call: (launched.append(call.tokens), run(call))[1])
     check(folder, "cuda:0", KINDS[kind], sampling)
     if kernel_family == "portable":
         assert {1, 2, 32} <= set(launched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
 from onegraph.formats.files import parse_json, write_bytes
 from onegraph.formats.table import DTYPES, read_header
+from onegraph.models.config import LlamaConfig
+from onegraph.models.fields import Fields
 
 WEIGHTS = {
     "a": torch.arange(24, dtype=torch.float32).reshape(4, 6) - 7.5,
@@ -395,6 +398,26 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
 def test_a_config_that_is_no_object_is_refused(tmp_path: Path, config: bytes) -> None:
     (write(tmp_path / "m") / "config.json").write_bytes(config)
     refused(tmp_path / "m", "config.json")
+
+
+@pytest.mark.parametrize("form", ["Infinity", '{"__float__": "Infinity"}'])
+def test_infinities_of_a_config_are_read_and_written(form: str, tmp_path: Path) -> None:
+    """Limits of state-space models: bare as transformers wrote them, and tagged as it does since version 5."""
+    told = f'{{"model_type": "x", "limits": [0.0, {form}], "least": -Infinity}}'
+    (write(tmp_path / "m") / "config.json").write_text(told)
+    source = Checkpoint.open(tmp_path / "m")
+    assert source.config == {"model_type": "x", "limits": [0.0, math.inf], "least": -math.inf}
+    write_checkpoint(tmp_path / "o", source.config, [])
+    plain = json.loads((tmp_path / "o" / "config.json").read_text(), parse_constant=pytest.fail)
+    assert plain["limits"] == [0.0, {"__float__": "Infinity"}]
+    assert plain["least"] == {"__float__": "-Infinity"}
+    more = '{"limits": [{"__float__": "NaN"}], "b": {"__float__": "Infinity", "c": 1}}'
+    (tmp_path / "m" / "config.json").write_text(more)
+    assert Checkpoint.open(tmp_path / "m").config["b"] == {"__float__": "Infinity", "c": 1}
+    with pytest.raises(ValueError, match="num_hidden_layers is inf; it must be an integer"):
+        LlamaConfig.from_dict({"model_type": "llama", "num_hidden_layers": math.inf})
+    with pytest.raises(ValueError, match="rms_norm_eps is inf; it must be a number"):
+        Fields({"rms_norm_eps": math.inf}, {}).number("rms_norm_eps", low=1e-12, high=1.0)
 
 
 def test_json_is_bounded() -> None:

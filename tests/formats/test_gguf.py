@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import math
 import re
 import struct
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -18,6 +20,8 @@ from tokenizers import Tokenizer
 from fuzz import tiny
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.gguf import _hf_name
+from onegraph.models.config import LlamaConfig
+from onegraph.models.rope import Rope
 
 gguf = pytest.importorskip("gguf")
 
@@ -197,6 +201,23 @@ def test_names_of_tensors() -> None:
         ({"llama__rope__dimension_count": 8}, ("partial rotary",)),
         ({"llama__rope__freq_base": float("nan")}, ("freq_base is nan",)),
         ({"llama__expert_count": 8}, ("mixtures of experts",)),
+        ({"llama__attention__scale": 0.5}, ("llama.attention.scale is 0.5",)),
+        ({"llama__attention__sliding_window": 64}, ("llama.attention.sliding_window is 64", "safetensors directory")),
+        ({"llama__attention__clamp_kqv": 8.0}, ("llama.attention.clamp_kqv is 8.0",)),
+        ({"llama__attention__causal": False}, ("llama.attention.causal is False",)),
+        ({"llama__logit_scale": 0.0625}, ("llama.logit_scale is 0.0625",)),
+        ({"llama__embedding_scale": 12.0}, ("llama.embedding_scale is 12.0",)),
+        ({"llama__residual_scale": 0.22}, ("llama.residual_scale is",)),
+        ({"llama__final_logit_softcapping": 30.0}, ("llama.final_logit_softcapping is 30.0",)),
+        (
+            {"llama__rope__scaling__type": "longrope"},
+            ("llama.rope.scaling.type is 'longrope'", "none, linear and yarn"),
+        ),
+        ({"llama__rope__scaling__attn_factor": 1.5}, ("llama.rope.scaling.attn_factor is 1.5", "with yarn only")),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.5}, ("llama.rope.scaling.yarn_ext_factor is 0.5",)),
+        ({"llama__wat": 1}, ("has the key 'llama.wat'", "may change what the model computes")),
+        ({"tokenizer__wat": 1}, ("has the key 'tokenizer.wat'", "may change the tokens")),
+        ({"tokenizer__ggml__add_eos_token": True}, ("tokenizer.ggml.add_eos_token is True",)),
         ({"tokenizer__ggml__model": "llama"}, ("'llama'", "safetensors directory")),
         ({"tokenizer__ggml__pre": "deepseek-r1"}, ("'deepseek-r1'", "smollm")),
         ({"tokenizer__ggml__eos_token_id": 10**6}, ("eos token id is 1000000",)),
@@ -236,6 +257,78 @@ def test_rope_scaling_is_handed_on(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
     config = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", **keys)).config
     assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"scaling__type": "linear", "scaling__factor": 2.0}, LINEAR),
+        ({"scaling__factor": 2.0}, LINEAR),
+        ({"scale_linear": 2.0}, LINEAR),
+        ({"scaling__type": "none", "scaling__factor": 2.0}, None),
+        ({"scaling__type": "linear"}, None),
+        (
+            {
+                "scaling__type": "yarn", "scaling__factor": 4.0, "scaling__original_context_length": 64,
+                "scaling__attn_factor": 0.5, "scaling__yarn_beta_fast": 16.0, "scaling__yarn_beta_slow": 2.0,
+                "scaling__yarn_ext_factor": 1.0, "scaling__finetuned": True,
+            },
+            {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+                "beta_slow": 2.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4)),
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_every_key_of_rope_scaling_is_read(
+    tmp_path: Path, keys: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    """With the meaning that llama.cpp gives them; and what comes of it is a config that runs."""
+    given: dict[str, Any] = {f"llama__rope__{key}": value for key, value in keys.items()}
+    config = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", **given)).config
+    assert config.get("rope_scaling") == scaling
+    (rope,) = set(LlamaConfig.from_dict(config).ropes)
+    assert rope is not None
+    assert rope.kind == ("default" if scaling is None else scaling["rope_type"])
+
+
+@pytest.mark.parametrize("original", [64, 8192])
+def test_the_scaling_of_llama_3_1_is_read_from_its_tensor(tmp_path: Path, original: int) -> None:
+    """As llama.cpp's converter writes it: what each frequency is divided by."""
+    rope = Rope(kind="llama3", theta=10000.0, factor=8.0, original=original)
+    factors = (Rope(theta=10000.0).frequencies(16) / rope.frequencies(16)).numpy().astype(np.float32)
+    file = tiny.write_gguf(tmp_path / "m.gguf", factors=factors)
+    if original == 64:  # no model's
+        refused(file, "rope_freqs.weight is not the scaling of Llama 3.1")
+        return
+    checkpoint = Checkpoint.open(file)
+    assert checkpoint.names == sorted(tiny.tensors())
+    found = LlamaConfig.from_dict(checkpoint.config).ropes[0]
+    assert found is not None
+    torch.testing.assert_close(found.frequencies(16), rope.frequencies(16))
+
+
+def test_rope_factors_of_one_are_none(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", factors=np.ones(8, np.float32)))
+    assert "rope_scaling" not in checkpoint.config
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"llama__rope__scaling__factor": 0.5}, "llama.rope.scaling.factor is 0.5"),
+        ({"llama__rope__freq_base": 0.5}, "llama.rope.freq_base is 0.5"),
+        ({"llama__attention__layer_norm_rms_epsilon": 5.0}, "llama.attention.layer_norm_rms_epsilon is 5.0"),
+    ],
+)
+def test_errors_name_the_keys_of_the_file(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    config = Checkpoint.open(tiny.write_gguf(tmp_path / "m.gguf", **keys)).config
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        LlamaConfig.from_dict(config)
+    assert "config.json" not in str(caught.value)
 
 
 def test_truncation_anywhere_is_refused_quickly(file: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import random
 import sys
 import tempfile
@@ -26,8 +27,8 @@ def run() -> int:
     print(f"{args.count} cases from seed {first}", flush=True)
     started, printed, failures = time.monotonic(), time.monotonic(), 0
     ends: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        fuzzer = stack.enter_context(contextlib.closing(Fuzzer(Path(folder))))
         for number, seed in enumerate(range(first, first + args.count), 1):
             try:
                 what = fuzzer.run(seed)

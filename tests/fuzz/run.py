@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -17,14 +19,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
+
 from onegraph.api.outline import foreign
 from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.gguf_config import _ABOUT, _NEUTRAL, _READ
 from onegraph.models.llama import Llama
 
 from . import tiny
-from .damage import absurd, damage_bytes, damage_file, damage_header, damage_json, damage_tensors
+from .damage import ABSURD, absurd, damage_bytes, damage_file, damage_header, damage_json, damage_tensors
+from .served import Served
 
+SERVED = 0.2  # of all cases, those that a server gets
 SECONDS = 60  # a case takes some 0.1 s; what is still running then hangs
 # What Python says of a mistake in the program: it must never be what a person is told about a mistake in a file.
 INTERNALS = re.compile(
@@ -32,6 +39,10 @@ INTERNALS = re.compile(
     r"positional argument|invalid literal|list index|out of bounds|expected scalar type|\bRuntimeError|internal error|"
     r"must be the same size|shape '\[|einsum|size mismatch|not implemented for|KeyError|IndexError|TypeError"
 )
+
+
+def _fits(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 2**32
 
 
 class Failure(AssertionError):
@@ -72,10 +83,33 @@ class Fuzzer:
         self.kinds: list[Callable[[random.Random, Path], list[object]]] = [
             self.bytes_of_weights, self.header, self.tensors, self.config, self.index, self.gguf_bytes, self.tokenizer,
             self.rate_map, self.piece, self.prompt, self.text_file, self.arguments, self.template, self.whole,
+            self.gguf_metadata,
         ]  # fmt: skip
+        self._served: Served | None = None
+
+    @property
+    def served(self) -> Served:
+        """The server, started when a case first asks for it."""
+        if self._served is None:
+            (self.folder / "served").mkdir()
+            self._served = Served(self.folder / "served", INTERNALS)
+        return self._served
+
+    def close(self) -> None:
+        if self._served is not None:
+            self._served.end()
 
     def quick(self) -> list[object]:
-        return ["--calibration", self.text, "--tokens", "128", "--sequence", "64", "--recipe", "quick"]
+        return [
+            "--calibration",
+            self.text,
+            "--num-calibration-tokens",
+            "128",
+            "--calibration-seq-len",
+            "64",
+            "--recipe",
+            "quick",
+        ]
 
     # Each kind prepares `work` and returns a command line.
 
@@ -120,6 +154,21 @@ class Fuzzer:
     def gguf_bytes(self, rng: random.Random, work: Path) -> list[object]:
         file = work / "m.gguf"
         file.write_bytes(damage_bytes(rng, self.gguf.read_bytes()))
+        return self.use(rng, file, work)
+
+    def gguf_metadata(self, rng: random.Random, work: Path) -> list[object]:
+        """Keys that files have, and others, with values that they have, and others."""
+        names = [f"llama__{key.replace('.', '__')}" for key in (*_READ, *_NEUTRAL, *_ABOUT, "attention.scale", "wat")]
+        names += [f"tokenizer__{key.replace('.', '__')}" for key in ("ggml.add_eos_token", "ggml.wat", "chat_template")]
+        values = (*ABSURD, 1.0, 2.0, 0.25, "linear", "yarn", "none", "longrope")
+        plain = [value for value in values if isinstance(value, str | float | bool) or _fits(value)]
+        keys = {rng.choice(names): rng.choice(plain) for _ in range(rng.choice((1, 1, 2, 4)))}
+        factors = rng.choice((None, None, None, [1.0] * 8, [8.0] * 8, [float("nan")] * 8, [2.0]))
+        file = work / "m.gguf"
+        try:
+            tiny.write_gguf(file, factors=None if factors is None else np.array(factors, np.float32), **keys)
+        except (ValueError, OverflowError, struct.error):  # what the writer itself does not take
+            return self.use(rng, self.gguf, work)
         return self.use(rng, file, work)
 
     def tokenizer(self, rng: random.Random, work: Path) -> list[object]:
@@ -247,6 +296,11 @@ class Fuzzer:
     def run(self, seed: int) -> str:
         """Runs the case of `seed` and says what it was; raises Failure where it did not end as it must."""
         rng = random.Random(seed)
+        if rng.random() < SERVED:
+            try:
+                return f"seed {seed}: " + rng.choice((self.served.message, self.served.connection))(rng)
+            except (AssertionError, OSError, ValueError, http.client.HTTPException) as error:
+                raise Failure(f"seed {seed}: {type(error).__name__}: {error}") from error
         kind = rng.choice(self.kinds)
         work = Path(tempfile.mkdtemp(dir=self.folder))
         started = time.perf_counter()

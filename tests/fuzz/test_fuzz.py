@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ FIRST_SEED = 20_000
 
 
 @pytest.fixture(scope="module")
-def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
+def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
     torch.set_num_threads(1)
-    return Fuzzer(tmp_path_factory.mktemp("fuzz"))
+    made = Fuzzer(tmp_path_factory.mktemp("fuzz"))
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -92,7 +92,7 @@ def write_model(path: Path, config: dict[str, Any] | None = None, seed: int = 0,
     settings = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1], "chat_template": TEMPLATE}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": False}))
     return path
 
 
@@ -104,9 +104,14 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, kinds: tuple[str, ...] = ("F32", "F16", "BF16", "Q8_0", "Q4_1"), tied: bool = True, **keys: Any
+    path: Path,
+    kinds: tuple[str, ...] = ("F32", "F16", "BF16", "Q8_0", "Q4_1"),
+    tied: bool = True,
+    factors: np.ndarray | None = None,
+    **keys: Any,
 ) -> Path:
-    """The model as a GGUF file, matrices in `kinds` by turns; `keys` override metadata, with '__' for '.'."""
+    """The model as a GGUF file, matrices in `kinds` by turns; `keys` override metadata, with '__' for '.'. factors: of
+    `rope_freqs.weight`."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -132,6 +137,8 @@ def write_gguf(
             writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
     writer.add_array("tokenizer.ggml.tokens", TOKENS)
@@ -170,6 +177,8 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[kinds[count % len(kinds)] if value.ndim == 2 else "F32"]
         count += value.ndim == 2
         writer.add_tensor(short, gguf.quants.quantize(np.ascontiguousarray(value), kind), raw_dtype=kind)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

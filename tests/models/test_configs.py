@@ -4,6 +4,7 @@ Their keys and values are those of the hub's files, written down and not fetched
 the weights they ask for are as many as were published.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from onegraph.api import cost
 from onegraph.api.plan import plan
+from onegraph.models import wrapper
 from onegraph.models.config import LlamaConfig
 from onegraph.models.rope import Rope
 from onegraph.ops.activation import SwiGLU
@@ -35,24 +37,35 @@ def test_a_published_model_is_the_one_that_transformers_makes_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What transformers writes of the config reads alike, and from config.json alone `plan` counts its weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = told(name)
     dense = {key: value for key, value in config.items() if key != "quantization_config"}
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(dense)))
     again = json.loads(theirs.to_json_string(use_diff=False))
-    assert LlamaConfig.from_dict(again) == LlamaConfig.from_dict(dense)
+    ours, whole = LlamaConfig.from_dict(dense), LlamaConfig.from_dict(again)
+    tied = ours.tied if ours.nested else whole.tied  # a file's own head decides: test_wrapper.py
+    assert dataclasses.replace(whole, eos=ours.eos, tied=tied) == ours
+    assert whole.eos == ours.eos or not ours.eos, "which generation_config.json says then"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(theirs)
-    weights = sum(p.numel() for key, p in model.named_parameters() if not key.endswith("bias"))
+        kind = AutoModelForImageTextToText if wrapper.is_wrapper(config) else AutoModelForCausalLM
+        model = kind.from_config(theirs)
+    sizes = {key: p.numel() for key, p in model.named_parameters() if not wrapper.is_other(key)}
+    tied = wrapper.is_wrapper(config) and not LlamaConfig.from_dict(dense).tied and "lm_head.weight" not in sizes
+    weights = sum(size for key, size in sizes.items() if not key.endswith(".bias"))
+    weights += tied * sizes.get("model.language_model.embed_tokens.weight", 0)  # by a default that the file corrects
     monkeypatch.setattr(cost, "_timed", lambda run, device: 1.0)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = dense if config.get("quantization_config", {}).get("quant_method") == "fp8" else config
+    (tmp_path / "config.json").write_text(json.dumps(stored))
     found = plan(tmp_path, device="cpu")
     assert found.own
     assert found.before.parameters == weights
     if name == "Qwen3-30B-A3B":
         assert str(found).startswith("29.91B weights in 12480 linears ")
+    if name == "Qwen3.5-35B-A3B":
+        blocks = found.before.parameters - 2 * 248320 * 2048 - 2048  # without embedding, head and the last norm
+        assert blocks == 33_643_489_920, "as the inventory of the published files counts them"
     if name == "gpt-oss-20b":
         assert found.before.total_bytes == 13_761_264_768, "experts in MXFP4 blocks, as its index says"
 
@@ -107,9 +120,31 @@ def granite(config: LlamaConfig) -> None:
     assert (config.scale, config.embed_scale, config.residual_scale, config.logits_divisor) == (1 / 64, 12.0, 0.22, 8.0)
 
 
+def ministral(config: LlamaConfig) -> None:
+    (rope,) = set(config.ropes)
+    assert rope is not None
+    assert (rope.query_beta, rope.original, rope.attention_factor) == (0.1, 16384, 1.0)
+    assert rope.query_factors(16384) is None
+    factors = rope.query_factors(40000)
+    assert factors is not None
+    assert factors[[16383, 16384, 32768]].tolist() == pytest.approx([1.0, 1.0693147, 1.1098612])
+
+
+def olmo3(config: LlamaConfig) -> None:
+    assert config.windows == (4096, 4096, 4096, 0) * 8
+    assert [rope.kind for rope in config.ropes[:4] if rope is not None] == ["default"] * 3 + ["yarn"]
+
+
+def minimax(config: LlamaConfig) -> None:
+    assert config.ropes[0] == Rope(theta=5e6, partial=0.5)
+    assert config.parts.tensors["model.layers.0.self_attn.q_norm.weight"][0] == (48 * 128,)
+    assert config.parts.tensors["model.layers.0.block_sparse_moe.e_score_correction_bias"][0] == (256,)
+
+
 @pytest.mark.parametrize(
     ("name", "holds"),
     [
+        ("Ministral-3-8B-Base-2512", ministral), ("Olmo-3-1025-7B", olmo3), ("MiniMax-M2", minimax),
         ("gemma-3-1b-it", gemma), ("GLM-4.5-Air", air), ("phi-4", phi), ("Qwen3-30B-A3B", qwen),
         ("Qwen3-Coder-30B-A3B-Instruct", qwen), ("Mixtral-8x7B-v0.1", mixtral), ("gpt-oss-20b", oss),
         ("SmolLM3-3B", smollm3), ("granite-3.1-2b-instruct", granite),

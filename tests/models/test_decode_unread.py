@@ -13,13 +13,16 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8PFormat
+from onegraph.formats.fp8 import FP8Format
+from onegraph.formats.int4 import INT4Format
+from onegraph.formats.nvfp4 import NVFP4Format
 from onegraph.models import memory
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.load import check_card
 from onegraph.models.loader import Loader
-from onegraph.ops import family
-from onegraph.ops.cuda import build, e8p, fp8, int4, nvfp4
+from onegraph.ops import family, fp8, int4, nvfp4_linear
+from onegraph.ops.cuda import build, e8p
 
 GPU = torch.device("cuda", 0)
 
@@ -112,18 +115,20 @@ def test_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert e8p.supports_weight(4096, 14336, 2, half, 0)
     assert not e8p.supports_weight(49155, 2048, 2, half, 0)
     assert not e8p.supports_weight(4096, 14336, 2, whole, 0)
-    assert nvfp4.reads(100, 256, half, 0, scaled=True)
-    assert not nvfp4.reads(100, 96, half, 0, scaled=True)
-    assert not nvfp4.reads(100, 256, whole, 0, scaled=True)
-    assert fp8.reads(128, 128, 4096, half, 0)
-    assert not fp8.reads(100, 128, 4096, half, 0)
-    assert not fp8.reads(128, 128, 4096, whole, 0)
-    assert not int4.reads(4096, 4096, 128, whole, 0)
+    fp4, eights, odd = NVFP4Format(), FP8Format((128, 128)), FP8Format((100, 128))
+    int4_128 = INT4Format(128, torch.float16, order=False, less_one=False, symmetric=False)
+    assert nvfp4_linear.WEIGHT.reads(fp4, 100, 256, half, 0)
+    assert not nvfp4_linear.WEIGHT.reads(fp4, 100, 96, half, 0)
+    assert not nvfp4_linear.WEIGHT.reads(fp4, 100, 256, whole, 0)
+    assert fp8.WEIGHT.reads(eights, 4096, 4096, half, 0)
+    assert not fp8.WEIGHT.reads(odd, 4096, 4096, half, 0)
+    assert not fp8.WEIGHT.reads(eights, 4096, 4096, whole, 0)
+    assert not int4.WEIGHT.reads(int4_128, 4096, 4096, whole, 0)
     monkeypatch.setattr(e8p, "choose", lambda *args: None)
     monkeypatch.setattr(build.Source, "is_built", lambda source, device: False)
     assert not e8p.supports_weight(4096, 14336, 2, half, 0)
-    assert not nvfp4.reads(100, 256, half, 0, scaled=True)
-    assert not fp8.reads(128, 128, 4096, half, 0)
+    assert not nvfp4_linear.WEIGHT.reads(fp4, 100, 256, half, 0)
+    assert not fp8.WEIGHT.reads(eights, 4096, 4096, half, 0)
 
 
 @pytest.mark.gpu

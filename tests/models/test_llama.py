@@ -1,14 +1,19 @@
 """The decoder against transformers' own logits: every family, prefill and decode through the paged cache."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from models import FAMILIES, VARIANTS, Decoder, save_e8p, save_hf, smollm2_gguf
+from onegraph.api.size import size_of
+from onegraph.api.verify import verify
 from onegraph.check import declared
 from onegraph.check.simulate.run import simulate_step
 from onegraph.formats.checkpoint import Checkpoint
@@ -47,6 +52,30 @@ def test_prefill_and_decode_match_transformers(variant: str, tmp_path: Path) -> 
     got += [decoder.feed([[row[n + i]] for row, n in zip(rows, lengths, strict=True)]) for i in range(STEPS)]
     for i, row in enumerate(rows):
         assert close(torch.cat([out[i] for out in got]), truth(hf, row)), f"row {i}"
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_of_its_own_goes_over_what_the_config_ties(same: bool, tmp_path: Path) -> None:
+    """As in transformers, and it is said; a copy of the embedding is no head of its own."""
+    hf = save_hf("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(tmp_path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone() if same else embedding.flip(0).contiguous()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    hf = type(hf).from_pretrained(tmp_path, dtype=torch.float32)
+    told = contextlib.nullcontext() if same else pytest.warns(UserWarning, match="lm_head.weight differs from the emb")
+    with told:
+        model = Llama.load(Checkpoint.open(tmp_path))
+    batch = tokens(1, 30)
+    with torch.inference_mode():
+        got = model.logits(model.forward(batch, CausalAttention()))
+    assert close(got[0], truth(hf, batch[0].tolist()))
+    found = verify(tmp_path)
+    assert found.ok
+    assert len(found.notes) == (0 if same else 1)
+    assert size_of(Checkpoint.open(tmp_path)).parameters == hf.num_parameters()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

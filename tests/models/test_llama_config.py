@@ -9,6 +9,7 @@ import torch
 from models import SIZES, save_hf
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.models.config import LlamaConfig
+from onegraph.models.families import FAMILIES
 from onegraph.models.llama import Llama
 from onegraph.models.rope import Rope
 
@@ -24,8 +25,7 @@ def parse(**changes: Any) -> LlamaConfig:
 REFUSED = [
     (
         {"model_type": "gemma"},
-        "model_type 'gemma' is not supported; supported: llama, mistral, qwen2, qwen3, smollm3, mixtral, qwen3_moe, "
-        "gpt_oss, gemma2, gemma3_text, glm4_moe, qwen2_moe, olmoe, olmo2, phi3, granite, gemma3",
+        f"model_type 'gemma' is not supported; supported: {', '.join(FAMILIES)}$",
     ),
     ({"model_type": None}, "model_type None"),
     ({"model_type": ["llama"]}, "model_type \\['llama'\\]"),
@@ -74,6 +74,8 @@ REFUSED = [
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic', which is not supported"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     ({"rope_scaling": {"rope_type": 3}}, "rope type 3"),
+    ({"rope_scaling": {"rope_type": []}}, r"rope type \[\]"),
+    ({"rope_scaling": {"type": ""}}, "rope type ''"),
     ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor is 0.5"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "must be below high_freq_factor"),

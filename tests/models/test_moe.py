@@ -319,7 +319,7 @@ QWEN: dict[str, Any] = SIZES | {"model_type": "qwen3_moe", "num_experts": 8, "nu
                 QWEN | {"model_type": kind},
                 f"model_type '{kind}' is not supported; supported: .*mixtral, qwen3_moe, gpt_oss",
             )
-            for kind in ("qwen3_next", "glm4_moe_lite", "granitemoe", "gemma4", "deepseek_v3")
+            for kind in ("gemma", "glm4_moe_lite", "granitemoe", "starcoder2", "olmo")
         ),
     ],
 )

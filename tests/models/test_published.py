@@ -62,6 +62,9 @@ FORMATS = {
     "compressed-tensors MXFP4": (MXFP4, MXFP4, DENSE),
     "compressed-tensors mixed": (FP8[None], NVFP4, MXFP8),
     "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
+    "DeepSeek-V3 FP8": (FP8[128, 128], FP8[128, 128], DENSE),
+    "Kimi-K2 INT4 experts": (DENSE, int4(32, torch.float16, symmetric=True), DENSE),
+    "NVIDIA DeepSeek-R1 NVFP4": (FP8[128, 128], NVFP4, DENSE),
     "Qwen3-MoE FP8": (FP8[128, 128], FP8[128, 128], DENSE),
     "NVIDIA Qwen3-MoE NVFP4": (NVFP4, NVFP4, DENSE),
     "NVIDIA Qwen3-MoE MIXED": (FP8[None], NVFP4, NVFP4),
@@ -69,10 +72,12 @@ FORMATS = {
     "NVIDIA Mixtral FP8": (FP8[None], FP8[None], DENSE),
 }
 EXPERT = {
+    "deepseek_v3": "model.layers.2.mlp.experts.4.up_proj",
     "qwen3_moe": "model.layers.2.mlp.experts.4.up_proj",
     "mixtral": "model.layers.2.block_sparse_moe.experts.4.w3",
 }
 Q, UP = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+QUERIES = {"deepseek_v3": "model.layers.1.self_attn.q_b_proj"}
 
 
 def logits_agree(path: Path, hf: Any, decode: bool) -> Llama:
@@ -93,8 +98,8 @@ def test_a_layout_is_the_model_of_its_numbers(name: str, tmp_path: Path) -> None
     hf = save(LAYOUTS[name], tmp_path / "m")
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
-        up = EXPERT.get(LAYOUTS[name].variant, UP)
-        assert tuple(loader.format_of(layer) for layer in (Q, up, "lm_head")) == FORMATS[name]
+        up, q = EXPERT.get(LAYOUTS[name].variant, UP), QUERIES.get(LAYOUTS[name].variant, Q)
+        assert tuple(loader.format_of(layer) for layer in (q, up, "lm_head")) == FORMATS[name]
     logits_agree(tmp_path / "m", hf, decode=True)
     model = logits_agree(tmp_path / "m", hf, decode=False)
     found = verify(tmp_path / "m")

@@ -138,7 +138,8 @@ class Identity(nn.Module):
 @pytest.mark.parametrize("window", [0, 5, 64])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rope", [False, True])
-def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool, gated: bool) -> None:
     g = torch.Generator().manual_seed(0)
     angle = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, 16, 2) / 16))
     attention = Attention(
@@ -152,6 +153,7 @@ def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool) -
         cos=angle.cos() if rope else None,
         sin=angle.sin() if rope else None,
         window=window,
+        gated=gated,
     )
     cache = PagedCache(
         layers=2,
@@ -165,8 +167,15 @@ def test_paged_and_dense_strategies_agree(window: int, norm: bool, rope: bool) -
         dtype=torch.float32,
     )
     cache.block_table.copy_(1 + torch.randperm(20, generator=g).view(2, 10))
-    qkv = torch.randn(2, 37, 160, generator=g)
+    qkv = torch.randn(2, 37, 256 if gated else 160, generator=g)
     dense = CausalAttention().attend(attention, qkv)
+    if gated:  # query 0, gate 0, query 1, ...
+        queries, rest = qkv.split((192, 64), dim=2)
+        q, gates = queries.view(2, 37, 6, 2, 16).unbind(3)
+        attention.gated = False
+        plain = CausalAttention().attend(attention, torch.cat((q.flatten(2), rest), dim=2))
+        assert torch.allclose(dense, plain * gates.flatten(2).sigmoid(), atol=1e-6)
+        attention.gated = True
     parts = []
     for start, stop in ((0, 20), (20, 21), (21, 36), (36, 37)):
         cache.positions.fill_(start)

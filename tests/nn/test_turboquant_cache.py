@@ -25,10 +25,11 @@ def config(text: str) -> TurboQuantConfig:
     return found
 
 
-def layer(index: int = 0, window: int = 0) -> Attention:
+def layer(index: int = 0, window: int = 0, turned: int = DIM, gated: bool = False) -> Attention:
+    angle = ANGLE[:, : turned // 2]
     return Attention(
         index=index, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM,
-        cos=ANGLE.cos(), sin=ANGLE.sin(), window=window,
+        cos=angle.cos(), sin=angle.sin(), window=window, gated=gated,
     )  # fmt: skip
 
 
@@ -49,15 +50,15 @@ def new_cache(text: str, *, rows: int = 3, per_row: int = 16, layers: int = 1, *
 class Truth:
     """A row's whole sequence, in float64: exact and coded keys and values, and attention to any choice of them."""
 
-    def __init__(self, setting: TurboQuantConfig, qkv: Tensor, window: int = 0) -> None:
+    def __init__(self, setting: TurboQuantConfig, qkv: Tensor, window: int = 0, turned: int = DIM) -> None:
         length = len(qkv)
         q, k, v = qkv.view(length, -1, DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        angle = ANGLE[:length].unsqueeze(1)
+        angle = ANGLE[:length, : turned // 2].unsqueeze(1)
 
         def rope(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, dim=-1)
+            first, second, rest = x.split((turned // 2, turned // 2, DIM - turned), dim=-1)
             return torch.cat(
-                (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1
+                (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin(), rest), dim=-1
             )
 
         turn = formats.rotation(DIM, setting.rotation, setting.seed).T / math.sqrt(DIM)
@@ -152,6 +153,25 @@ def test_chunks_are_exact_within_and_read_codes_before(text: str, window: int) -
     qkv = torch.stack([rows[b, min(done[b], 89)] for b in range(3)]).unsqueeze(1)  # and decoding goes on from there
     out = step(cache, attention, qkv, done, [0, 1, 0])
     assert close(out[1, 0], truths[1].attend(done[1], exact_from(setting, done[1])))
+
+
+@pytest.mark.parametrize("turned", [16, 48])
+@pytest.mark.parametrize("text", SETTINGS)
+def test_heads_of_which_a_part_rotates_with_gates(text: str, turned: int) -> None:
+    """A chunk, then steps: what is turned into codes is the whole head, whichever of its coordinates rotate."""
+    cache, attention, setting = new_cache(text, rows=1), layer(turned=turned, gated=True), config(text)
+    (row,) = sequences(1, 60)
+    truth = Truth(setting, row, turned=turned)
+    gates = torch.randn(60, HEADS, DIM, generator=torch.Generator().manual_seed(7))
+    q, rest = row.split((HEADS * DIM, 2 * KV_HEADS * DIM), dim=1)
+    qkv = torch.cat((torch.stack((q.view(-1, HEADS, DIM), gates), dim=2).flatten(1), rest), dim=1)
+    out = step(cache, attention, qkv[None, :40], [0], [40])[0]
+    for t in range(60):
+        if t >= 40:
+            out = step(cache, attention, qkv[None, t : t + 1], [t], [1])[0]
+        if t in (0, 17, 39, 40, 41, 59):
+            want = truth.attend(t, 0 if t < 40 else exact_from(setting, t))
+            assert close(out[t if t < 40 else 0], want * gates[t].flatten().double().sigmoid()), t
 
 
 @pytest.mark.parametrize("text", ["4,mode=full", "k3v4,window=16"])

@@ -1,6 +1,7 @@
 """Attention of a round of several tokens in one launch: against float64, on a CPU (its own source, each thread a fiber:
 test_decode_kernel.py) and on a GPU; how it is cut; that a replay reads what the host wrote since."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,16 @@ SHAPES = {  # heads, kv heads, head size, page, window, norm
     "llama": (8, 2, 128, 32, 0, False),
     "eight": (16, 2, 128, 16, 0, True),
     "window": (5, 1, 64, 16, 21, True),
+    "sixteen": (16, 1, 128, 16, 0, True),
+    "glm4": (12, 1, 128, 16, 0, True),
+    "qwen3_5": (6, 1, 256, 16, 0, True),
+    "qwen3_5_moe": (16, 1, 256, 16, 0, True),
+    "gemma4_near": (4, 2, 256, 32, 21, True),
+    "gemma4": (8, 1, 512, 16, 0, True),
 }
+GATED = ("qwen3_5", "qwen3_5_moe")
+TURNED = {"glm4": 64, "qwen3_5": 64, "qwen3_5_moe": 64}  # coordinates that rotate, where not all do
+WIDE = ("qwen3_5", "qwen3_5_moe", "gemma4_near")  # norms in float32
 POSITIONS = [0, 5, 16, 300, 61, 46, 128]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
 
@@ -33,6 +43,15 @@ def rounds(name: str, tokens: int, dtype: torch.dtype, device: str, positions: l
     draw = Draw(torch.device("cpu"), dtype, torch.Generator().manual_seed(tokens))
     counts = [tokens, tokens, tokens - 1, tokens, 0, tokens, 1]
     *brought, table = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page, norm, rope=True)
+    if name in GATED:
+        gates = draw.randn(len(positions), tokens, heads * dim)
+        q, rest = brought[0].split((heads * dim, 2 * kv_heads * dim), dim=2)
+        both = torch.stack((q.unflatten(2, (heads, dim)), gates.unflatten(2, (heads, dim))), dim=3)
+        brought[0] = torch.cat((both.flatten(2), rest), dim=2)
+    if name in WIDE:
+        brought[1:3] = (weight.float() + 1e-3 for weight in brought[1:3])
+    turns = TURNED.get(name, dim) // 2
+    brought[4:6] = (angles[:, :turns].contiguous() for angles in brought[4:6])
     padding = torch.arange(tokens) >= brought[-1].unsqueeze(1)
     brought[0][padding] = torch.nan
     caches = [torch.full((1 + table.numel(), page, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
@@ -42,7 +61,7 @@ def rounds(name: str, tokens: int, dtype: torch.dtype, device: str, positions: l
             cache[table[row].long()[place // page], place % page] = draw.randn(position, kv_heads, dim)
     tensors = *brought, table, *caches, torch.zeros(len(positions), kv_heads, dtype=torch.int32)
     moved = (t.to(device) if isinstance(t, Tensor) else t for t in tensors)
-    return PagedDecode(*moved, heads, dim**-0.5, window)
+    return PagedDecode(*moved, heads, dim**-0.5, window, gated=name in GATED)
 
 
 def clone(call: PagedDecode) -> PagedDecode:
@@ -61,13 +80,15 @@ def exact(call: PagedDecode) -> tuple[Tensor, list[tuple[int, int, Tensor, Tenso
         keys, values = (c.cpu()[pages[place // page], place % page].double() for c in (call.k_cache, call.v_cache))
         for token in range(int(call.counts[row])):
             at = int(call.positions[row]) + token
-            q, k, v = vectors[row, token].split((call.heads, kv_heads, kv_heads))
+            q, k, v = vectors[row, token].split((call.heads * (1 + call.gated), kv_heads, kv_heads))
+            q, gates = q.unflatten(0, (call.heads, 2)).unbind(1) if call.gated else (q, None)
             q, k = (turned(call, x, weight, at) for x, weight in ((q, call.q_norm), (k, call.k_norm)))
             new.append((int(pages[at // page]), at % page, k, v))
             keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
             first = max(0, at + 1 - call.window) if call.window else 0
             scores = torch.einsum("hgd,khd->hgk", q.view(kv_heads, -1, dim), keys[first:]) * call.scale
             out[row, token] = torch.einsum("hgk,khd->hgd", scores.softmax(-1), values[first:]).flatten(0, 1)
+            out[row, token] *= 1 if gates is None else gates.sigmoid()
     return out, new
 
 
@@ -77,8 +98,9 @@ def turned(call: PagedDecode, x: Tensor, weight: Tensor | None, at: int) -> Tens
     assert call.cos is not None
     assert call.sin is not None
     cos, sin = (table[at].double().cpu() for table in (call.cos, call.sin))
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = len(cos)
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def held(call: PagedDecode, attend: Callable[[PagedDecode], Tensor]) -> Tensor:
@@ -116,6 +138,14 @@ CUTS = [
     ("llama", 2, 60, torch.bfloat16),
     ("eight", 7, 60, torch.bfloat16),
     ("window", 3, 340, torch.float16),
+    ("sixteen", 1, 60, torch.bfloat16),
+    ("glm4", 3, 60, torch.float16),
+    ("qwen3_5", 1, 60, torch.bfloat16),
+    ("qwen3_5", 4, 60, torch.float16),
+    ("qwen3_5_moe", 1, 120, torch.bfloat16),
+    ("gemma4_near", 5, 60, torch.bfloat16),
+    ("gemma4", 1, 60, torch.bfloat16),
+    ("gemma4", 2, 60, torch.float16),
 ]
 
 
@@ -125,10 +155,13 @@ def test_rounds_in_any_order_of_blocks(
     kernel, name: str, tokens: int, sms: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     portable, made_of = kernel
+    if portable and SHAPES[name][2] > 256:
+        pytest.skip("heads of 512 are for blocks of clusters")
     monkeypatch.setattr(decode_round.KERNEL, "is_portable", lambda device: portable)
     test_decode_kernel.instead(monkeypatch, made_of)
     monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=sms) if portable else H200)
     made, results = rounds(name, tokens, dtype, "cpu", POSITIONS), []
+    assert decode_round.supports_input(made)
     for step in (1, 7919):
         monkeypatch.setattr(test_decode_kernel.Kernel, "step", step)
         results.append(held(clone(made), decode_round.attend))
@@ -139,18 +172,22 @@ def test_rounds_in_any_order_of_blocks(
 # ------------------------------------------------------------------------------------------------------- how it is cut
 
 
-@pytest.mark.parametrize("dim", decode_attention.DIMS)
-@pytest.mark.parametrize("group", range(1, decode_attention.MAX_GROUP + 1))
-@pytest.mark.parametrize("tokens", range(2, MAX_TOKENS + 1))
-def test_blocks_fit_and_hold_every_token(dim: int, group: int, tokens: int) -> None:
-    slices = decode_round.slices(tokens, group)
-    for device, clusters in ((H200, True), (PLAIN, False)):
+@pytest.mark.parametrize("steady", [False, True])
+@pytest.mark.parametrize("dim", decode_round.SETS)
+@pytest.mark.parametrize("group", [*range(1, decode_attention.MAX_GROUP + 1), 12, 16, 32])
+def test_blocks_fit_and_hold_every_token(dim: int, group: int, steady: bool) -> None:
+    for tokens, (device, clusters) in itertools.product(range(1, MAX_TOKENS + 1), ((H200, True), (PLAIN, False))):
+        most = decode_round.most_sets(dim, clusters, steady)
+        if group > 8 * most or (dim > 256 and not clusters):
+            continue
+        slices = decode_round.slices(tokens, group, most)
         for groups in (1, 3, 32, 128, 5000):
-            plan = replace(decode_round.EXAMPLE, dim=dim, group=group, tokens=tokens, slices=slices)
+            plan = replace(decode_round.EXAMPLE, dim=dim, group=group, tokens=tokens, slices=slices, steady=steady)
             sets = -(-plan.columns // 8)
             assert slices * plan.columns >= tokens * group
-            assert sets <= decode_round.SETS
-            warps, size = decode_round.share(groups, sets, device, clusters)
+            assert sets <= most
+            warps, size = decode_round.share(groups, most if steady else sets, device, clusters, dim, steady)
+            assert sets + 2 <= warps
             plan = replace(plan, warps=warps, size=size)
             assert plan.shared(clusters) <= device.shared
             assert plan.columns * dim % (2 * size) == 0  # whole pairs of outputs are a block's share
@@ -180,6 +217,11 @@ def test_as_many_blocks_share_keys_as_run_at_once(groups: int, clusters: bool, s
         ("eight", 3, torch.float16),
         ("eight", 8, torch.bfloat16),
         ("window", 4, torch.float16),
+        *(("glm4", tokens, torch.bfloat16) for tokens in (1, 4)),
+        *(("qwen3_5", tokens, torch.bfloat16) for tokens in (1, 2, 4, 8)),
+        *(("qwen3_5_moe", tokens, torch.float16) for tokens in (1, 5)),
+        ("gemma4_near", 1, torch.bfloat16),
+        *(("gemma4", tokens, torch.bfloat16) for tokens in (1, 3)),
     ],
 )  # fmt: skip
 def test_rounds_on_a_gpu(name: str, tokens: int, dtype: torch.dtype) -> None:

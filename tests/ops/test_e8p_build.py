@@ -380,7 +380,8 @@ def test_constants_agree_with_the_source() -> None:
 @pytest.mark.parametrize("module", [e8p_decode, e8p_batch, e8p_portable])
 def test_a_source_makes_its_shape_of_what_it_is_given(module: Any) -> None:
     source = _source(vars(module))
-    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", source.path.read_text(), re.DOTALL)[1]
+    text = "".join(source.path.with_name(name).read_text() for name in (source.path.name, "rotated_portable.cuh"))
+    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", text, re.DOTALL)[1]
     elsewhere = {"SLICE", "ROWS", "DOWN", "TILE_ROWS"}
     assert set(re.findall(r"\b[A-Z_]{1,}\b", re.sub("//.*", "", shape))) - elsewhere == set(module.SHAPE)
     assert set(module.SHAPE) <= set(source.example)

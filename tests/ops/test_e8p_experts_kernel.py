@@ -39,7 +39,7 @@ def test_every_case_is_right_through_all_its_launches(form: str, tmp_path: Path)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
     lines = host_lines(own / "host.py", tmp_path, form)
-    assert len(lines) == 11
+    assert len(lines) == 13
     launched = {re.sub(r".*16 ", "", line) for line in lines}
     assert launched == ({"product product"} if form == "hopper" else set()) | {
         "product product combine",

@@ -34,12 +34,14 @@ from onegraph.ops import (  # noqa: E402, F401
     e8p_experts,
     embedding,
     hadamard,
+    latent_attention,
     linear,
     norm,
     recent_attention,
     route,
     sampling,
     shaping,
+    short_conv,
     step,
     turboquant,
 )
@@ -69,7 +71,7 @@ EXTRA = {
 HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x11008@4", "long_context", "many_rows"}
 HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
-HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index"}
+HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index", "v3", "v3_long"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
 HEAVY |= {"1 tokens, 2 of 4, 1088x640@2 with biases", "3 tokens, 2 of 5, 576x256@3"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
@@ -159,7 +161,7 @@ def clone(args: tuple, dtype: torch.dtype | None = None, device: torch.device | 
 
 def check(op: Op, case: Case, dtype: torch.dtype) -> None:
     args = case.make(DEVICE, dtype, torch.Generator().manual_seed(7))
-    truth_args = clone(args, torch.float32, "cpu")
+    truth_args = clone(args, torch.float32)
     truth = written(op, truth_args, op.reference(*truth_args))
     mine = clone(args)
     with poisoned_memory():
@@ -195,11 +197,14 @@ def dtypes(op: Op) -> list[torch.dtype]:
 
 def parameters(interpreted: bool) -> list:
     return [
-        pytest.param(op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).removeprefix('torch.')}")
+        pytest.param(
+            op, case, dtype, id=f"{op.name}-{case.name}-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.xdist_group(f"{op.name}-own"),  # as in test_ops.py, which runs many of the same kernels
+        )
         for op in KERNELS
         for case in cases(op, interpreted)
         for dtype in (in_turn(op, case) if interpreted else dtypes(op))
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(GPU, reason="compiled on this machine, see test_compiled")

@@ -21,4 +21,4 @@ def test_the_compiler_takes_every_kernel() -> None:
         [sys.executable, "triton_frontend.py"], cwd=here, env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert {"_decode", "_attend", "_score", "_rms_norm"} <= set(run.stdout.split())
+    assert {"_decode", "_attend", "_score", "_rms_norm", "_solve", "_scan"} <= set(run.stdout.split())

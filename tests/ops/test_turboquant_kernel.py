@@ -96,6 +96,8 @@ def both_orders(run: Callable[[], Tensor]) -> Tensor:
     [
         ("turboquant_attention", "llama_4", torch.bfloat16),
         ("turboquant_attention", "window_sinks", torch.float16),
+        ("turboquant_attention", "mha_80", torch.bfloat16),
+        ("turboquant_attention", "dim_192", torch.bfloat16),
         ("turboquant_hybrid", "smollm2", torch.bfloat16),
         ("turboquant_hybrid", "drafts", torch.float16),
         ("turboquant_hybrid", "mqa_256", torch.bfloat16),
@@ -125,7 +127,13 @@ class Told(torch.Tensor):
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("smollm2_4", torch.bfloat16), ("k3v4_ring", torch.float16), ("llama_k4v3", torch.bfloat16)],
+    [
+        ("smollm2_4", torch.bfloat16),
+        ("k3v4_ring", torch.float16),
+        ("llama_k4v3", torch.bfloat16),
+        ("qwen3_5", torch.bfloat16),
+        ("turned_24_of_80", torch.float16),
+    ],
 )
 def test_writes_in_any_order_of_blocks(name: str, dtype: torch.dtype) -> None:
     """Queries, rings and pages; a code at a near-tie falls either way."""

@@ -5,6 +5,7 @@ only the compiler refuses (a range whose size is no power of two) nor what stand
 Prints what was compiled, or the first refusal and exits with 1.
 """
 
+import itertools
 import sys
 from typing import Any
 
@@ -60,14 +61,20 @@ def main() -> int:
     from onegraph.ops.triton import launch
 
     launch.options = lambda x: {"PDL": True, "launch_pdl": True}  # before the kernels' modules import it
-    from test_triton import kernel_of, parameters
+    from onegraph.ops.gated_delta import gated_delta
+    from onegraph.ops.mamba2 import mamba2
+    from test_gated_delta_chunk import CASES, chunk, kernels
+    from test_triton import DTYPES, kernel_of, parameters
 
-    for parameter in parameters(interpreted=False):
-        op, case, dtype = parameter.values
+    every = [(each.id, kernel_of(each.values[0]), *each.values[1:]) for each in parameters(interpreted=False)]
+    for op, kernel, cases in ((gated_delta, chunk, CASES), (mamba2, kernels.chunk, mamba2.cases[-1:])):
+        chunks = itertools.product(cases, DTYPES)
+        every += [(f"{op.name}-{case.name}", op.unpacked(kernel), case, dtype) for case, dtype in chunks]
+    for name, kernel, case, dtype in every:
         try:
-            kernel_of(op)(*case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0)))
+            kernel(*case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0)))
         except CompilationError as error:
-            print(f"{parameter.id}: {error}")
+            print(f"{name}: {error}")
             return 1
     print(*sorted(compiled))
     return 0

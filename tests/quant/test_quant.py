@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -515,3 +516,21 @@ def test_the_reference_path_is_what_runs_here(tokens: Tensor) -> None:
     with reference_ops():
         one = quantize(Tiny(), tokens, Recipe())
     assert same(one, quantize(Tiny(), tokens, Recipe()))
+
+
+@pytest.mark.parametrize("name", ["lock", "job", ".job.tmp", "block-0.safetensors", ".block-0.safetensors.tmp"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_refused_by_name(name: str, kind: str, tmp_path: Path) -> None:
+    """A link would be written through, a pipe would be waited for."""
+    folder, target = tmp_path / "out.partial", tmp_path / "target"
+    folder.mkdir()
+    target.write_text("mine")
+    if kind == "link":
+        (folder / name).symlink_to(target)
+    elif kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).mkdir()
+    with pytest.raises(ValueError, match=re.escape(f"{folder / name} is not a regular file")):
+        Partial(folder, "source")
+    assert target.read_text() == "mine"

@@ -37,7 +37,7 @@ def tokenizer(path: Path) -> Iterator[Tokenizer]:
 
 @pytest.fixture(scope="module")
 def app(path: Path, tokenizer: Tokenizer) -> Iterator[Starlette]:
-    with LLM(path, max_batch=4, device="cpu") as llm:
+    with LLM(path, max_num_seqs=4, device="cpu") as llm:
         worker = Worker(llm, tokenizer, queue=8, prepare="plain")
         worker.start()
         yield Server(worker, Settings(name="tiny")).app()
@@ -76,6 +76,28 @@ def test_tokens_have_their_place_in_the_text_that_comes_out(app: Starlette, toke
         assert [top[name] for top, name in zip(each["top_logprobs"], each["tokens"], strict=True)] == (
             each["token_logprobs"]
         )
+
+
+def test_parts_of_a_character_have_their_bytes(app: Starlette, tokenizer: Tokenizer) -> None:
+    """Those of all tokens together are the text, as clients of OpenAI's API join them."""
+
+    async def asked() -> Any:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}
+            fields |= {"model": "tiny", "max_tokens": 40, "regex": "a é€ b 𝄞é\\."}
+            return (await http.post("/v1/chat/completions", json=fields)).json()["choices"][0]["logprobs"]["content"]
+
+    told = asyncio.run(asked())
+    assert bytes(byte for each in told for byte in each["bytes"]).decode().startswith(TEXT)
+    names = [each["token"] for each in told]
+    assert "\\xe2" in names
+    assert not [
+        name
+        for each in told
+        for name in (each["token"], *(t["token"] for t in each["top_logprobs"]))
+        if "\ufffd" in name
+    ]
 
 
 def test_the_drawn_token_and_all_of_the_likeliest_are_there() -> None:

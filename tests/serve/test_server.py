@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import onegraph
 from fuzz import tiny
 from onegraph import LLM
 from onegraph.api.completion import StopTexts
@@ -36,20 +38,39 @@ from onegraph.serve.protocol import Refused, parse
 from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
+JSON_TYPE = "Content-Type: application/json\r\n"
 # Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
-OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=160", "--queue=74", "--max-body=20000", "--grace=1"]
+OPTIONS = [
+    "--max-num-seqs=6",
+    "--max-model-len=96",
+    "--kv-cache-tokens=160",
+    "--queue=74",
+    "--max-body=20000",
+    "--grace=1",
+]
+DEEP: Any = {}
+for _ in range(300):  # deeper than Python writes JSON
+    DEEP = {"properties": {"a": DEEP}}
 PROMPTS = ["the thing", "in the inn", "a", "12 hats and the thing in the inn"]
 DEADLINE = 60.0
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}
 
 
 class Running:
     """A server in a process of its own."""
 
-    def __init__(self, model: Path, port: int = 0, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: Path, port: int = 0, options: Sequence[str] = (), key: str | None = KEY, files: int | None = None
+    ) -> None:
+        """key: for clients. files: that the server may open."""
         command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
         command += options
-        environment = os.environ | {"ONEGRAPH_API_KEY": KEY}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        environment = os.environ | ({} if key is None else {"ONEGRAPH_API_KEY": key})
+        limited = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
+        self.process = subprocess.Popen([*limited, *command], stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         assert self.process.stderr.readline() == f"loading {model}\n"
         line = self.process.stderr.readline()
@@ -60,12 +81,13 @@ class Running:
         self.client = openai.OpenAI(**self.options)
 
     def metrics(self) -> dict[str, float]:
-        lines = httpx.get(self.url.removesuffix("v1") + "metrics").text.splitlines()
+        headers = {"authorization": f"Bearer {KEY}"}
+        lines = httpx.get(self.url.removesuffix("v1") + "metrics", headers=headers).text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def post(self, body: Any, path: str = "completions", **headers: str) -> httpx.Response:
         content = json.dumps(body) if isinstance(body, dict | list) else body
-        headers = {"authorization": f"Bearer {KEY}"} | headers
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"} | headers
         return httpx.post(f"{self.url}/{path}", content=content, headers=headers, timeout=DEADLINE)
 
     def until(self, fine: Any) -> dict[str, float]:
@@ -94,7 +116,7 @@ def server(model: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, max_context=96, device="cpu") as found:
+    with LLM(model, max_model_len=96, device="cpu") as found:
         yield found
 
 
@@ -243,8 +265,8 @@ def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
     connection = socket.create_connection(("127.0.0.1", server.port))
     body = json.dumps({"model": "plain", "prompt": prompts * 10, "max_tokens": 80}).encode()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\n\r\n%s"
-        % (KEY.encode(), len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (KEY.encode(), len(body), body)
     )
     server.until(lambda now: now["onegraph_running"])
     connection.close()
@@ -254,7 +276,7 @@ def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
 
 def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
     """Its pieces wait, as many as its answer has; the other answers, and those behind it in the queue, end."""
-    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm:
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm:
         with Checkpoint.open(model) as checkpoint:
             worker = Worker(llm, Tokenizer(checkpoint), queue=2)
         worker.start()
@@ -280,7 +302,7 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
 
 @pytest.mark.parametrize(("prepare", "later"), [("plain", 12), ("all", 0)])
 def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["all", "plain"], later: int) -> None:
-    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
         worker.start()
         prompt, built = llm.tokenizer.encode("the"), len(llm.engine.executor.groups)
@@ -351,13 +373,19 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
             "frequency_penalty: got 3; allowed is -2 to 2",
         ),
         ({"model": "plain", "prompt": "a", "regex": "("}, 400, "regex: "),
+        (
+            {"model": "plain", "prompt": "a", "response_format": schema({"type": "array", "minItems": 10**9})},
+            400,
+            "json_schema: it cannot be compiled: ran out of its 512 MiB; give a simpler one",
+        ),
+        ({"model": "plain", "prompt": "a", "response_format": schema(DEEP)}, 400, "json_schema: "),
         ({"model": "plain", "prompt": "a", "regex": "[^\\s\\S]"}, 400, "regex: no text matches it"),
         ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
         ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
         (
             {"model": "plain", "prompt": "a", "wat": 1},
             400,
-            "wat is not known here; allowed are frequency_penalty, ignore_eos, logprobs,",
+            "wat is not known here; allowed are frequency_penalty, guided_choice, guided_json,",
         ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "the context is 96; shorten the prompt to 95 tokens or less"),
         (
@@ -414,6 +442,9 @@ def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> No
     ("message", "says"),
     [
         ("Hi", 'messages[0]: got "Hi"'),
+        ({"role": [], "content": "a"}, "messages[0]: role is []; allowed are system"),
+        ({"role": {}, "content": "a"}, "messages[0]: role is {}; allowed are system"),
+        ({"role": "assistant", "content": "a", "annotations": [], "refusal": None}, None),
         ({"role": "critic", "content": "a"}, 'messages[0]: role is "critic"; allowed are system'),
         ({"role": "tool", "tool_call_id": "a", "content": "a"}, "tools: the model's chat template knows none"),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
@@ -453,12 +484,13 @@ def test_100_megabytes_are_refused_and_not_kept(server: Running) -> None:
     assert server.client.models.list().data[0].id == "plain"
 
 
-@pytest.mark.parametrize("path", ["models", "completions", "chat/completions"])
+@pytest.mark.parametrize("path", ["models", "completions", "chat/completions", "../metrics"])
 def test_without_the_key_nothing_is_told(server: Running, path: str) -> None:
     wrong, missing = (b"Bearer wrong", "Bearer sésame".encode()), (b"", KEY.encode(), b"Basic " + KEY.encode())
     for key in wrong + missing:
-        method = "GET" if path == "models" else "POST"
-        response = httpx.request(method, f"{server.url}/{path}", headers={b"authorization": key})
+        method = "POST" if path.endswith("completions") else "GET"
+        headers = {b"authorization": key, b"content-type": b"application/json"}
+        response = httpx.request(method, f"{server.url}/{path}", headers=headers)
         code = "invalid_api_key" if key in wrong else "missing_api_key"
         assert (response.status_code, response.json()["error"]["code"]) == (401, code)
     assert httpx.get(f"{server.url}/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
@@ -473,7 +505,7 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
         server.client.models.retrieve("org/other")
     root = server.url.removesuffix("v1")
     assert httpx.get(root + "health").json() == {"status": "ok"}
-    assert httpx.get(root + "v1/embeddings").json()["error"]["message"] == "GET /v1/embeddings: Not Found"
+    assert httpx.get(root + "v1/responses").json()["error"]["message"] == "GET /v1/responses: Not Found"
     wrong = httpx.get(root + "v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert httpx.head(root + "health").status_code == 200
@@ -506,7 +538,7 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         second.process.send_signal(signal.SIGINT)
         _, errors = second.process.communicate(timeout=20)
         assert second.process.returncode == 130
-        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
+        assert errors.splitlines()[-2:] == ["stopping: running requests have 1 s", "onegraph: interrupted"]
         assert "Traceback" not in errors
     finally:
         second.end()
@@ -528,7 +560,7 @@ def test_another_signal_does_not_wait(model: Path, signals: str, status: int, li
             running.until(lambda now: now["onegraph_running"] + now["onegraph_waiting"] > 60)
             running.process.send_signal(first)
             assert running.process.stderr is not None
-            assert running.process.stderr.readline() == "stopping: answers that run have 60 s\n"
+            assert running.process.stderr.readline() == "stopping: running requests have 60 s\n"
             for each in more:
                 time.sleep(0.1)
                 running.process.send_signal(each)
@@ -550,7 +582,7 @@ def test_an_idle_server_ends_at_once_however_often_it_is_told(model: Path, numbe
             time.sleep(0.01)
         _, errors = running.process.communicate(timeout=30)
         assert (
-            errors.splitlines() == ["stopping: answers that run have 60 s", "onegraph: interrupted"][: 1 + bool(status)]
+            errors.splitlines() == ["stopping: running requests have 60 s", "onegraph: interrupted"][: 1 + bool(status)]
         )
         assert running.process.returncode == status
     finally:
@@ -561,7 +593,7 @@ def test_who_does_not_read_is_cut_off_in_the_end(model: Path) -> None:
     """A connection whose client takes nothing has its grace, and the seconds that a last word may take."""
     running = Running(model, options=["--grace=0"])
     body = json.dumps({"model": "plain", "prompt": "the", "max_tokens": 90, "n": 40, "logprobs": 20, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{JSON_TYPE}"
     try:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -570,7 +602,7 @@ def test_who_does_not_read_is_cut_off_in_the_end(model: Path) -> None:
             running.until(lambda now: now['onegraph_answers_total{end="finished"}'] == 40)
             running.process.send_signal(signal.SIGINT)
             _, errors = running.process.communicate(timeout=30)
-            assert errors.splitlines() == ["stopping: answers that run have 0 s", "onegraph: interrupted"]
+            assert errors.splitlines() == ["stopping: running requests have 0 s", "onegraph: interrupted"]
     finally:
         running.end()
 
@@ -579,7 +611,7 @@ def test_the_end_waits_for_no_body(model: Path) -> None:
     running = Running(model)
     try:
         with socket.create_connection(("127.0.0.1", running.port), timeout=DEADLINE) as client:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{JSON_TYPE}"
             client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
             time.sleep(1)
             running.process.send_signal(signal.SIGINT)
@@ -588,7 +620,7 @@ def test_the_end_waits_for_no_body(model: Path) -> None:
             assert time.monotonic() - started < 3.5, "its grace is 1 s"
             _, errors = running.process.communicate(timeout=20)
         assert "Traceback" not in errors
-        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
+        assert errors.splitlines()[-2:] == ["stopping: running requests have 1 s", "onegraph: interrupted"]
     finally:
         running.end()
 
@@ -615,6 +647,88 @@ def test_what_clients_of_vllm_send(server: Running, llm: LLM) -> None:
     assert "messages[0]: reasoning is not supported" in wrong.json()["error"]["message"]
 
 
+def test_fields_of_other_servers(server: Running, llm: LLM) -> None:
+    ask: dict[str, Any] = {"model": "plain", "prompt": "the thing in the inn", "max_tokens": 8, "temperature": 0}
+    plain = server.post(ask).json()["choices"]
+    harmless = {
+        "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True, "min_tokens": 0,
+        "priority": 0, "add_special_tokens": True, "typical_p": 1, "request_id": "x", "cache_prompt": True,
+    }  # fmt: skip
+    assert server.post(ask | harmless).json()["choices"] == plain
+    for name, value in (("min_tokens", 3), ("use_beam_search", True), ("skip_special_tokens", False), ("best_of", 3)):
+        error = server.post(ask | {name: value}).json()["error"]
+        assert (error["message"], error["param"]) == (f"{name} is not supported; leave it out", name)
+    ids = llm.generate(ask["prompt"], max_tokens=8).tokens
+    stop = next(i for i in range(1, 8) if ids[i] not in ids[:i])
+    (ended,) = server.post(ask | {"stop_token_ids": [ids[stop]]}).json()["choices"]
+    assert (ended["text"], ended["finish_reason"]) == (llm.tokenizer.decode(ids[: stop + 1]), "stop")
+    last = server.post(ask | {"truncate_prompt_tokens": 3}).json()
+    assert last["usage"]["prompt_tokens"] == 3
+    tokens = llm.tokenizer.encode(ask["prompt"])[-3:]
+    assert last["choices"][0]["text"] == llm.generate([tokens], max_tokens=8)[0].text
+    assert server.post(ask | {"prompt": "the " * 200, "truncate_prompt_tokens": 5}).status_code == 200
+    for how in ({"guided_choice": ["yes", "n.o"]}, {"structured_outputs": {"choice": ["yes", "n.o"]}}):
+        assert server.post(ask | how).json()["choices"][0]["text"] in ("yes", "n.o")
+    assert server.post(ask | {"guided_regex": "ab"}).json()["choices"][0]["text"] == "ab"
+    for how in ({"guided_json": {"enum": [12]}}, {"structured_outputs": {"json": '{"enum": [12]}'}}):
+        assert server.post(ask | how).json()["choices"][0]["text"] == "12"
+    both = server.post(ask | {"guided_regex": "a", "structured_outputs": {"regex": "b"}}).json()["error"]
+    assert "constrains the answer in another way too" in both["message"]
+
+
+def test_tokens_of_a_text_and_text_of_tokens(server: Running, llm: LLM) -> None:
+    """As vLLM's endpoints have them."""
+    root = "../"
+    text = "the thing <|im_end|> é"
+    found = server.post({"model": "plain", "prompt": text}, root + "tokenize").json()
+    assert found["tokens"] == llm.tokenizer.encode(text)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 96)
+    assert server.post({"tokens": found["tokens"]}, root + "detokenize").json() == {"prompt": text}
+    messages = [{"role": "user", "content": text}]
+    asked = {"messages": messages, "add_generation_prompt": True}
+    assert server.post(asked, root + "tokenize").json()["tokens"] == llm.tokenizer.chat(messages)
+    long = server.post({"prompt": "the " * 4000}, root + "tokenize").json()
+    assert long["count"] > 4000, "longer than the context"
+    for path, body, says in (
+        ("tokenize", {}, "give either prompt or messages"),
+        ("tokenize", {"prompt": "a", "messages": messages}, "give either prompt or messages"),
+        ("tokenize", {"prompt": ["a"]}, "prompt: got"),
+        ("tokenize", {"prompt": "a", "model": "gpt-4"}, "the model 'gpt-4' is not served here"),
+        ("tokenize", {"prompt": "\ud800"}, "not UTF-8"),
+        ("detokenize", {"tokens": "a"}, "tokens: got"),
+        ("detokenize", {}, "tokens is missing"),
+    ):
+        error = server.post(body, root + path).json()["error"]
+        assert says in error["message"], error
+    assert httpx.get(server.url.removesuffix("v1") + "version", headers={"authorization": f"Bearer {KEY}"}).json() == {
+        "version": onegraph.__version__
+    }
+    with pytest.raises(openai.NotFoundError, match="embeddings are not supported: this server generates text"):
+        server.client.embeddings.create(model="plain", input="a")
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"do_sample": False}, {"temperature": 0}),
+        ({}, {"temperature": 0.7, "top_p": 0.95}),
+    ],
+)
+def test_requests_draw_as_the_model_suggests(config: dict[str, Any], defaults: dict[str, Any], tmp_path: Path) -> None:
+    """Where they do not say otherwise: generation_config.json, as in `chat`."""
+    path = tiny.write_model(tmp_path / "plain")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2} | config))
+    running = Running(path)
+    try:
+        ask = {"model": "plain", "prompt": "the thing", "max_tokens": 20, "seed": 3}
+        texts = [running.post(ask | how).json()["choices"][0]["text"] for how in ({}, defaults, {"temperature": 1.9})]
+    finally:
+        running.end()
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
 def test_a_request_that_the_listener_cuts_off_ends_quietly(llm: LLM) -> None:
     async def never(*_: Any) -> Any:
         await asyncio.sleep(DEADLINE)
@@ -639,7 +753,7 @@ def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
         raise Heard
 
     found = bind("127.0.0.1", 0)
-    with LLM(model, max_context=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
+    with LLM(model, max_model_len=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
         worker = Worker(llm, Tokenizer(checkpoint), queue=2)
         with pytest.raises(Heard):
             listen(found, worker, Settings(name="plain"), grace=0, ready=ready)
@@ -658,7 +772,7 @@ def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
         assert first.stderr is not None
         assert first.stderr.readline() == f"loading {model}\n"
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as client:
-            client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             second = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DEADLINE)
             assert second.returncode == 2
             assert second.stderr.startswith(f"onegraph: error: cannot listen at 127.0.0.1:{port}: "), second.stderr
@@ -675,14 +789,17 @@ def test_mistakes_on_the_command_line(
     for words, says in (
         (["--api-key", ""], "--api-key: it is empty or not ASCII"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
-        (["--cache-tokens", "100", "--max-context", "200"], "--cache-tokens: got 100; a sequence may have 200 tokens:"),
-        (["--max-context", "100000"], "--max-context is 100000; the model allows 1 to 256"),
+        (
+            ["--kv-cache-tokens", "100", "--max-model-len", "200"],
+            "--kv-cache-tokens: got 100; a sequence may have 200 tokens:",
+        ),
+        (["--max-model-len", "100000"], "--max-model-len is 100000; the model allows 1 to 256"),
         (["--capture", "on"], "--capture on needs a GPU, the device is cpu; use --capture off or auto"),
-        (["--kv", "turboquant"], "--kv is 'turboquant'; allowed are exact, turboquant:4"),
+        (["--kv-cache-dtype", "turboquant"], "--kv-cache-dtype is 'turboquant'; allowed are exact, turboquant:4"),
         (["--allow-origin", "foo"], "--allow-origin: got 'foo'; allowed is scheme://host or"),
         (["--allow-origin", "http://a.example/chat"], "--allow-origin: got 'http://a.example/chat'; allowed is"),
-        (["--name", ""], "--name: it is empty; leave it out"),
-        (["--max-batch", "0"], "argument --max-batch: got '0'; allowed is an integer from 1"),
+        (["--served-model-name", ""], "--served-model-name: it is empty; leave it out"),
+        (["--max-num-seqs", "0"], "argument --max-num-seqs: got '0'; allowed is an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
         assert says in capsys.readouterr().err
@@ -761,6 +878,20 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
 )
+# Bodies whose fields are of the right kind, and one place of which is not
+FIELDS: dict[str, Any] = {
+    "model": "m", "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"},
+        {"role": "assistant", "content": None, "annotations": [], "refusal": None, "reasoning_content": "r",
+         "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": False}}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "stream": True, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2,
+    "stop": ["a"], "n": 1,
+    "chat_template_kwargs": {"thinking": True}, "logit_bias": {}, "max_tokens": 3, "metadata": {},
+}  # fmt: skip
 NAMES = ("model", "prompt", "messages", "max_tokens", "stop", "n", "seed", "stream", "stream_options", "top_k", "tools")
 
 
@@ -775,3 +906,19 @@ def test_whatever_the_body_is_it_is_understood_or_refused(body: dict[str, Any], 
         found = None
         assert asked.prompts if not chat else asked.messages
     assert found is None or (found.status == 400 and str(found))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    return [(value, key) for key, _ in items] + [place for _, inner in items for place in places(inner)]
+
+
+@pytest.mark.parametrize("number", range(len(places(FIELDS))))
+def test_whatever_a_field_is_it_is_understood_or_refused(number: int) -> None:
+    parse(json.dumps(FIELDS).encode(), chat=True)
+    for value in (None, True, -1, 1e300, "", "x", [], {}, [[]], [{}], {"a": []}, {"type": "function", "function": []}):
+        fields = json.loads(json.dumps(FIELDS))
+        holder, key = places(fields)[number]
+        holder[key] = value
+        with contextlib.suppress(Refused):
+            parse(json.dumps(fields).encode(), chat=True)

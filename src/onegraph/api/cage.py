@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal
 
+VARIABLE, LIMITS = "ONEGRAPH_SANDBOX", "limits"  # this value allows a sandbox without seccomp
 CHILD = Path(__file__).with_name("caged.py")
 # What the child's Python needs to start and to tell the time; of the rest of the environment it sees nothing.
 KEPT = ("LD_LIBRARY_PATH", "TZ")
@@ -31,26 +32,41 @@ class Exhausted(CageError):
     """The child took more than it may, or crashed."""
 
 
+class SandboxError(ValueError):
+    """The kernel cannot filter the child's system calls, and nobody has allowed to run without."""
+
+
 class Cage:
-    """A child process for one checkpoint's template or tokenizer: started at the first call, one for many calls, and
-    again after one that it did not survive. Safe to use from several threads and after a fork.
+    """A child process for one checkpoint's template or tokenizer, or for requests' grammars: started at the first call,
+    one for many calls, and again after one that it did not survive. Safe to use from several threads and after a fork.
 
     memory: bytes of address space. load: what the child's `load` is called with after each start, its `seconds` among
     it.
     """
 
     def __init__(
-        self, kind: Literal["templates", "tokenizers"], memory: int, load: dict[str, Any] | None = None
+        self, kind: Literal["templates", "tokenizers", "grammars"], memory: int, load: dict[str, Any] | None = None
     ) -> None:
         self._kind, self._memory, self._load = kind, memory, load
         self._lock = threading.RLock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self.filtered = False  # whether the kernel filters the child's system calls
+
+    def copy(self) -> Cage:
+        """One for the same, with a child of its own."""
+        return Cage(self._kind, self._memory, self._load)
+
+    def interrupt(self) -> None:
+        """From any thread: kills the child, so that a call that waits for it raises."""
+        child = self._child
+        if child is not None and self._owner == os.getpid():
+            child.kill()
 
     def start(self) -> Any:
         """Starts the child and gives what `load` gave, None where it is running already.
 
-        Raises OSError where it cannot start, and what `call` raises.
+        Raises OSError where it cannot start, SandboxError where it cannot be shut in, and what `call` raises.
         """
         with self._lock:
             if self._child is not None and self._owner == os.getpid():  # after a fork, it is the other process's
@@ -58,7 +74,14 @@ class Cage:
             self._child = self._open()
             self._owner = os.getpid()
             try:
-                self._exchange(None, START)
+                self.filtered = self._exchange(None, START)["result"]
+                programs = self._kind != "grammars"  # of a request, not of a file
+                if programs and not self.filtered and os.environ.get(VARIABLE) != LIMITS:
+                    raise SandboxError(
+                        f"the sandbox of {self._kind}, which come with a model and are programs, needs seccomp, which "
+                        f"this machine does not give; to run a model that you trust with resource limits alone, set "
+                        f"{VARIABLE}={LIMITS}"
+                    )
                 return None if self._load is None else self._ask("load", **self._load)
             except _Dead:
                 self._stop()
@@ -85,9 +108,13 @@ class Cage:
             reply = self._exchange(request, STARVED * seconds)
         except _Dead as dead:
             status = self._stop()
-            late = dead.late or status == -signal.SIGPROF
-            limit = f"longer than {seconds:.0f} s" if late else f"out of its {self._memory >> 20} MiB"
-            raise Exhausted(f"ran {limit}") from None
+            if dead.late or status == -signal.SIGPROF:
+                why = f"ran longer than {seconds:.0f} s"
+            elif status == -signal.SIGKILL and not dead.refused:
+                why = "its process was killed, by a user or for the memory of this machine; try again"
+            else:
+                why = f"ran out of its {self._memory >> 20} MiB"
+            raise Exhausted(why) from None
         except BaseException:  # interrupted, say: what comes next out of the pipe would answer another request
             self._stop()
             raise
@@ -145,16 +172,30 @@ class Cage:
                 if expected == 8 and len(reply) >= 8:
                     expected = 8 + int.from_bytes(reply[:8], "little")
                     if expected > limit:
-                        raise _Dead(late=False)
+                        raise _Dead(late=False, refused=True)
         except BrokenPipeError:
             raise _Dead(late=False) from None
         found: dict[str, Any] = json.loads(bytes(reply[8:]))
         return found
 
 
+def state() -> str:
+    """What shuts templates and tokenizers in on this machine, in words."""
+    cage = Cage("templates", 1 << 30)
+    try:
+        cage.start()
+    except (SandboxError, OSError) as error:
+        return f"not available: {error}"
+    finally:
+        cage._stop()
+    return "seccomp and resource limits" if cage.filtered else f"resource limits alone ({VARIABLE}={LIMITS})"
+
+
 class _Dead(Exception):
-    def __init__(self, late: bool) -> None:
-        self.late = late
+    """The child ended, is late, or wants to send more than it may (refused)."""
+
+    def __init__(self, late: bool, refused: bool = False) -> None:
+        self.late, self.refused = late, refused
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:

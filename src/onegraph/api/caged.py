@@ -138,6 +138,13 @@ class Templates:
         return text
 
 
+def _flat(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """The normalizers or pre-tokenizers that one consists of."""
+    if part is None:
+        return []
+    return [each for inner in part[key] for each in _flat(inner, key)] if part["type"] == "Sequence" else [part]
+
+
 def _byte_letters() -> list[str]:
     """GPT-2's letter for each byte: printable ones stand for themselves, the rest move up from U+0100."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -170,12 +177,22 @@ class Tokenizers:
 
     def token_bytes(self) -> list[tuple[int, str, bool]]:
         """(id, its bytes in hexadecimal, whether it is a control token) of every token."""
-        write = self._writer()
+        write = self._write
         guards = set(self._guards.values())
         added = self._tokenizer.get_added_tokens_decoder()
         found = {i: (write(token), False) for token, i in self._tokenizer.get_vocab(with_added_tokens=False).items()}
         found |= {i: (write(t.content), t.special) for i, t in added.items() if t.content not in guards}
         return [(i, data.hex(), special) for i, (data, special) in found.items()]
+
+    def bytes_of(self, ids: list[int]) -> list[str]:
+        """The bytes of each token in hexadecimal."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        tokens = [added[i].content if i in added else self._tokenizer.id_to_token(i) or "" for i in ids]
+        return [self._write(token).hex() for token in tokens]
+
+    @functools.cached_property
+    def _write(self) -> Callable[[str], bytes]:
+        return self._writer()
 
     def _writer(self) -> Callable[[str], bytes]:
         """The bytes that a token of the vocabulary stands for, as the decoder writes them."""
@@ -195,6 +212,33 @@ class Tokenizers:
             return token.replace(blank, " ").encode()
 
         return write
+
+    def longest(self) -> int | None:
+        """Bytes of text that a token stands for at most; None where some part may drop or shorten text otherwise."""
+        parts = json.loads(self._tokenizer.to_str())
+        model, factor = parts["model"], 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        cuts = _flat(parts["pre_tokenizer"], "pretokenizers")
+        bytes_ = _byte_letters() if any(cut["type"] == "ByteLevel" for cut in cuts) else []
+        if model.get("byte_fallback"):
+            bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        if model["type"] != "BPE" or not bytes_ or not vocabulary.keys() >= set(bytes_):
+            return None  # what it does not know it may drop, or join to one token
+        for change in _flat(parts["normalizer"], "normalizers"):
+            old = change.get("pattern", {}).get("String") if change["type"] == "Replace" else None
+            if change["type"] == "NFC":
+                factor = 3  # three letters of Hangul, of 3 bytes each, are one of 3
+            elif change["type"] != "Prepend" and (old is None or len(old.encode()) > len(change["content"].encode())):
+                return None
+        kept = {"ByteLevel", "Digits", "Metaspace", "Split"}
+        if any(cut["type"] not in kept or cut.get("behavior") == "Removed" for cut in cuts):
+            return None
+        if any(token.lstrip or token.rstrip for token in self._tokenizer.get_added_tokens_decoder().values()):
+            return None  # it takes blanks along
+        try:
+            return factor * max(len(data) // 2 for _, data, _ in self.token_bytes())
+        except ValueError:
+            return None
 
     def index(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
@@ -246,6 +290,40 @@ class Tokenizers:
         return [self._tokenizer.decode(row, skip_special_tokens=not special) for row in rows]
 
 
+class Grammars:
+    """Compiles a grammar to see whether it can be done in this process's memory and time."""
+
+    def __init__(self) -> None:
+        import llguidance
+
+        class Bytes:
+            bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
+            tokens = (*(bytes([i]) for i in range(256)), b"<end>")
+
+            def __call__(self, text: Any) -> list[int]:
+                if not isinstance(text, str):  # it tries whether bytes are taken
+                    raise TypeError("text is expected")
+                return list(text.encode())
+
+        self._matcher = llguidance.LLMatcher
+        self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+    def check(self, kind: str, text: str) -> str:
+        """llguidance's error for a "json_schema" or a "regex", empty where there is none."""
+        matcher = self._matcher(self._tokens, grammar(self._matcher, kind, text), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        error: str = matcher.get_error() if matcher.is_error() else ""
+        return error
+
+
+def grammar(matcher: Any, kind: str, text: str) -> str:
+    """llguidance's grammar for a "json_schema" or a "regex"; matcher: its class LLMatcher."""
+    make = matcher.grammar_from_json_schema if kind == "json_schema" else matcher.grammar_from_regex
+    made: str = make(text)
+    return made
+
+
 def serve(worker: object) -> None:
     """Answers requests until the pipe ends. A request that takes more than its seconds of CPU time is the last."""
     while len(head := sys.stdin.buffer.read(8)) == 8:
@@ -277,6 +355,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.path[:] = path
-    worker = {"templates": Templates, "tokenizers": Tokenizers}[kind]()
+    worker = {"templates": Templates, "tokenizers": Tokenizers, "grammars": Grammars}[kind]()
     _write(json.dumps({"result": shut()}).encode())
     serve(worker)

@@ -121,7 +121,7 @@ class Card:
         base = f"[{self._base}](https://huggingface.co/{self._base})" if self._hub else f"`{self._base}`"
         named = NAMED.get(self.plan.format)
         what = f"{named} at {self.plan.bits} bits" if named else "NVFP4, in NVIDIA ModelOpt's form"
-        yield f"# {self._base.rpartition('/')[2]}, {what}"
+        yield f"# `{self._base.rpartition('/')[2]}`, {what}"  # code: a directory's name may hold HTML
         yield ""
         revision = self.about["source"].get("revision")
         at = f" at revision `{revision}`" if revision else ""
@@ -143,8 +143,8 @@ class Card:
         yield "|---|---|---|"
         yield f"| weights | {before.stored} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
-        yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
-        yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
+        yield f"| bits per weight, linears of the blocks, scales counted | {linears} |"
+        yield f"| bits per weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
         yield f"| parameters | {before.parameters:,} | {after.parameters:,} |"
 
     def _made(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from onegraph.engine.arguments import ArgumentError
 
 SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]*")
 THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen, SmolLM and GLM; DeepSeek and Granite
 
 Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as OpenAI's API describes them
@@ -95,22 +97,57 @@ class ChatTemplate:
             raise TemplateError(f"the checkpoint's chat template failed: {error}") from None
         return text
 
+    def copy(self) -> ChatTemplate:
+        """The same template in a process of its own."""
+        return ChatTemplate(self.source, self.variables)
+
+    def interrupt(self) -> None:
+        """As `Tokenizer.interrupt`."""
+        self._cage.interrupt()
+
     def parts(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool | None = None,
+        tools: Tools | None = None,
+        names: Sequence[str] = (),
     ) -> list[str] | None:
         """The rendered text as [template's, message's, template's, ..., template's].
 
-        None where the template does more with a message than to put it somewhere, or to strip blanks from its ends.
+        A message's are its content, and other texts of messages and tools but for plain words that hold none of
+        `names`. None where the template does more with one than to put it somewhere, as it is or in JSON, or to strip
+        blanks from its ends.
         """
-        texts, marked = {}, []
-        for message in messages:
-            content = message["content"]
-            if text := content.strip():
-                mark = f"x{secrets.token_hex(16)}x"
-                texts[mark] = text
-                content = content.replace(text, mark)  # its blanks stay, for templates that strip them
-            marked.append({**message, "content": content})
-        rendered = self.render(marked, thinking, tools)
+        texts: dict[str, str] = {}
+
+        def mark(text: str) -> str:
+            if not (bare := text.strip()):
+                return text
+            found = f"x{secrets.token_hex(16)}x"
+            texts[found] = bare
+            return text.replace(bare, found)  # its blanks stay, for templates that strip them
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                return value if _PLAIN.fullmatch(value) and not any(n in value for n in names) else mark(value)
+            if isinstance(value, Mapping):
+                return {marked(key): marked(each) for key, each in value.items()}
+            return list(map(marked, value)) if isinstance(value, list | tuple) else value
+
+        own = [
+            {**marked({**message, "content": ""}), "role": message["role"], "content": mark(message["content"])}
+            for message in messages
+        ]
+        rendered = self.render(own, thinking, None if tools is None else marked(list(tools)))
         pieces = re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]
-        found = [texts[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
-        return found if "".join(found) == self.render(messages, thinking, tools) else None
+        whole = self.render(messages, thinking, tools)
+        found, at = [pieces[0]], len(pieces[0])
+        for piece, behind in zip(pieces[1::2], pieces[2::2], strict=True):
+            text = texts[piece]
+            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1])
+            form = next((each for each in forms if whole.startswith(each + behind, at)), None)
+            if form is None:
+                return None
+            found += [form, behind]
+            at += len(form) + len(behind)
+        return found if at == len(whole) and whole.startswith(pieces[0]) else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from onegraph.api.cage import Cage, CageError
+from onegraph.api.caged import grammar
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import SamplingParams
@@ -16,6 +20,11 @@ from onegraph.formats.extras import install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+MEMORY, SECONDS = 512 << 20, 5  # bytes of addresses and seconds of CPU time in which a grammar must compile
+MAX_NEWLINES, MAX_BLANKS = 2, 40  # whitespace between two parts of a JSON text: enough for eight levels of indentation
+QUOTE, BACKSLASH, NEWLINE = b'"\\\n'
 
 
 class Constraints:
@@ -30,6 +39,10 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._tokens: LLTokenizer | None = None
+        self._blanks: Blanks | None = None
+        self._cage = Cage("grammars", MEMORY)
+        self._last: tuple[str, str, LLMatcher] | None = None  # compiled, for further answers to the same request
+        self._lock = threading.Lock()
 
     def __call__(self, params: SamplingParams) -> GrammarConstraint:
         """Raises ValueError where llguidance is missing or refuses what is asked for, or where no text matches it."""
@@ -39,28 +52,76 @@ class Constraints:
             raise ValueError(
                 f"json_schema and regex need llguidance, which is not installed; {install('constraints')}"
             ) from None
-        if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
-            raise ArgumentError("regex", "regex: it has a lone surrogate, which no text has; leave it out")
-        if (schema := params.json_schema) is not None:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-            name, grammar = "json_schema", LLMatcher.grammar_from_json_schema(text)
-        else:
-            name, grammar = "regex", LLMatcher.grammar_from_regex(params.regex or "")
-        if self._tokens is None:
-            self._tokens = self._read()
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        name, text = _request(params)
+        with self._lock:
+            if self._last is None or self._last[:2] != (name, text):
+                self._check(name, text)
+                if self._tokens is None:
+                    self._tokens, self._blanks = self._read()
+                self._last = name, text, LLMatcher(self._tokens, grammar(LLMatcher, name, text), log_level=0)
+            matcher = self._last[2].deep_copy()
         if matcher.is_error():
-            raise ArgumentError(name, f"{name}: {_why(matcher)}")
-        constraint = GrammarConstraint(name, matcher)
+            raise ArgumentError(name, f"{name}: {_why(matcher.get_error())}")
+        constraint = GrammarConstraint(name, matcher, self._blanks if name == "json_schema" else None)
         if constraint.problem:
             raise ArgumentError(name, constraint.problem)
         return constraint
 
-    def _read(self) -> LLTokenizer:
+    def _check(self, name: str, text: str) -> None:
+        """Compiles it in a child first: some grammars take all memory there is."""
+        try:
+            if error := self._cage.call("check", seconds=SECONDS, kind=name, text=text):
+                raise ArgumentError(name, f"{name}: {_why(error)}")
+        except CageError as error:
+            raise ArgumentError(name, f"{name}: it cannot be compiled: {error}; give a simpler one") from None
+
+    def _read(self) -> tuple[LLTokenizer, Blanks]:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         tokens, special = self._tokenizer.token_bytes()
-        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer, tokens, special, self._vocabulary)))
+        vocabulary = _Vocabulary(self._tokenizer, tokens, special, self._vocabulary)
+        return LLTokenizer(TokenizerWrapper(vocabulary)), Blanks(vocabulary.tokens)
+
+
+def _request(params: SamplingParams) -> tuple[str, str]:
+    """("json_schema" or "regex", its text). Raises ArgumentError for what has no text."""
+    if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
+        raise ArgumentError("regex", "regex: it has a lone surrogate, which no text has; leave it out")
+    schema = params.json_schema
+    if schema is None:
+        return "regex", params.regex or ""
+    try:
+        return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+    except RecursionError:
+        raise ArgumentError("json_schema", "json_schema: it is nested too deeply; give a simpler one") from None
+
+
+class Blanks:
+    """The tokens that are whitespace alone. JSON allows any amount between its parts, and some models write no end of
+    it."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = tokens
+        other = np.array([not each or bool(each.strip(b" \t\r\n")) for each in tokens])
+        self.others = torch.from_numpy(np.packbits(np.pad(other, (0, -len(other) % 32)), bitorder="little").view("i4"))
+
+
+class _Place:
+    """Where in a JSON text a row is."""
+
+    def __init__(self) -> None:
+        self.blanks = self.newlines = 0  # of the whitespace at the end of the text
+        self._string = self._escaped = False
+
+    def take(self, data: bytes) -> None:
+        for byte in data:
+            if self._string:
+                self._string = self._escaped or byte != QUOTE
+                self._escaped = not self._escaped and byte == BACKSLASH
+            elif byte in b" \t\r\n":
+                self.blanks, self.newlines = self.blanks + 1, self.newlines + (byte == NEWLINE)
+            else:
+                self.blanks, self.newlines, self._string = 0, 0, byte == QUOTE
 
 
 class _Vocabulary:
@@ -84,10 +145,10 @@ class _Vocabulary:
 class GrammarConstraint:
     """What may follow in one row. `problem` is what ended it before its time: a grammar that nothing matches, or beyond
     llguidance's limits. What may follow is found as soon as the token before is known, so that a row is never ended by
-    looking."""
+    looking. `blanks`: of the vocabulary, for JSON: behind MAX_NEWLINES or MAX_BLANKS, something else must follow."""
 
-    def __init__(self, name: str, matcher: LLMatcher) -> None:
-        self._name, self._matcher = name, matcher
+    def __init__(self, name: str, matcher: LLMatcher, blanks: Blanks | None = None) -> None:
+        self._name, self._matcher, self._blanks, self._place = name, matcher, blanks, _Place()
         self._words = torch.zeros(0, dtype=torch.int32)
         self.problem = ""
         self._look()
@@ -103,18 +164,23 @@ class GrammarConstraint:
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
+        if self._blanks is not None:
+            self._place.take(self._blanks.tokens[token])
         self._look()
 
     def _look(self) -> None:
         if not self.done:
             self._words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+            if self._blanks is not None and (self._place.newlines >= MAX_NEWLINES or self._place.blanks >= MAX_BLANKS):
+                others = self._words & self._blanks.others[: len(self._words)]
+                self._words = others if bool(others.any()) else self._words
         if self._matcher.is_error():
-            self.problem = f"{self._name}: {_why(self._matcher)}"
+            self.problem = f"{self._name}: {_why(self._matcher.get_error())}"
 
 
-def _why(matcher: LLMatcher) -> str:
+def _why(error: str) -> str:
     """llguidance's error in a line."""
-    error = " ".join(matcher.get_error().split())
+    error = " ".join(error.split())
     if error.startswith("NoExtensionBias"):  # and its parser's state
         return "no text matches it; give one that some text matches"
     return error[:300]

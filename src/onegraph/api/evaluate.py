@@ -104,14 +104,14 @@ def evaluate_checkpoint(
         progress=lambda done, total: progress("evaluating", done, total),
     )
     hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
-    sizes = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    sizes = {"layers": config.attention_layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     size_of_token = None if setting is None else setting.token_bytes(**sizes) + setting.sequence_bytes(**sizes) / window
     return {
         **found.as_dict(),
         "window": window,
         "kv": kv if setting is None else str(setting),
         "kv_bytes": None if size_of_token is None else round(size_of_token, 1),
-        "exact_kv_bytes": 4 * config.layers * config.kv_heads * config.head_dim,
+        "exact_kv_bytes": 4 * config.attention_layers * config.kv_heads * config.head_dim,
         "needle": hidden,
         "bits": round(size.bits, 3),
         "linear_bits": round(size.linear_bits, 3),

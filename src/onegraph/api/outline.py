@@ -15,9 +15,11 @@ from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.formats.fused import BlocksConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import config_of
 from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
 from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
+from onegraph.models.wrapper import text_config
 
 if TYPE_CHECKING:  # it needs transformers
     from onegraph.integrations.hf.source import ModulesSource
@@ -27,7 +29,7 @@ def described(path: Path) -> Checkpoint:
     """The checkpoint at a path; where only its config.json is there, one that has the tensors it asks for."""
     if not (path / "config.json").is_file() or next(path.glob("*.safetensors"), None) is not None:
         return Checkpoint.open(path)
-    config = read_config(path)
+    config = dict(text_config(read_config(path)))
     stored = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     dtype = stored if isinstance(stored, torch.dtype) else torch.bfloat16
     if foreign(config) and config.get("model_type") not in CONFIGS:
@@ -90,7 +92,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
 
         with _refused(why):
             return Outline(own=False, why=why, **outline_of(checkpoint))
-    config = LlamaConfig.from_dict(checkpoint.config)
+    config = config_of(checkpoint)
     refuse_quantized(checkpoint, config)
     parts = config.parts
     blocks = {f"model.layers.{i}.": block_shapes(config, parts.linears, i) for i in range(config.layers)}
@@ -103,7 +105,9 @@ def outline(checkpoint: Checkpoint) -> Outline:
         inner=config.intermediate_size if config.routed is None else max(config.intermediate_size, config.routed.size),
         vocab=config.vocab_size,
         positions=config.max_positions,
-        cached=2 * config.layers * config.kv_heads * config.head_dim,
+        cached=2 * sum(kv_heads * dim for kv_heads, dim in config.cached)
+        if config.latent is None
+        else config.attention_layers * config.latent.width,
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),
         check=lambda checkpoint: Loader(checkpoint, config, torch.float32).check(),

@@ -14,6 +14,7 @@ import torch
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
+from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
@@ -24,8 +25,9 @@ from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.quantization import OWN
 from onegraph.formats.rotated import KEEP, RotatedFormat, fits, resolve_rates
 from onegraph.formats.weight import WeightFormat
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.sensitivity import Costs
 
@@ -119,13 +121,14 @@ class Plan:
         return told | {"notes": self.notes}
 
 
-def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **options: Any) -> Plan:
-    """What `quantize(source, out, **options)` would do, in a moment: read are config.json, headers and a file of text.
+@renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
+         extend="self_generate", activations="activation_memory")  # fmt: skip
+def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, **options: Any) -> Plan:
+    """What `quantize(model, output, **options)` would do: reads only config.json, headers and a file of text.
 
     Args:
-        source: as for `quantize`; a directory that holds only config.json will do, and of a name on the hub only that
-            is fetched.
-        out: checked as `quantize` checks it, where it is given.
+        model: as for `quantize`; a directory with only config.json is enough, and only that is fetched from the hub.
+        output: checked as `quantize` checks it, if given.
         options: those of `quantize`.
 
     Raises ValueError for what `quantize` would refuse before it begins.
@@ -133,11 +136,11 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
     choices = choose(**options)
     if choices.format in OWN and isinstance(choices.calibration, Path):
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
-    located = locate(source, weights=False, option="source")
-    with described(located.path) as checkpoint:
+    located = locate(model, weights=False, option="model")
+    with text_checkpoint(described(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
-        if out is not None:
-            check_room(found, Path(out))
+        if output is not None:
+            check_room(found, Path(output))
     return found
 
 
@@ -145,10 +148,13 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint; where rates are to be chosen, as if all weights mattered alike, which is right
     in size. Raises ValueError for what cannot be quantized as asked."""
     if choices.format == "nvfp4":
-        return _survey_nvfp4(checkpoint, name, choices)
-    if choices.budget is not None:
-        return allotted(checkpoint, name, choices, None)[0]
-    return _survey_own(checkpoint, name, choices, outline(checkpoint))
+        found = _survey_nvfp4(checkpoint, name, choices)
+    elif choices.budget is not None:
+        found = allotted(checkpoint, name, choices, None)[0]
+    else:
+        found = _survey_own(checkpoint, name, choices, outline(checkpoint))
+    rest = checkpoint.rest_bytes if isinstance(checkpoint, TextCheckpoint) else 0
+    return replace(found, disk=found.disk + rest)
 
 
 def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs | None) -> tuple[Plan, Choices, Chosen]:
@@ -254,12 +260,12 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
         if bits is not None:
             raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
     if choices.sampled:
-        what = "extend" if choices.extend else "calibration 'self'"
+        what = "self_generate" if choices.extend else "calibration 'self'"
         raise ValueError(f"{what} needs onegraph's own decoder, and {told}; give a text long enough")
 
 
 def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
-    parsed = parse_config(checkpoint.config)
+    parsed = checkpoint_config(checkpoint)
     if checkpoint.config.get("quantization_config") is not None:
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
     loader = Loader(checkpoint, parsed, torch.float32)
@@ -342,12 +348,13 @@ def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:
 
 
 def rounded_layers(loader: Loader) -> list[str]:
-    """The checkpoint's names of the linears that may be rounded to NVFP4: all but the head whose inputs come in its
-    groups."""
+    """The checkpoint's names of the linears that may be rounded to NVFP4: all whose inputs come in its groups, but the
+    head and those that never are."""
+    kept = {loader.parts.head, *loader.parts.steady}
     return [
         loader.stored[f"{name}.weight"].removesuffix(".weight")
         for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
+        if name not in kept and k % NVFP4.group == 0 and f"{name}.weight" in loader
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint really stores: bytes, and bits a weight with all scales counted."""
+"""What a checkpoint really stores: bytes, and bits per weight with all scales counted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Size:
     def __str__(self) -> str:
         """Both averages, and what each counts."""
         return (
-            f"{self.linear_bits:.2f} bits a weight in the linears (with their scales), {self.bits:.2f} over the whole "
-            "model (embedding, head and norms too)"
+            f"{self.linear_bits:.2f} bits per weight in the linears (with their scales), {self.bits:.2f} over the "
+            "whole model (embedding, head and norms too)"
         )
 
     @property
@@ -52,7 +52,7 @@ class Size:
 
     @property
     def linear_bits(self) -> float:
-        """Bits a weight of the linears inside the blocks, scales counted."""
+        """Bits per weight of the linears inside the blocks, scales counted."""
         return 8 * self.linear_bytes / self.linear_parameters
 
 
@@ -78,7 +78,7 @@ def size_of(checkpoint: Checkpoint) -> Size:
     """
     loader, counts = _weights(checkpoint)
     ends = loader.parts.embedding[0], loader.parts.head
-    spare = loader.parts.head if loader.parts.tied else None
+    spare = loader.parts.head if loader.parts.tied and not loader.own_head else None
     parameters = sum(count for layer, count in counts.items() if layer != spare)
     linear_bytes, total_bytes = 0, checkpoint.nbytes
     for name in loader.stored:
@@ -119,7 +119,7 @@ def size_with(
 
 
 def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
-    """Bits a weight, scales counted, of each component that `eval --ab` tells apart; of those that the file has (a tied
+    """Bits per weight, scales counted, of each component of `eval --ab`; of those that the file has (a tied
     head is none)."""
     loader, counts = _weights(checkpoint)
     sizes: dict[str, int] = {}
@@ -135,17 +135,17 @@ def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
 
 
-NO_WEIGHTS = ("inv_freq", "bias", "tid2eid")
+NO_WEIGHTS = ("inv_freq", "bias", "tid2eid", "e_score_correction_bias")
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:
     """A checkpoint under its family's names, and the weights of each layer that is a matrix, both ends among them."""
     import torch
 
-    from onegraph.models.load import parse_config
+    from onegraph.models.load import checkpoint_config
     from onegraph.models.loader import Loader
 
-    loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
+    loader = Loader(checkpoint, checkpoint_config(checkpoint), torch.float32)
     parts = loader.parts
     counts = {layer: n * k for layer, (n, k, _) in parts.linears.items()}
     counts |= {name: stack.experts * stack.n * stack.k for name, stack in parts.stacks.items()}

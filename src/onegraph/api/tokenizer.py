@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from onegraph.api.cage import Cage, CageError
@@ -17,6 +18,10 @@ MEMORY = 2 << 30  # bytes of address space, and so many times the size:
 MEMORY_PER_BYTE = {"file": 24, "text": 400}
 SECONDS = 5  # of CPU time a call, and a second more for so many bytes:
 BYTES_PER_SECOND = 50_000
+
+
+class TooLong(ValueError):
+    """A text that has more bytes than the tokens that it may have can stand for."""
 
 
 class Tokenizer:
@@ -47,17 +52,34 @@ class Tokenizer:
             self._special: dict[str, int] = self._cage.start()  # control tokens
         except CageError as error:
             raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
-        self.vocab_size = checkpoint.config.get("vocab_size")
+        inside = checkpoint.config.get("text_config")  # of a multimodal model
+        told = inside if isinstance(inside, dict) else checkpoint.config
+        self.vocab_size = told.get("vocab_size", checkpoint.config.get("vocab_size"))
         self._settings = self._object(checkpoint, "tokenizer_config.json")
         self.template = self._find_template(checkpoint)
         self.stops = self._find_stops(checkpoint)
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
+    def copy(self) -> Tokenizer:
+        """The same tokenizer in a process of its own, which starts with the first call."""
+        made = copy.copy(self)
+        made._cage = self._cage.copy()
+        made.template = None if self.template is None else self.template.copy()
+        return made
+
+    def interrupt(self) -> None:
+        """From any thread: ends the processes. Calls that wait for them raise, and later ones start them again."""
+        self._cage.interrupt()
+        if self.template is not None:
+            self.template.interrupt()
+
+    def encode(self, text: str, special: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """Token ids. `special` adds what the tokenizer puts around a text of its own accord (a BOS token, for some).
 
         Raises ValueError for text that is not Unicode (a lone surrogate), CheckpointError where the tokenizer cannot
-        encode it in bounded time and memory, or where tokenizer and model disagree about the vocabulary.
+        encode it in bounded time and memory, or where tokenizer and model disagree about the vocabulary, and TooLong,
+        without encoding it, where its length in bytes shows that it has more than `max_tokens` tokens.
         """
+        self._check_size(text, max_tokens)
         return self._encode("encode", text, text=text, special=special)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -70,6 +92,12 @@ class Tokenizer:
         texts: list[str] = self._call("decode", "cannot decode", 8 * sum(map(len, lists)), rows=lists, special=special)
         return texts
 
+    @cached_property
+    def bytes_per_token(self) -> int | None:
+        """Bytes of text that one token stands for at most; None where the tokenizer may drop text."""
+        found: int | None = self._call("longest", "cannot be read", self._size)
+        return found
+
     def token_bytes(self) -> tuple[dict[int, bytes], list[int]]:
         """The bytes of every token by its id, and which are control tokens.
 
@@ -78,26 +106,37 @@ class Tokenizer:
         found = self._call("token_bytes", "has no bytes for its tokens", self._size)
         return {i: bytes.fromhex(data) for i, data, _ in found}, sorted(i for i, _, special in found if special)
 
+    def bytes_of(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token. Raises CheckpointError as `token_bytes`."""
+        found = self._call("bytes_of", "has no bytes for its tokens", 8 * len(ids), ids=list(ids))
+        return list(map(bytes.fromhex, found))
+
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool | None = None,
+        tools: Tools | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer; `thinking` and `tools` as `ChatTemplate.render`
-        takes them.
+        takes them, `max_tokens` as `encode`.
 
-        Control tokens are those that the template writes: the name of one in a message is text like any other. Raises
-        TemplateError without a chat template, ValueError where a message holds such a name and the template or the
-        tokenizer leaves no way to tell it from a control token, or a tool or a call of one does.
+        Control tokens are those that the template writes: the name of one in any field of a message, a call or a tool
+        is text like any other. Raises TemplateError without a chat template, ValueError where a message holds such a
+        name and the template or the tokenizer leaves no way to tell it from a control token.
         """
         if self.template is None:
             raise TemplateError(f"{self.path}: has no chat template")
-        beside = [*(tools or ()), *(m["tool_calls"] for m in messages if "tool_calls" in m)]
-        if beside and (names := self._controls(json.dumps(beside, ensure_ascii=False))):
-            raise ValueError(f"a tool or a call of one holds {quote(names[0])}, a control token of this model")
+        check_messages(messages)
+        rendered = self.template.render(messages, thinking, tools)
+        self._check_size(rendered, max_tokens)
         # Joined: a name may lie in two messages that the template puts side by side
-        names = self._controls("".join(message["content"] for message in messages))
+        contents = "".join(message["content"] for message in messages)
+        names = self._controls("\n".join([contents, *_texts([*messages, *(tools or ())])]))
         if not names:
-            return self.encode(self.template.render(messages, thinking, tools), special=False)
-        parts = self.template.parts(messages, thinking, tools)
+            return self.encode(rendered, special=False)
+        parts = self.template.parts(messages, thinking, tools, names)
         if parts is None:
             raise ValueError(
                 f"a message holds {quote(names[0])}, a control token of this model, and the chat template rewrites "
@@ -109,6 +148,13 @@ class Tokenizer:
         """The control tokens whose names a text holds."""
         found = set(self.encode(text, special=False))
         return [name for name, i in self._special.items() if i in found]
+
+    def _check_size(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None or len(text) <= max_tokens or self.bytes_per_token is None:
+            return
+        size, most = len(text.encode("utf-8", "replace")), max_tokens * self.bytes_per_token
+        if size > most:
+            raise TooLong(f"the prompt has {size} bytes; {max_tokens} tokens stand for {most} bytes at most")
 
     def stream(self) -> TextStream:
         return TextStream(self)
@@ -152,8 +198,8 @@ class Tokenizer:
         data = checkpoint.sidecar("chat_template.jinja")
         template = data.decode("utf-8", "replace") if data is not None else self._settings.get("chat_template")
         if isinstance(template, list):  # several, by name
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            entries = [entry for entry in template if isinstance(entry, dict)]
+            template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
         if template is None and checkpoint.config.get("model_type") == "deepseek_v4":
             template = DEEPSEEK_V4
         if template is not None and not isinstance(template, str):
@@ -220,6 +266,29 @@ def advance(tokenizer: Tokenizer, moves: Sequence[tuple[TextStream, Sequence[int
         stream._take(tokens, before, after, final)
         for (stream, tokens, final), (before, after) in zip(moves, pairs, strict=True)
     ]
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for what is no list of messages, and for a message whose role or content is not a text."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f'messages: got {quote(messages)}; allowed is a list of {{"role": ..., "content": ...}}')
+    for i, message in enumerate(messages):
+        for name in ("role", "content"):
+            if not isinstance(value := message.get(name), str):
+                raise ValueError(f"messages[{i}]: {name} is {quote(value)}; a text is expected")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
 
 
 def _content(token: object) -> str | None:

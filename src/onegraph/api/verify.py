@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -19,7 +20,7 @@ from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint, absent
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
 from onegraph.formats.fused import stack_names
-from onegraph.models.load import parse_config
+from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a block or an expert; w1 is a name
@@ -45,6 +46,7 @@ class Verification:
     Attributes:
         problems: a line for each thing that is wrong; none: the checkpoint is whole as far as `unchecked` leaves it.
         unchecked: a line for each thing that this checkpoint does not allow to check.
+        notes: a line for each thing that is right and unusual.
         digests: files whose digest is the one that it should be.
         tensors, size: what is inside; size is None where config.json and tensors do not fit.
         quantization: the quantization_config, None where the weights are not quantized.
@@ -60,6 +62,7 @@ class Verification:
     layers: tuple[LayerGroup, ...]
     quantization: dict[str, Any] | None
     about: dict[str, Any] | None
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,7 +75,7 @@ class Verification:
 
 
 def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> Verification:
-    """Reads a whole checkpoint (a directory or a .gguf file, anybody's) and says whether it is as it was written.
+    """Reads a whole checkpoint (a directory or a .gguf file) and checks that it is complete and valid.
 
     Digests are of SHA256SUMS, which `quantize` writes, or of the names in huggingface_hub's cache. Tensors are checked
     on the CPU, one layer at a time: finite, and scales within what their format allows.
@@ -95,6 +98,7 @@ class _Work:
         self.path, self.progress = path, progress
         self.problems: list[str] = []
         self.unchecked: list[str] = []
+        self.notes: list[str] = []
 
     def run(self) -> Verification:
         about = size = None
@@ -122,7 +126,7 @@ class _Work:
         digests = self._digests(weights)
         return Verification(
             path=str(self.path), problems=tuple(self.problems), unchecked=tuple(self.unchecked), digests=digests,
-            size=size, layers=layers, about=about, **found,
+            size=size, layers=layers, about=about, notes=tuple(self.notes), **found,
         )  # fmt: skip
 
     def _wrong(self, error: Exception) -> None:
@@ -196,13 +200,17 @@ class _Work:
     def _loader(self, checkpoint: Checkpoint) -> Loader | None:
         """The checkpoint as layers, None where it does not fit its config or is of another family."""
         try:
-            config = parse_config(checkpoint.config)
+            config = checkpoint_config(checkpoint)
         except ValueError as error:
             self.unchecked.append(f"shapes and scales, since onegraph cannot run this model: {error}")
             return None
         try:
             loader = Loader(checkpoint, config, torch.float32)
-            loader.check()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loader.check()
+            if loader.own_head:
+                self.notes.append(loader.about_head)
             return loader
         except ValueError as error:
             self._wrong(error)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onegraph.check.deadline import deadline
-from onegraph.check.judge import judge, merge
+from onegraph.check.judge import join, judge
 from onegraph.check.reconcile import VARYING
 from onegraph.check.report import CheckError, Report
 from onegraph.check.rules import prefix_of
@@ -87,7 +87,7 @@ def check_targets(specs: Sequence[str], options: Options) -> Report:
             failed.append(error)
     if not reports:
         raise CheckError("; ".join(map(str, failed))) from failed[0]
-    report = reports[0] if len(reports) == 1 else merge(", ".join(r.target for r in reports), reports)
+    report = reports[0] if len(reports) == 1 else join(reports)
     report.facts.update({"failed": [str(error) for error in failed]} if failed else {})
     return report
 

@@ -12,6 +12,9 @@ from onegraph.check.report import CheckError, Finding, Report
 
 _HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
+# No command of the repository's config runs: a file monitor, a hook, a pager; and its index is not written
+_QUIET = ("--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
+
 
 class Changes:
     """Lines changed since `revision` in the repositories that hold `folders`: committed since, staged or not.
@@ -22,13 +25,28 @@ class Changes:
     def __init__(self, revision: str, folders: Sequence[str] = (os.curdir,)) -> None:
         """Raises CheckError without git, for a folder outside of a repository, and for a revision unknown there."""
         self.asked = revision
+        self._unfiltered: dict[str, dict[str, str]] = {}
+        """Variables that turn the filters of a repository's config off, by its root."""
         self._bases: dict[str, str] = {}
         """The commit to compare with, by the repository's root."""
         for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders):
             root = os.path.realpath(self._git("rev-parse", "--show-toplevel", folder=folder).rstrip("\n"))
             if root not in self._bases:
+                self._unfiltered[root] = self._filters(root)
                 self._bases[root] = self._base(root)
         self._known: dict[str, tuple[list[range], list[range]]] = {}
+
+    def _filters(self, root: str) -> dict[str, str]:
+        """A filter is a command that git runs on a file before it compares it."""
+        names = self._git("config", "--list", "--name-only", "-z", folder=root).split("\0")
+        found = sorted({name.rpartition(".")[0] for name in names if name.startswith("filter.")})
+        off = [(f"{name}.{key}", "") for name in found for key in ("clean", "smudge", "process")]
+        off += [(f"{name}.required", "false") for name in found]
+        before = int(os.environ.get("GIT_CONFIG_COUNT") or 0)
+        given = {"GIT_CONFIG_COUNT": str(before + len(off))}
+        for i, (key, value) in enumerate(off, before):
+            given |= {f"GIT_CONFIG_KEY_{i}": key, f"GIT_CONFIG_VALUE_{i}": value}
+        return given
 
     def _base(self, root: str) -> str:
         named = f"{self.asked}^{{commit}}"
@@ -65,18 +83,19 @@ class Changes:
         inside = os.path.relpath(path, root)
         if not self._git("ls-files", "-z", "--", inside, folder=root):
             return [range(1, sys.maxsize)]  # not tracked yet: all of it is new
-        plain = ("--no-color", "--no-ext-diff", "--no-textconv", "--unified=0")
+        plain = ("--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=all", "--unified=0")
         diff = self._git("diff", *plain, self._bases[root], "--", inside, folder=root)
         # Where lines were only taken out, a range without a line marks the seam: it begins at the line behind it.
         hunks = ((int(m[1]), int(m[2]) if m[2] is not None else 1) for m in _HUNK.finditer(diff))
         return [range(first, first + count) if count else range(first + 1, first + 1) for first, count in hunks]
 
     def _git(self, *args: str, folder: str) -> str:
-        command = ["git", "--no-pager", "-c", "core.fsmonitor=false", "--literal-pathspecs", *args]
+        command = ["git", *_QUIET, "--literal-pathspecs", *args]
         try:
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL
-            )
+                command, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL,
+                env=os.environ | {"GIT_NO_LAZY_FETCH": "1"} | self._unfiltered.get(folder, {}),
+            )  # fmt: skip
         except FileNotFoundError:
             raise CheckError(f"--changed-since {self.asked}: needs git, which is not on the PATH") from None
         if done.returncode:

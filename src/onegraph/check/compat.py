@@ -106,6 +106,9 @@ RUN_BACKWARD = "_engine_run_backward"
 LAZY_INIT = "_lazy_init"
 """What torch.cuda calls before it touches a GPU: nothing is started while a simulation runs."""
 
+SLEEP = "_sleep"
+"""What keeps a GPU busy for some cycles, in tests of whether something waits."""
+
 NVTX = "_nvtx"
 """The C functions behind torch.cuda.nvtx, which a CPU build has not got."""
 
@@ -183,6 +186,11 @@ def no_mode_asked(kernel: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         known[name] = before
+
+
+def register_fake_groups() -> None:
+    """Make torch know the backend "fake", whose collectives do nothing (since 2.0)."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - to import it registers it
 
 
 def ops() -> frozenset[str]:

@@ -272,6 +272,26 @@ def _optimizer(spot: Spot, code: str) -> bool:
     )  # fmt: skip
 
 
+def _learning_rate(spot: Spot, code: str) -> bool:
+    """A step of an optimizer that has no `capturable`, or has it set: what changes in it is the learning rate."""
+    for name, call in spot.calls():
+        if name != "step" or not isinstance(call.func, ast.Attribute):
+            continue
+        made = [v for v in bindings(spot, last_name(call.func.value)) if isinstance(v, ast.Call)]
+        if any(last_name(v.func) == "SGD" or any(k.arg == "capturable" for k in v.keywords) for v in made):
+            return True
+    return False
+
+
+def _fill_value(spot: Spot, code: str) -> bool:
+    """`torch.full(shape, value)`, of which the value is no constant."""
+    for name, call in spot.calls():
+        if name in ("full", "full_like", "new_full", "fill_"):
+            given = [*call.args[name != "fill_" :][:1], *(k.value for k in call.keywords if k.arg == "fill_value")]
+            return any(_moves(value) for value in given)
+    return False
+
+
 def _is_made_by(spot: Spot, call: ast.Call, maker: str) -> bool:
     owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     made = [v for v in bindings(spot, owner) if isinstance(v, ast.Call)]
@@ -445,6 +465,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "branch": _branch,
     "while": _header(ast.While, "test"),
     "and, or, not": _boolean,
+    "fill value": _fill_value,
     "slice write": _subscript(write=True, sliced=True),
     "slice bound": _subscript(write=False, sliced=True),
     "list index": _list_index,
@@ -481,6 +502,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "product": _product,
     "event or stream": _waits,
     "pinned allocation": lambda spot, code: "pin_memory" in ast.dump(spot.statement),
+    "learning rate": _learning_rate,
     "optimizer": _optimizer,
     "random": _random,
     "counter": _counter,
@@ -488,6 +510,7 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "cat": _called(*tables.CONCATS),
     "append": _called("append", "extend", "appendleft", "add"),
     "mode": _compile_mode,
+    "graph": _called("graph", "capture_begin", "replay", "make_graphed_callables"),
     "compile": _called("compile"),
     "hook": _hooked,
     "autocast": _autocast,

@@ -218,10 +218,32 @@ def _with_items(value: Any, items: dict[Any, Any]) -> Any:
     return new
 
 
+def replaced(tree: Any, path: str, new: Any) -> Any:
+    """The same containers with `new` in place of what lies at a path of `leaves`."""
+    if not path:
+        return new
+    inside = _children(tree) or []
+    at = next(i for i, (step, _) in enumerate(inside) if path.startswith(step) and path[len(step) :][:1] in ("", *"[."))
+    order = iter(range(len(inside)))
+    step = inside[at][0]
+    return _rebuilt(tree, lambda item: replaced(item, path[len(step) :], new) if next(order) == at else item)
+
+
 def same_places(ours: Collection[str], theirs: Collection[str]) -> str:
     """Empty where two trees hold tensors at the same paths; else the first that only one of them has."""
     other = next((path for path in [*ours, *theirs] if (path in ours) != (path in theirs)), None)
     return "" if other is None else f"{other or 'the tensor'} is there in one step and not in the other"
 
 
-__all__ = ["Handed", "arguments", "attributes", "leaves", "mapped", "numbers", "same_places", "slots", "tensors"]
+__all__ = [
+    "Handed",
+    "arguments",
+    "attributes",
+    "leaves",
+    "mapped",
+    "numbers",
+    "replaced",
+    "same_places",
+    "slots",
+    "tensors",
+]

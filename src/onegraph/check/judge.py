@@ -29,8 +29,15 @@ def judge(target: str, reports: Sequence[Report]) -> Report:
     return replace(report, facts={key: value for key, value in report.facts.items() if key not in _WORKING})
 
 
+def join(reports: Sequence[Report]) -> Report:
+    """One report of several targets: their findings and counts; facts, timeline and storages stay with each of them."""
+    whole = merge(", ".join(report.target for report in reports), reports)
+    kept = {key: whole.facts[key] for key in (*_COUNTED, *_LISTED) if key in whole.facts}
+    return replace(whole, timeline=(), storages=(), facts=kept, parts=tuple(reports))
+
+
 def merge(target: str, reports: Sequence[Report]) -> Report:
-    """One report of several, of several readers or of several targets.
+    """One report of several readers of a target.
 
     The same code at the same place is said once, by the reader that knows most: live before simulate before source. The
     timeline is the first one present; counts of files, steps and functions are summed, and lists of them are joined.

@@ -56,6 +56,7 @@ class StepCheck(ABC):
         steps: what each step did; verdicts: what a replay in place of it gave.
         changed: host state that it changed; numbers: Python values that it returned, by path.
         returned: storages that steps returned, each with the first of them; types: of the user's objects.
+        last_state: the Python state after the last step of which it was looked at.
     """
 
     def __init__(self, roots: frames.Roots, watched: Watching) -> None:
@@ -67,6 +68,7 @@ class StepCheck(ABC):
         self.returned: dict[int, int] = {}
         self.types: dict[type, None] = {}
         self.handed = containers.Handed()
+        self.last_state: Snapshot | None = None
 
     # what a backend says
 
@@ -75,8 +77,8 @@ class StepCheck(ABC):
         """Number of the storage of a device tensor, which step `index` was given or made; None for the host's."""
 
     @abstractmethod
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
-        """A step is about to run: on the tensors `leaves` of what it is given."""
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
+        """A step is about to run: on the tensors `leaves` of what it is given. `lean`: as `observe` takes it."""
 
     @abstractmethod
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
@@ -90,20 +92,30 @@ class StepCheck(ABC):
         """The tensors of what a step returned, by path. Raises CheckError for those that cannot be compared."""
         return containers.tensors(result)
 
+    def qualified(self, raw: RawFinding) -> RawFinding:
+        """A difference between two steps, with what more is known of the later one."""
+        return raw
+
     # the same for all
 
-    def observe(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> Observed:
-        """Run step `index` eagerly and note all that it did. Raises CheckError where it raises."""
+    def observe(
+        self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int, *, lean: bool = False
+    ) -> Observed:
+        """Run step `index` eagerly and note all that it did. Raises CheckError where it raises.
+
+        lean: without a look at the Python state around it, which takes longer than a small step; that is then what it
+        was after the last step that was looked at.
+        """
         given = given_by(inputs, index)
         leaves = containers.tensors(given, self.handed)
         self.handed.note(given)
-        before = Snapshot(step, self.roots)
+        before = self.last_state if lean and self.last_state is not None else Snapshot(step, self.roots)
         record = Step(index)
         for path, leaf in leaves.items():
             if (number := self.storage(leaf, "inputs", index)) is not None:
                 record.inputs[number] = path
         shapes = [list(leaf.shape) for leaf in leaves.values()]
-        self.begin(record, given, leaves, before)
+        self.begin(record, given, leaves, before, lean=lean)
         watched = self.watched
         watched.reshaped.clear()
         watched.first_node = compat.next_node_number()
@@ -113,9 +125,11 @@ class StepCheck(ABC):
         self.end(record)
         outputs = self.outputs_of(result, index)
         self.numbers[index] = containers.numbers(result)
-        after = Snapshot(step, self.roots)
-        self.changed[index] = changes(before, after)
-        self.types.update(after.types)
+        after = before
+        if not lean:
+            after = self.last_state = Snapshot(step, self.roots)
+            self.changed[index] = changes(before, after)
+            self.types.update(after.types)
         for out in outputs.values():
             if (number := self.storage(out, "step", index)) is not None:
                 self.returned.setdefault(number, index)
@@ -144,6 +158,8 @@ class StepCheck(ABC):
         """
         at = findings.world.captured_step
         at_ops, at_branches = differences(captured, later, self.verdicts, table, refreshed)
+        at_ops = [self.qualified(raw) for raw in at_ops]
+        at_branches = [(place, self.qualified(raw)) for place, raw in at_branches]
         findings.of_running(raw)
         findings.of_comparison(s for s in at_ops if freed_anyway or s.code != "CG206" or s.severity is Severity.ERROR)
         findings.of_launches()

@@ -157,13 +157,14 @@ class StorageInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything a check says about one target.
+    """Everything a check says about one target, or about several.
 
     Args:
         target: what was asked for, as typed.
         origins: which ways of looking were run.
         steps: steps simulated or replayed (0 for source reading alone).
         facts: versions, timings and figures, e.g. {"torch": "2.13.0", "replay error": 0.0}.
+        parts: the targets' own reports, where these are several: then facts, timeline and storages are theirs.
     """
 
     target: str
@@ -173,12 +174,20 @@ class Report:
     timeline: tuple[Event, ...] = ()
     storages: tuple[StorageInfo, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    parts: tuple["Report", ...] = ()
 
     def __str__(self) -> str:
         """The report as `onegraph check` prints it."""
         from onegraph.check.output import text
 
         return text.render(self).rstrip("\n")
+
+    @property
+    def each(self) -> tuple["Report", ...]:
+        """A report for each target, with those of its findings that are left in this one."""
+        left = {f.place for f in self.findings}
+        kept = (replace(p, findings=tuple(f for f in p.findings if f.place in left)) for p in self.parts)
+        return tuple(kept) or (self,)
 
     @property
     def counted(self) -> tuple[Finding, ...]:
@@ -240,9 +249,10 @@ class Report:
     def to_json(self, *, indent: int | None = 2) -> str:
         """One JSON object; `format_version` changes when a reader would have to."""
         body = asdict(self)
-        body["facts"] = plain(self.facts)
+        for report, told in ((self, body), *zip(self.parts, body["parts"], strict=True)):
+            told["facts"] = plain(report.facts)
+            told["verdict"] = report.verdict
         body["format_version"] = FORMAT_VERSION
-        body["verdict"] = self.verdict
         body["counts"] = {severity.value: len(self.of(severity)) for severity in Severity}
         return json.dumps(body, indent=indent, default=str, allow_nan=False)
 
@@ -254,6 +264,10 @@ class Report:
             raise ValueError(
                 f"report format: got {body.get('format_version')!r}, allowed {FORMAT_VERSION}; write it again"
             )
+        return cls._of(body)
+
+    @classmethod
+    def _of(cls, body: dict[str, Any]) -> "Report":
         return cls(
             target=body["target"],
             findings=tuple(_finding(f) for f in body["findings"]),
@@ -262,6 +276,7 @@ class Report:
             timeline=tuple(Event(**{k: _tuple(v) for k, v in e.items()}) for e in body["timeline"]),
             storages=tuple(StorageInfo(**s) for s in body["storages"]),
             facts=body["facts"],
+            parts=tuple(cls._of(part) for part in body.get("parts", ())),
         )
 
 

@@ -60,6 +60,7 @@ def collect() -> dict[str, Any]:
             found[package] = None
     import torch
 
+    from onegraph.api.cage import state
     from onegraph.ops import family
 
     found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -70,6 +71,7 @@ def collect() -> dict[str, Any]:
     found["gpu"] = [_gpu(i) for i in gpus] or None
     found[family.VARIABLE] = family.FORCED
     found["kernels"] = [line for i in gpus for line in kernels(i)] or "no GPU: every op runs its reference"
+    found["sandbox"] = state()
     found["capture"] = [try_capture(i) for i in gpus] or "no GPU: steps run eagerly"
     return found
 

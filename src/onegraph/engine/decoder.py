@@ -19,10 +19,12 @@ class Cache(Protocol):
     """The state of all sequences: what `Decoder.new_cache` makes. Each of `parts` lies on one stage's device, and a
     `view` of it has `block_table`, `positions`, `counts` and `slots` to set before a pass (`nn.attention.PagedCache`).
 
-    prefix_cacheable: whether all state is in pages, and a page's content a function of the tokens up to its end alone,
-    whichever sequence and pass wrote it. Such pages may be shared, and a prefill writes what decoding would have.
+    prefix_cacheable: whether all state is in pages, or in slots of which there are snapshots, and a page's content a
+        function of the tokens up to its end alone, whichever sequence and pass wrote it. Such pages may be shared, and
+        a prefill writes what decoding would have.
     setting: how keys and values are stored, as `--kv` says it.
-    rollback, tensors, reset: as of `nn.state.SequenceState`, which declares what kinds of state there are.
+    rollback, tensors, reset, snapshot_slots, copy_slot: as of `nn.state.SequenceState`, which declares what kinds of
+    state there are.
     """
 
     @property
@@ -35,8 +37,11 @@ class Cache(Protocol):
     def parts(self) -> list[Any]: ...
     @property
     def rollback(self) -> int | None: ...
+    @property
+    def snapshot_slots(self) -> Sequence[int]: ...
     def tensors(self) -> list[Tensor]: ...
     def reset(self) -> None: ...
+    def copy_slot(self, source: int, target: int) -> None: ...
 
 
 class Model(Protocol):

@@ -126,6 +126,16 @@ class Executor:
         return not self.batch_invariant and self.cache.prefix_cacheable and whole
 
     @property
+    def snapshot_slots(self) -> Seq[int]:
+        """Slots of the cache that belong to no sequence, for copies of what recurrent layers have made of a prefix."""
+        return self.cache.snapshot_slots
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """A slot's state becomes another one's, behind the steps that are launched."""
+        for rank in self.ranks:
+            rank.cache.copy_slot(source, target)
+
+    @property
     def needs_next_token(self) -> bool:
         """Whether something kept of a token depends on the token behind it, so that equal pages have equal tokens up
         to the one behind their end."""

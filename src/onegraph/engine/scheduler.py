@@ -6,6 +6,7 @@ sequences change: then, and only then, all that was launched is read first.
 """
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from time import perf_counter
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from onegraph.engine.inputs import Report
 from onegraph.engine.pages import PageAllocator, extend_digests
 from onegraph.engine.params import Stats
 from onegraph.engine.sequence import Sequence
+from onegraph.engine.snapshots import EVERY, Snapshots
 from onegraph.ops.calls import BROKEN, DIRTY, NOTHING
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
@@ -46,6 +48,9 @@ class Executor(Protocol):
     def load_tables(self, rows: list[Sequence]) -> None: ...
     def decode(self, reach: int) -> Report: ...
     def encode(self, rows: list[Sequence]) -> None: ...
+    @property
+    def snapshot_slots(self) -> Seq[int]: ...
+    def copy_slot(self, source: int, target: int) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -59,6 +64,7 @@ class Scheduler:
 
     Attributes:
         allocator: of pages. free_slots: of state that does not grow with the text; slot 0 belongs to no sequence.
+        snapshots: of such state, where a prefix is shared together with it.
         waiting, running: sequences, the oldest first.
 
     Not thread-safe. Loops over `step` stand inside of `Executor.running()`.
@@ -68,6 +74,7 @@ class Scheduler:
         self.executor = executor
         self.allocator = PageAllocator(executor.sizes.pages)
         self.free_slots = list(range(executor.sizes.rows, 0, -1))
+        self.snapshots = Snapshots(executor.snapshot_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._in_flight: deque[tuple[list[Sequence], Report]] = deque()
@@ -82,7 +89,7 @@ class Scheduler:
                 prompts first, for fewer and fuller decode steps.
             share: pages that hold the beginning of a prompt already are used again, where the cache is
                 prefix-cacheable (the exact cache, unless a step and a prompt compute otherwise; codes and DeepSeek-V4's
-                windows depend on more than the tokens).
+                windows depend on more than the tokens). Of a model with recurrent state, up to a snapshot of it.
         """
         if self._open:
             raise ValueError("the engine is generating already; exhaust or close the stream that is open first")
@@ -177,6 +184,7 @@ class Scheduler:
             self.waiting.remove(sequence)  # others may be before it now: see `drain`
             sequence.slot = self.free_slots.pop()
             sequence.to_prefill = sequence.length if self._cacheable else len(sequence.prompt)
+            self._restore(sequence)
             self.running.append(sequence)
             self.executor.begin(sequence)
 
@@ -198,7 +206,7 @@ class Scheduler:
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
-            shared = self.allocator.share(sequence.digests[: (sequence.length - 1) // size])  # one token is read
+            shared = self._shared(sequence)
         tokens = min(sequence.length + self._span, sequence.limit)
         count = self.executor.sizes.needed(tokens, sequence.exact) - len(shared)
         more = self.allocator.take(count) if count + growing <= self.allocator.free else None
@@ -213,7 +221,7 @@ class Scheduler:
         """What others have read of its beginning since it was admitted: of prompts that come together, the first one
         reads for all."""
         size = self.executor.sizes.page_size
-        shared = self.allocator.share(sequence.digests[: (sequence.length - 1) // size])
+        shared = self._shared(sequence)
         tokens = len(shared) * size
         if tokens <= sequence.read:
             self.allocator.give_back(shared)
@@ -222,6 +230,38 @@ class Scheduler:
         sequence.pages[: len(shared)] = shared
         self.stats.shared_tokens += tokens - sequence.read
         sequence.read = tokens
+        self._restore(sequence)
+
+    def _shared(self, sequence: Sequence) -> list[int]:
+        """Pages that hold its beginning, of which one token at least is left to read."""
+        digests = sequence.digests[: (sequence.length - 1) // self.executor.sizes.page_size]
+        pages = self.allocator.share(digests)
+        if self.snapshots:
+            count = self.snapshots.longest(digests[: len(pages)])
+            self.allocator.give_back(pages[count:])
+            del pages[count:]
+        return pages
+
+    def _restore(self, sequence: Sequence) -> None:
+        """What recurrent layers had made of the beginning that it shares becomes its slot's state."""
+        if self.snapshots and sequence.read:
+            digest = sequence.digests[sequence.read // self.executor.sizes.page_size - 1]
+            self.executor.copy_slot(self.snapshots.use(digest), sequence.slot)
+            sequence.kept = sequence.read
+
+    def _snapshot(self, sequence: Sequence) -> None:
+        """Keeps its slot's state for others, where it has read a whole number of pages. A step in flight may have begun
+        behind them: tokens are taken back by their position, so the copy still holds the state before it."""
+        size = self.executor.sizes.page_size
+        if not self._share or not self.snapshots or not sequence.read or sequence.read % size:
+            return
+        self._extend_digests(sequence, sequence.length)
+        if (count := sequence.read // size) > len(sequence.digests):
+            return  # of its last page the token behind it is not known yet, by which what drafts is shared
+        slot = self.snapshots.take(sequence.digests[count - 1])
+        if slot is not None:
+            self.executor.copy_slot(sequence.slot, slot)
+        sequence.kept = sequence.read
 
     def drain(self) -> None:
         """Read what was launched; sequences that are done leave. After a NaN all others start over in a clean cache."""
@@ -240,6 +280,7 @@ class Scheduler:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
         self.executor.clear()
         self.allocator.forget()
+        self.snapshots.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -256,6 +297,7 @@ class Scheduler:
         self.allocator.give_back(sequence.pages)
         self.free_slots.append(sequence.slot)
         sequence.pages, sequence.read, sequence.to_prefill, sequence.exact = [], 0, 0, False
+        sequence.kept = 0
 
     def _remember(self, sequence: Sequence) -> None:
         """Its full pages may be shared from now on."""
@@ -285,6 +327,7 @@ class Scheduler:
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
         self._remember(sequence)
+        self._snapshot(sequence)
         if sequence.decoding:
             self._stale = True
         if end == sequence.length:
@@ -405,6 +448,8 @@ class Scheduler:
                 own = None if known is None else known[row, place]
                 self.stats.decode_tokens += self._emit(sequence, token, own)
             self._ended |= sequence.exact and sequence.read >= self._window.tokens
+            if sequence.read - sequence.kept >= EVERY * self.executor.sizes.page_size and not sequence.done:
+                self._snapshot(sequence)
 
     def _emit(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""

@@ -17,10 +17,10 @@ class Sequence:
     """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
 
     most: tokens of the output at most. read: tokens of prompt and output that are in the cache. to_prefill: how
-    many of them prefill reads, set when the sequence is admitted. exact: whether a cache in codes holds it exactly,
-    because it is short. digests: of its full pages, as far as they were needed. constraint: what may follow.
-    logprobs: of each token of the output, where they are asked for. drafts: how they fare, where somebody drafts.
-    cancelled: it ends before the next token. error: why it ended before its time.
+    many of them prefill reads, set when the sequence is admitted. kept: how many were at its latest snapshot. exact:
+    whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
+    needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for. drafts: how
+    they fare, where somebody drafts. cancelled: it ends before the next token. error: why it ended before its time.
     """
 
     index: int
@@ -33,6 +33,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     read: int = 0
     to_prefill: int = 0
+    kept: int = 0
     exact: bool = False
     digests: list[bytes] = field(default_factory=list)
     constraint: Constraint | None = None

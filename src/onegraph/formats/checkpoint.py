@@ -28,6 +28,7 @@ from onegraph.formats.files import (
     read_json,
     reason,
     sync,
+    tagged,
     write_bytes,
     writing,
 )
@@ -231,9 +232,12 @@ def read_config(path: Path) -> dict[str, Any]:
     compression_config is what compressed-tensors called it once."""
     if (file := member(path, "config.json")) is None:
         raise CheckpointError(f"{path}: is no model directory, since it has no config.json")
-    config = read_json(file)
+    config = read_json(file, infinite=True)
     told = config.get("quantization_config")
     told = config.get("compression_config") if told is None else told
+    inside = config.get("text_config")
+    if told is None and isinstance(inside, dict) and inside.get("quantization_config") is not None:
+        return config
     if told is None and (apart := member(path, "hf_quant_config.json")) is not None:
         told = read_json(apart)
     return config if told is None else config | {"quantization_config": told}
@@ -275,7 +279,7 @@ def write_checkpoint(
         if about is not None:
             small[ABOUT] = _dump(dict(about))
         sums |= {name: write_bytes(temporary / name, content) for name, content in small.items()}
-        last = _dump(dict(config))
+        last = _dump(tagged(dict(config)))
         sums["config.json"] = hashlib.sha256(last).hexdigest()
         write_bytes(temporary / SUMS, format_sums(sums))
         if card is not None:

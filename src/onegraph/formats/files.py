@@ -42,11 +42,21 @@ def quote(text: object, limit: int = 100) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 4]}...{shown[-1]}"
 
 
-def parse_json(data: bytes, where: str) -> Any:
-    """JSON from an untrusted file. Duplicate keys, NaN, infinities, integers beyond 64 bits and nesting deeper than
-    32 are errors: each means a damaged file or one made to hurt, and each would otherwise be silently repaired."""
+INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf}
+TAG = "__float__"  # how transformers 5 writes an infinity: {"__float__": "Infinity"}
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+
+def parse_json(data: bytes, where: str, *, infinite: bool = False) -> Any:
+    """JSON from an untrusted file. Duplicate keys, NaN, infinities, integers beyond 64 bits and nesting deeper than
+    32 are errors: each means a damaged file or one made to hurt, and each would otherwise be silently repaired.
+
+    infinite: infinities are allowed, bare (`Infinity`) or as transformers 5 writes them, and become floats: limits of
+    some state-space models are such.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> Any:
+        if infinite and len(items) == 1 and items[0][0] == TAG and items[0][1] in INFINITE:
+            return INFINITE[items[0][1]]
         seen = set[str]()
         for name, _ in items:
             if name in seen:
@@ -61,6 +71,8 @@ def parse_json(data: bytes, where: str) -> Any:
 
     def real(text: str) -> float:
         value = float(text)
+        if infinite and text in INFINITE:
+            return value
         if not math.isfinite(value):
             raise CheckpointError(f"{where}: number {quote(text, 40)} is not finite")
         return value
@@ -133,9 +145,18 @@ def member(directory: Path, name: str) -> Path | None:
     return path
 
 
-def read_json(path: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
+def tagged(value: Any) -> Any:
+    """A value with infinities as transformers 5 writes them, since JSON has none."""
+    if isinstance(value, dict):
+        return {key: tagged(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [tagged(inner) for inner in value]
+    return {TAG: f"{'-' * (value < 0)}Infinity"} if isinstance(value, float) and math.isinf(value) else value
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG, *, infinite: bool = False) -> dict[str, Any]:
     """A JSON object from a file of at most `limit` bytes, under the rules of `parse_json`."""
-    value = parse_json(read_bytes(path, limit), str(path))
+    value = parse_json(read_bytes(path, limit), str(path), infinite=infinite)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, an object is expected")
     return value

@@ -24,6 +24,7 @@ import torch
 from onegraph.formats.checkpoint import CARD, LICENSE, Checkpoint, TensorInfo
 from onegraph.formats.extras import install
 from onegraph.formats.files import CheckpointError, quote
+from onegraph.formats.gguf_config import read_config, token_id
 from onegraph.formats.gguf_header import GGUFHeader, read_header
 
 MAX_TOKENS = 1 << 21
@@ -34,6 +35,7 @@ _GLOBAL = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of RoPE are divided by: Llama 3.1's scaling
 _BLOCK = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -67,7 +69,7 @@ class GGUFCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(path, config, tensors)
         self._data, self._metadata = data, header.metadata
-        self._sources = {_hf_name(tensor.name, path): tensor for tensor in header.tensors}
+        self._sources = {_hf_name(t.name, path): t for t in header.tensors if t.name != ROPE_FACTORS}
 
     @staticmethod
     def read(path: Path) -> GGUFCheckpoint:
@@ -80,7 +82,9 @@ class GGUFCheckpoint(Checkpoint):
                 raise CheckpointError(f"{path}: an empty file, a GGUF file or a directory is expected") from None
         header = read_header(data, path)
         tensors = _tensor_table(path, header, len(data))
-        return GGUFCheckpoint(path, _config(path, header.metadata, tensors), tensors, data, header)
+        return GGUFCheckpoint(
+            path, read_config(path, header.metadata, tensors, _rope_factors(path, header, data)), tensors, data, header
+        )
 
     def close(self) -> None:
         super().close()
@@ -193,7 +197,7 @@ class GGUFCheckpoint(Checkpoint):
         return {key: value for key, value in ids.items() if value is not None}
 
     def _token_id(self, role: str) -> int | None:
-        return _token_id(self.path, self._metadata, role)
+        return token_id(self.path, self._metadata, role)
 
     def _texts(self, key: str, limit: int) -> list[str]:
         value = self._metadata.get(key)
@@ -250,12 +254,16 @@ def _tensor_table(path: Path, header: GGUFHeader, size: int) -> dict[str, Tensor
             raise CheckpointError(
                 f"{where} ends at byte {tensor.offset + nbytes}, the file has {size} (truncated?); fetch it again"
             )
+        spans.append((tensor.offset, tensor.offset + nbytes, tensor.name))
+        if tensor.name == ROPE_FACTORS:
+            if kind.name != "F32" or len(tensor.dims) != 1:
+                raise CheckpointError(f"{where} is {kind.name} {list(tensor.dims)}; a list of F32 is expected")
+            continue
         name = _hf_name(tensor.name, path)
         if name in table:
             raise CheckpointError(f"{where} occurs twice")
         shape = tuple(reversed(tensor.dims))
         table[name] = TensorInfo(shape, _STORED.get(kind.name, torch.float16), nbytes, path)
-        spans.append((tensor.offset, tensor.offset + nbytes, tensor.name))
     spans.sort()
     for (_, stop, first), (start, _, second) in itertools.pairwise(spans):
         if start < stop:
@@ -263,77 +271,9 @@ def _tensor_table(path: Path, header: GGUFHeader, size: int) -> dict[str, Tensor
     return table
 
 
-def _config(path: Path, meta: dict[str, Any], tensors: dict[str, TensorInfo]) -> dict[str, Any]:
-    """The metadata as a Hugging Face config. Every key that would change the mathematics is read or refused."""
-    architecture = meta.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"{path}: architecture {quote(architecture)}, from GGUF only 'llama' is supported")
-
-    def get(key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-        value = meta.get(f"llama.{key}", default)
-        if type(value) is not kind or not 0 < value < 2**31:  # also refuses NaN, bool and per-layer lists
-            raise CheckpointError(f"{path}: llama.{key} is {quote(value)}, a positive {kind.__name__} is expected")
-        # 1e-5 is stored as float32: its shortest decimal form is the number that was meant
-        return float(str(np.float32(value))) if kind is float else value
-
-    hidden, heads = get("embedding_length", int), get("attention.head_count", int)
-    if hidden % heads and "llama.attention.key_length" not in meta:
-        raise CheckpointError(f"{path}: llama.attention.head_count {heads} does not divide the embedding's {hidden}")
-    head_dim = get("attention.key_length", int, hidden // heads or 1)
-    if get("attention.value_length", int, head_dim) != head_dim or head_dim % 2:
-        raise CheckpointError(f"{path}: key and value heads of unequal or odd length are not supported")
-    if get("rope.dimension_count", int, head_dim) != head_dim:
-        raise CheckpointError(f"{path}: partial rotary embedding (llama.rope.dimension_count) is not supported")
-    if meta.get("llama.expert_count", 0):
-        raise CheckpointError(f"{path}: llama.expert_count is set; mixtures of experts are not read from GGUF")
-    kv_heads = get("attention.head_count_kv", int, heads)
-    for layer, module, n in ((i, m, n) for m, n in (("q", heads), ("k", kv_heads)) for i in range(2)):
-        name = f"model.layers.{layer}.self_attn.{module}_proj.weight"
-        if name in tensors and tensors[name].shape != (n * head_dim, hidden):
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(tensors[name].shape)}, the metadata asks for {[n * head_dim, hidden]}"
-            )
-    embedding = tensors.get("model.embed_tokens.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise CheckpointError(f"{path}: token_embd.weight is missing or not a matrix")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float16",
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length", int),
-        "num_hidden_layers": get("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": embedding.shape[0],
-        "max_position_embeddings": get("context_length", int),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", float),
-        "rope_theta": get("rope.freq_base", float, 10000.0),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in tensors,
-        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in tensors,
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
-    }
-    if meta.get("llama.rope.scaling.type", "none") != "none":
-        config["rope_scaling"] = {
-            "rope_type": str(meta["llama.rope.scaling.type"]),
-            "factor": get("rope.scaling.factor", float, 1.0),
-            "original_max_position_embeddings": get(
-                "rope.scaling.original_context_length", int, config["max_position_embeddings"]
-            ),
-        }
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        index = _token_id(path, meta, key)
-        if index is not None:
-            config[f"{role}_token_id"] = index
-    return config
-
-
-def _token_id(path: Path, meta: dict[str, Any], role: str) -> int | None:
-    value, tokens = meta.get(f"tokenizer.ggml.{role}_token_id"), meta.get("tokenizer.ggml.tokens", [])
-    if value is None or value == 2**32 - 1:  # llama.cpp's "none"
-        return None
-    if type(value) is not int or not 0 <= value < len(tokens):
-        raise CheckpointError(f"{path}: {role} token id is {quote(value)}, the vocabulary has {len(tokens)} tokens")
-    return value
+def _rope_factors(path: Path, header: GGUFHeader, data: mmap.mmap) -> np.ndarray | None:
+    """`rope_freqs.weight`, float32 [head_dim / 2], where the file has it."""
+    found = [tensor for tensor in header.tensors if tensor.name == ROPE_FACTORS]
+    if len(found) > 1:
+        raise CheckpointError(f"{path}: tensor {quote(ROPE_FACTORS)} occurs twice")
+    return np.frombuffer(data, np.float32, found[0].dims[0], found[0].offset).copy() if found else None

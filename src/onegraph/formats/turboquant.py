@@ -32,7 +32,7 @@ from torch import Tensor
 
 from onegraph.formats.turboquant_layout import BLOCK, VARIANTS, TurboQuantLayout
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 BITS = (1, 2, 3, 4)
 EXACT = 16  # as a layer's rate: the model's own dtype
 ROTATIONS = ("hadamard", "qr")
@@ -78,6 +78,12 @@ _CENTROIDS: dict[int, tuple[tuple[float, ...], ...]] = {
         (0.45261758, 1.50780451),
         (0.24475980, 0.75466737, 1.34024731, 2.14166864),
         (0.12813399, 0.38721404, 0.65518715, 0.93971372, 1.25198902, 1.61116812, 2.05741121, 2.71056700),
+    ),
+    512: (
+        (0.79827425,),
+        (0.45269904, 1.50911087),
+        (0.24492706, 0.75533624, 1.34207660, 2.14679724),
+        (0.12826448, 0.38763103, 0.65597267, 0.94102584, 1.25410716, 1.61460064, 2.06319913, 2.72153865),
     ),
 }
 
@@ -304,7 +310,7 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
     if kind != "turboquant" or not rest:
         raise ValueError(
             f"kv is {_short(text)}; allowed are exact, turboquant:4, turboquant:k3v4 (any of {_list(BITS)} bits), and "
-            "options behind these, like turboquant:4,window=128 (docs/turboquant.md, Settings)"
+            "options behind these, like turboquant:4,window=128 (docs/guides/long-context.md, Settings)"
         )
     rate, *options = rest.split(",")
     k_bits, v_bits = _parse_rate(rate, "the rate")

@@ -3,44 +3,82 @@
 import torch
 from torch import Tensor, nn
 
+from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import Part
-from onegraph.models.config import LlamaConfig
+from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
+from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
+from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
-from onegraph.models.routed import CORRECTION, Routed
+from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
 from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
-from onegraph.nn.block import MLP, Bare, Norm, Normed, Scaled, Stream, Summed, WholeNorms
-from onegraph.nn.moe import GatedExpert, MoE
+from onegraph.nn.block import MLP, Bare, HeadValues, Norm, Normed, Scaled, Stream, Summed, WholeNorms
+from onegraph.nn.embedding import Embedding
+from onegraph.nn.latent import LatentAttention, LatentInputs
+from onegraph.nn.linear import dense
+from onegraph.nn.moe import Beside, GatedExpert, MoE
 from onegraph.nn.peers import Peer
+from onegraph.nn.per_layer import PerLayer, PerLayerEnd
+from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import GeGLU, SwiGLU
 
-OUT = "self_attn.o_proj"
-DOWN = "mlp.down_proj"
-
-Tables = dict[Rope | None, tuple[Tensor | None, Tensor | None]]  # cos and sin of each rope that a model has
+# cos, sin and factors of queries of each rope that a model has, and size of the heads that it turns
+Tables = dict[tuple[Rope | None, int], tuple[Tensor | None, Tensor | None, Tensor | None]]
 
 
 class Block(nn.Module):
-    """One layer of the decoder: attention, then an MLP or experts, each between a norm in front and a sum behind, or a
-    norm and a sum behind, or both."""
+    """One layer of the decoder: attention or what stands in its place, then an MLP or experts, each between a norm in
+    front and a sum behind, or a norm and a sum behind, or both."""
 
-    def __init__(self, *, qkv: Normed | Bare, attention: Attention, out: Summed, mlp: MLP | MoE) -> None:
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        qkv: Normed | Bare | Inputs | LatentInputs,
+        attention: Attention | Recurrent | LatentAttention,
+        out: Summed,
+        mlp: MLP | MoE,
+        end: PerLayerEnd | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """end: what is done with the block's own embedding of a token. scale: [1], of the stream behind the block; the
+        block's last norm gets it into its weight, so that the next norm still adds."""
         super().__init__()
-        self.qkv, self.attention, self.out, self.mlp = qkv, attention, out, mlp
+        self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
+        self.end = end
+        self.register_buffer("scale", scale)
+        if scale is not None:
+            self._last_norm.weight = self._last_norm.weight.float() * scale.float()
+
+    @property
+    def _last_norm(self) -> Norm:
+        """Of what joins the stream last."""
+        dense = self.mlp.down.after if isinstance(self.mlp, MLP) else None
+        found = self.end.norm if self.end is not None else dense
+        if found is None and isinstance(self.mlp, MoE) and self.mlp.beside is not None:
+            found = self.mlp.beside.out
+        assert isinstance(found, Norm)
+        return found
 
     @property
     def fused(self) -> bool:
         """Whether norms, SwiGLU and sums all run inside the linears."""
         return all(piece.fused for piece in (self.qkv, self.out, self.mlp))
 
-    def forward(self, stream: Stream, cache: Attend) -> Stream:
-        """The residual stream before the layer -> after it; the argument is left as it was."""
+    def forward(self, stream: Stream, cache: Attend, own: Tensor | None = None) -> Stream:
+        """The residual stream before the layer -> after it; the argument is left as it was. own: [B, Q, size], the
+        block's own embeddings of the tokens."""
         qkv, total = self.qkv(stream)
-        result: Stream = self.mlp(self.out(cache.attend(self.attention, qkv), total))
-        return result
+        inputs = qkv if isinstance(qkv, tuple) else (qkv,)
+        result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
+        if self.end is not None:
+            result = self.end(result, own)
+        return result if self.scale is None else Stream(result.value * self.scale, result.delta)
 
 
 def build_block(
@@ -59,9 +97,8 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = f"model.layers.{i}.", config.norms, config.routed_at(i)
-    share = share_of(peer)
-    heads, kv_heads = share.span(config.heads), share.span(config.kv_heads)
+    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
+    mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
@@ -80,38 +117,84 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        linear = loader.linear(prefix + DOWN, device, columns(share, config.intermediate_size))
+        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
         down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
-        return MLP(front(names.mlp_in, gate_up_parts(config, share)), down)
+        return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
+    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    if mixer is not None:
+        given = norm(str(names.attention_in)), config.eps
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
+        out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
+    inner = config.attention[i].dim if config.latent is None else config.latent.value
+    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
+    if config.latent is not None:
+        own = norm(str(names.attention_in)), config.eps
+        place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
+        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
+    attention, after = build_attention(loader, config, i, tables, device, share)
+    qkv = front(names.attention_in, qkv_parts(config, share, i), after)
+    scale = loader.tensor(f"{prefix}layer_scalar", device) if config.traits.layer_scale else None
+    end = build_end(loader, config, prefix, device) if config.per_layer[0] else None
+    return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half, end=end, scale=scale)
+
+
+def build_end(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> PerLayerEnd:
+    """What the block of `prefix` does with its own embedding of a token."""
+    gate, projection, norm = (loader.tensor(f"{prefix}{name}.weight", device) for name in PER_LAYER)
+    return PerLayerEnd(dense(gate), dense(projection), Norm(norm, config.eps))
+
+
+def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -> PerLayer | None:
+    """What makes the embeddings of all blocks."""
+    if not config.per_layer[0]:
+        return None
+    table, projection, norm = (loader.tensor(f"{name}.weight", device) for name in PER_LAYER_OF_MODEL)
+    factor = float(torch.tensor(config.per_layer[0] ** 0.5, dtype=loader.dtype))
+    rows = Embedding(DENSE, {"weight": table}, loader.dtype, scale=factor)
+    return PerLayer(rows, dense(projection), norm, config.eps)
+
+
+def build_attention(
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
+) -> tuple[Attention, WholeNorms | HeadValues | None]:
+    """The attention of block `i`, a rank's share of its heads, and what its queries, keys and values go through before
+    it: norms of all heads together, or of each head of values."""
+    prefix, sizes = config.prefix(i), config.attention[i]
+    heads, kv_heads = share.span(config.heads), share.span(sizes.kv_heads)
     norms = None
     if config.head_norm or config.traits.whole_norm:
-        norms = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+        q, k = (f"{prefix}{name}.weight" for name in config.traits.names.head_norms)
+        k = q if sizes.source is not None else k  # of keys that are another layer's, which has normed them
+        norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
     whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
     q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
-    cos, sin = tables[config.ropes[i]]
+    cos, sin, query_scale = tables[config.ropes[i], sizes.dim]
     attention = Attention(
-        index=i,
+        index=config.attention_index(i),
         heads=heads[1] - heads[0],
         kv_heads=kv_heads[1] - kv_heads[0],
-        head_dim=config.head_dim,
+        head_dim=sizes.dim,
         q_norm=q_norm,
         k_norm=k_norm,
         eps=config.eps,
         cos=cos,
         sin=sin,
+        query_scale=query_scale,
         window=config.windows[i],
         sinks=loader.float32(f"{prefix}self_attn.sinks", device)[slice(*heads)] if config.traits.sinks else None,
         scale=config.scale,
         softcap=config.softcap,
+        gated=config.traits.output_gate,
+        borrows=sizes.source is not None,
+        lends=any(each.source == i for each in config.attention),
     )
-    out = loader.linear(prefix + OUT, device, columns(share, config.heads, config.head_dim))
-    return Block(
-        qkv=front(names.attention_in, qkv_parts(config, share), whole),
-        attention=attention,
-        out=Summed(out, after=behind(names.attention_out), fused=fused, peer=peer),
-        mlp=mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer),
-    )
+    if config.traits.value_norm and sizes.source is None:
+        return attention, HeadValues(attention.heads, attention.kv_heads, sizes.dim, config.eps)
+    return attention, whole
 
 
 def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.device) -> Tensor:
@@ -134,13 +217,13 @@ def build_experts(
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        lie = {"interleaved": routed.fused, "transposed": routed.fused}
+        lie = {"interleaved": routed.fused, "transposed": routed.transposed}
         experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each
         names = [(prefix + gate, prefix + up) for gate, up in pairs]
         experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
-    bias = f"{router}.bias" if routed.fused else f"{router}.{CORRECTION}" if routed.sigmoid else None
+    bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
         eps=config.eps,
@@ -152,6 +235,25 @@ def build_experts(
         groups=routed.sigmoid,
         shared=build_shared(loader, routed, prefix, device, joined, share),
         peer=peer,
+        beside=build_beside(loader, config, prefix, device) if routed.beside else None,
+    )
+
+
+def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> Beside:
+    """What stands around the MLP and the experts of the block of `prefix`."""
+
+    def norm(name: str | None) -> Norm:
+        return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
+
+    dense_out, routed_out = (norm(name) for name in BESIDE_NORMS)
+    router = loader.float32(f"{prefix}router.scale", device) * config.hidden_size**-0.5
+    return Beside(
+        router=router,
+        routed_in=norm(ROUTED_IN).weight,
+        scales=loader.float32(f"{prefix}router.per_expert_scale", device),
+        dense_out=dense_out,
+        routed_out=routed_out,
+        out=norm(config.norms.mlp_out),
     )
 
 
@@ -174,5 +276,13 @@ def build_shared(
 
 def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:
     """Those that `build_block` takes, of so many positions."""
-    found: Tables = {None: (None, None)}
-    return found | {rope: rope.tables(config.head_dim, positions, device) for rope in config.ropes if rope is not None}
+    found: Tables = {}
+    for rope, sizes in zip(config.ropes, config.attention, strict=True):
+        if (rope, sizes.dim) in found:
+            continue
+        if rope is None:
+            found[rope, sizes.dim] = None, None, None
+        else:
+            factors = rope.query_factors(positions, device)
+            found[rope, sizes.dim] = (*rope.tables(sizes.dim, positions, device), factors)
+    return found

@@ -4,11 +4,13 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from onegraph.models import windows
+from onegraph.models import heads, mixers, windows
 from onegraph.models.fields import Fields
+from onegraph.models.heads import Heads
+from onegraph.models.mixers import Mixers
 
 Says = bool | str  # whether something is there, or the key of config.json that says so
 
@@ -30,6 +32,27 @@ BOTH = Norms(
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
+class Names(NamedTuple):
+    """How files call the rest of a block, and the final norm: the linear behind attention, the norms of each head of
+    queries and of keys, the MLP's linears."""
+
+    out: str = "self_attn.o_proj"
+    head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norm: str = "model.norm"
+
+
+USUAL = Names()
+_LFM2 = Names(
+    out="self_attn.out_proj",
+    head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    norm="model.embedding_norm",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """A family, as the parts of its decoder are chosen by.
@@ -46,9 +69,20 @@ class Traits:
         joined: files hold q, k and v as one linear, and gate and up as one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
+        two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
+        latent: attention is `models.latent.Latent`.
+        fixed: keys with the values that they may have. idle: keys that change nothing here.
         scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
         query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
+        names: how files call what `norms` does not. eps: the key of the norms' epsilon.
+        mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
+        heads: (fields, layers) -> the attention of each layer (`models/heads.py`), None where all are alike.
+        value_norm: RMSNorm without weights of each head of values. score_scale: of attention scores, in place of
+            head_dim to the power of -1/2. layer_scale: a number scales the stream behind each block. per_layer: blocks
+            end with an embedding of the token of their own (`nn.per_layer`).
+        output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
+        mtp: the key that counts draft layers, which files hold under `mtp.`.
     """
 
     defaults: Mapping[str, Any]
@@ -65,10 +99,26 @@ class Traits:
     joined: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
+    two_ropes: bool = False
+    query_scaling: bool = False
+    mrope: bool = False
+    latent: bool = False
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    idle: tuple[str, ...] = ()
     scaled_embedding: bool = False
     query_scalar: bool = False
     softcaps: bool = False
     multipliers: bool = False
+    names: Names = USUAL
+    eps: str = "rms_norm_eps"
+    mixers: Callable[[Fields, int], Mixers] = mixers.none
+    heads: Callable[[Fields, int], tuple[Heads, ...] | None] = heads.alike
+    value_norm: bool = False
+    score_scale: float | None = None
+    layer_scale: bool = False
+    per_layer: bool = False
+    output_gate: bool = False
+    mtp: str | None = None
 
 
 _GEMMA: dict[str, Any] = {
@@ -80,7 +130,64 @@ _GEMMA_SIZES: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }  # fmt: skip
+_GATED_DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "head_dim": 256, "max_position_embeddings": 32768,
+}  # fmt: skip
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2, "intermediate_size": 5632, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_QWEN_HYBRID: dict[str, Any] = {
+    "windows": windows.beside_mixers, "norm_offset": True, "head_norm": True, "partial": 0.25, "output_gate": True,
+    "mrope": True, "mtp": "mtp_num_hidden_layers", "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+    "fixed": {
+        "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,), "mamba_ssm_dtype": ("float32",),
+        "output_gate_type": ("silu", "swish"),
+    },
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "latent": True,
+    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "index_share_for_mtp_iteration"),
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "num_key_value_heads": None, "max_position_embeddings": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_INDEX: dict[str, Any] = {
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "indexer_rope_interleave": False,
+    "mlp_layer_types": None,
+}  # fmt: skip
+_QWEN2_VL: dict[str, Any] = {
+    "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+    "sliding_window": 4096, "max_window_layers": 80,
+}  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+
+# Known, and refused: the model_type and the part that is not built.
+MISSING = {
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "block-sparse attention with an index branch"),
+    **dict.fromkeys(
+        ("glm5_next", "glm5_next_text"), "linear attention and hyper-connections beside a sparse indexer"
+    ),
+    "kimi_k3": "Kimi Delta Attention, latent experts and residuals by attention",
+    "kimi_linear": "Kimi Delta Attention, with a decay for each channel of a key",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
+    ),
+    "deepseek_v2": "experts chosen by softmax in groups",
+    "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
+    "mamba2": "Mamba-2 layers",
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
+    "olmo_hybrid": "a gated delta rule with a convolution of its own for q, k and v",
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
+    "gemma3n_text": "per-layer embeddings and alternating updates (AltUp)",
+    "cohere2": "blocks whose attention and MLP run side by side",
+}  # fmt: skip
 
 FAMILIES: dict[str, Traits] = {
     "llama": Traits(
@@ -154,7 +261,34 @@ FAMILIES: dict[str, Traits] = {
         },
         windows=windows.five_of_six,
         head_norm=True,
+        two_ropes=True,
         **_GEMMA,
+    ),
+    "gemma4_text": Traits(
+        defaults={
+            "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window": 512, "rope_theta": 1e4,
+            "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            },
+        },
+        windows=windows.gemma4,
+        norms=BOTH,
+        gelu=True,
+        scaled_embedding=True,
+        softcaps=True,
+        head_norm=True,
+        two_ropes=True,
+        heads=heads.gemma4,
+        value_norm=True,
+        score_scale=1.0,
+        layer_scale=True,
+        per_layer=True,
+        fixed={"use_bidirectional_attention": ("vision",)},  # images alone attend in both directions
+        **_BIASED,
     ),
     "glm4_moe": Traits(
         defaults={
@@ -201,6 +335,121 @@ FAMILIES: dict[str, Traits] = {
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
         mlp_bias="mlp_bias",
         multipliers=True,
+        **_BIASED,
+    ),
+    "qwen3_5_text": Traits(
+        defaults=_GATED_DELTA | {"num_key_value_heads": 4}, mixers=mixers.gated_delta, **_QWEN_HYBRID
+    ),
+    "qwen3_5_moe_text": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
+        mixers=mixers.gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "qwen3_next": Traits(
+        defaults=_GATED_DELTA | _QWEN_EXPERTS | {
+            "num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True,
+        },
+        mixers=mixers.grouped_gated_delta,
+        **_QWEN_HYBRID,
+    ),
+    "lfm2": Traits(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "conv_L_cache": 3,
+        },
+        windows=windows.beside_mixers,
+        norms=Norms("operator_norm", None, "ffn_norm", None),
+        head_norm=True,
+        names=_LFM2,
+        eps="norm_eps",
+        mixers=mixers.short_conv,
+        fixed={"block_use_swiglu": (True,), "use_pos_enc": (True,)},
+        idle=(
+            "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
+            "conv_use_xavier_init",
+        ),
+    ),
+    "ministral3": Traits(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows=windows.uniform,
+        query_scaling=True,
+    ),
+    "olmo3": Traits(
+        defaults={
+            "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "sliding_window": 4096,
+        },
+        windows=windows.three_of_four,
+        norms=AFTER,
+        whole_norm=True,
+        two_ropes=True,
+        **_BIASED,
+    ),
+    "minimax_m2": Traits(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
+            "num_local_experts": 256, "num_experts_per_tok": 8,
+        },
+        whole_norm=True,
+        partial=1.0,
+        fixed={
+            "scoring_func": ("sigmoid",), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,), "shared_intermediate_size": (0,), "attn_type_list": (1,),
+            "layernorm_full_attention_beta": (1,), "layernorm_linear_attention_beta": (1,), "layernorm_mlp_beta": (1,),
+        },
+        idle=("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+    ),
+    "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
+    "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
+    "deepseek_v32": Traits(
+        defaults=_DEEPSEEK_V3 | _INDEX | {"max_position_embeddings": 163840}, windows=windows.indexed, **_LATENT
+    ),
+    "glm_moe_dsa": Traits(
+        defaults=_DEEPSEEK_V3 | _INDEX | {
+            "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+            "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_n_heads": 32, "indexer_rope_interleave": True,
+            "indexer_types": None,
+        },
+        windows=windows.indexed,
+        **_LATENT,
+    ),
+    "mistral4": Traits(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
+            "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        latent=True,
+        query_scaling=True,
+        fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
+    ),
+    "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen3_vl_moe_text": Traits(
+        defaults={
+            "num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+        },
+        head_norm=True,
+        mrope=True,
+        fixed={"norm_topk_prob": (True,)},
+        **_BIASED,
+    ),
+    "qwen3_vl_text": Traits(
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5,
+        },
+        head_norm=True,
+        mrope=True,
         **_BIASED,
     ),
 }  # fmt: skip

@@ -71,6 +71,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_types": (),
     "rope_local_base_freq": (),
     "num_nextn_predict_layers": (0,),
+    "num_mtp_layers": (0,),
     "first_k_dense_replace": (0,),
     "is_encoder_decoder": (),
     "add_cross_attention": (),
@@ -112,10 +113,18 @@ class Fields:
         """These are somebody else's to read, or have no meaning beside the values of others."""
         self._read.update(keys)
 
+    def check_fixed(self, fixed: Mapping[str, tuple[object, ...]]) -> None:
+        """Raises ValueError for a key with another value than the ones given here; a list may have several of them."""
+        for key, allowed in fixed.items():
+            value = self.get(key)
+            each = value if isinstance(value, list) else [value]
+            if value is not None and not all(_same(one, other) or one is other for one in each for other in allowed):
+                raise ValueError(f"{key} is {short(value)}; supported: {', '.join(map(str, allowed))}")
+
     def check_unread(self, family: str) -> None:
         """Raises ValueError for the first key that nobody read, unless it cannot matter or says "not used"."""
         for key, value in self.config.items():
-            if key in self._read or key in INERT or _unused(value, NEUTRAL.get(key, ())):
+            if key in self._read or key in INERT or unused(value, NEUTRAL.get(key, ())):
                 continue
             if key in NEUTRAL:
                 raise ValueError(f"{key} is {short(value)}; this feature is not supported for {family}")
@@ -125,7 +134,8 @@ class Fields:
             )
 
 
-def _unused(value: object, neutral: Iterable[object]) -> bool:
+def unused(value: object, neutral: Iterable[object]) -> bool:
+    """Whether the value of a key says "not used"; `neutral`: more such values than null, false and nothing in it."""
     return value is None or value is False or value in ([], {}, "") or any(_same(value, other) for other in neutral)
 
 

@@ -17,16 +17,20 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
-from onegraph.models.config import NORM, LlamaConfig
+from onegraph.models.blocks import Block, build_block, build_per_layer, norm_weight, rotary_tables
+from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
+from onegraph.nn.hybrid_cache import HybridCache
+from onegraph.nn.latent import LatentCache, link_indexers
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
+from onegraph.nn.per_layer import PerLayer
+from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
 
@@ -67,14 +71,17 @@ class Llama(nn.Module):
         fused: bool = True,
         peer: Peer | None = None,
         head_unit: int | None = None,
+        per_layer: PerLayer | None = None,
     ) -> None:
         super().__init__()
+        self.per_layer = per_layer
         self.peer, self.head_unit = peer, head_unit
         self.config, self.dtype, self.max_context, self.fused = config, dtype, max_context, fused
         self.embed = embed
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
+        link_indexers(block.attention for block in blocks)
         self.eval()
 
     @property
@@ -112,7 +119,7 @@ class Llama(nn.Module):
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
         """
         device = torch.device(device)
-        config = LlamaConfig.from_dict(checkpoint.config)
+        config = config_of(checkpoint)
         positions = table_positions(config, max_context)
         everything = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=everything, held=held, ahead=peer is None)
@@ -137,20 +144,23 @@ class Llama(nn.Module):
                 config=config,
                 embed=embed,
                 blocks=blocks,
-                norm=norm_weight(loader, config, NORM, device),
+                norm=norm_weight(loader, config, config.norm, device),
                 lm_head=lm_head,
                 dtype=dtype,
                 max_context=positions,
                 fused=fused,
                 peer=peer,
                 head_unit=unit,
+                per_layer=build_per_layer(loader, config, device),
             )
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
         """The setting of a cache for which `kv` is asked: with the layers that stay exact."""
-        if kv is None or kv.biased == "coded" or kv.mode == "shadow":
+        if kv is None or kv.mode == "shadow":
             return kv
-        return replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
+        biased = () if kv.biased == "coded" else self.biased
+        unread = unread_layers(self.config, self.device.type)
+        return replace(kv, exact=tuple(sorted({*kv.exact, *biased, *unread})))
 
     @cached_property
     def biased(self) -> list[int]:
@@ -180,8 +190,9 @@ class Llama(nn.Module):
     ) -> Stream:
         """All blocks, which are the only stage. taps: those blocks that are keys get the residual stream behind them
         [B, Q, D]; what is computed besides is the same."""
+        own = [None] * len(self.blocks) if self.per_layer is None else self.per_layer(tokens, stream.value).unbind(2)
         for i, block in enumerate(self.blocks):
-            stream = block(stream, cache)
+            stream = block(stream, cache, own[i])
             if taps is not None and i in taps:
                 taps[i] = stream.total()
         return stream
@@ -210,7 +221,7 @@ class Llama(nn.Module):
         pages_per_row: int,
         kv: TurboQuantConfig | None = None,
         spare: int = 0,
-    ) -> PagedCache | TurboQuantCache:
+    ) -> PagedCache | TurboQuantCache | HybridCache | LatentCache:
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
@@ -218,28 +229,64 @@ class Llama(nn.Module):
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
+        if self.config.latent is not None and kv is None:
+            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
         kv = self.settled(kv)
-        first, last = share_of(self.peer).span(self.config.kv_heads)
+        spans = ((share_of(self.peer).span(kv_heads), dim) for kv_heads, dim in self.config.cached)
+        shapes = [(last - first, dim) for (first, last), dim in spans]
         sizes: dict[str, Any] = {
-            "layers": self.config.layers,
+            "layers": len(shapes),
             "pages": pages,
             "page_size": page_size,
-            "kv_heads": last - first,
-            "head_dim": self.config.head_dim,
+            "kv_heads": shapes[0][0],
+            "head_dim": shapes[0][1],
+            "shapes": shapes,
             "rows": rows,
             "pages_per_row": pages_per_row,
             "device": self.device,
             "dtype": self.dtype,
         }
+        make: Callable[..., PagedCache | TurboQuantCache | HybridCache]
         make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
+        if self.recurrent:
+            make = partial(self._hybrid, make)
         needed = make(**sizes | {"device": "meta"}).nbytes
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
         return make(**sizes)
+
+    @property
+    def recurrent(self) -> list[Recurrent]:
+        """The layers that do not attend, in order."""
+        layers = (block.get_submodule("attention") for block in self.blocks)
+        return [layer for layer in layers if isinstance(layer, Recurrent)]
+
+    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
+        about = {"device": sizes["device"], "dtype": sizes["dtype"]}
+        return HybridCache(make(**sizes), self.recurrent, **about)
+
+    def _latent_cache(self, **sizes: Any) -> LatentCache:
+        """The latents of all layers, which each rank has whole."""
+        assert self.config.latent is not None
+        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
+        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        if index is not None:
+            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
+        needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
+        check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
+        return LatentCache(**sizes, device=self.device)
+
+
+def unread_layers(config: LlamaConfig, device: str) -> list[int]:
+    """Of the layers that are cached, those whose heads no kernel of a device of this type reads codes of: attention
+    from codes in torch's ops takes milliseconds a layer on a GPU."""
+    from onegraph.ops.cuda.turboquant_attention import MAX_DIM
+
+    return [i for i, (_, dim) in enumerate(config.cached) if device == "cuda" and dim > MAX_DIM]
 
 
 @torch.no_grad()
@@ -265,6 +312,12 @@ def biased_layers(model: Llama) -> list[int]:
         if (bias.square().sum(1) > BIAS * (keys - bias).square().sum(2).mean(0)).any():
             found.append(i)
     return found
+
+
+def config_of(checkpoint: Checkpoint) -> LlamaConfig:
+    """Its config.json, and how its files hold what that leaves open. Raises ValueError as `LlamaConfig.from_dict`."""
+    config = LlamaConfig.from_dict(checkpoint.config)
+    return config.held_as({config.family_name(name): checkpoint.shape(name) for name in checkpoint.names})
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

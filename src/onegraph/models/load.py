@@ -8,27 +8,49 @@ import torch
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
+from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.fused import stack_names
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_config import DeepseekV4Config
 from onegraph.models.deepseek_v4_mtp import draft_bytes
-from onegraph.models.llama import Llama
+from onegraph.models.families import FAMILIES
+from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Held, Loader
 from onegraph.models.ranks import Ranks
 from onegraph.ops import family
 
 Split = Literal["tensor", "layer"]
 
+IN_TRANSFORMERS = "`import onegraph.integrations.hf`, then AutoModelForCausalLM.from_pretrained"
 # By model_type; else Llama's relatives. V4.1 is read as V4 to be refused with the reason.
 CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deepseek_v41"), DeepseekV4Config)
 
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
-    """config.json, validated. Raises one ValueError that names what is unsupported or makes no sense."""
+    """config.json, validated. Raises one ValueError that names what is unsupported or makes no sense; of a checkpoint
+    that `onegraph quantize` wrote for transformers alone it says how to run it there."""
     kind = config.get("model_type") if isinstance(config, Mapping) else None
-    return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
+    try:
+        return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
+    except ValueError as error:
+        if isinstance(config, Mapping) and _transformers_only(config):
+            raise ValueError(f"{error}; this checkpoint runs in transformers: {IN_TRANSFORMERS}") from None
+        raise
+
+
+def _transformers_only(config: Mapping[str, Any]) -> bool:
+    told, text = config.get("quantization_config"), config.get("text_config")
+    kinds = {str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)}
+    ours = isinstance(told, Mapping) and E8PConfig.matches(told)
+    return ours and not kinds & {*FAMILIES, *CONFIGS}
+
+
+def checkpoint_config(checkpoint: Checkpoint) -> LlamaConfig | DeepseekV4Config:
+    """`parse_config` of a checkpoint, and how its files hold what config.json leaves open."""
+    parsed = parse_config(checkpoint.config)
+    return config_of(checkpoint) if isinstance(parsed, LlamaConfig) else parsed
 
 
 def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
@@ -37,7 +59,7 @@ def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
     Not where experts are dense, which would be of the activations' dtype; nor, unless `rounded`, where its files have a
     linear in float32.
     """
-    loader = Loader(checkpoint, LlamaConfig.from_dict(checkpoint.config), torch.float32)
+    loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
     dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
     stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
     experts = loader.parts.components.get("experts")

@@ -8,6 +8,7 @@ its device (`models/prefetch.py`) and is joined there. On a CPU it is a copy: a 
 import ctypes
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -46,7 +47,7 @@ class Loader:
             the head in float16 where `ops.cpu.packed.packs`, "float16" all of them, experts not. Activations are
             float32 then.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
-        ahead: read what goes to a GPU ahead of who asks; not where parts of layers are asked for.
+        ahead: prefetch tensors for a GPU; not if parts of layers are loaded.
     """
 
     def __init__(
@@ -86,11 +87,24 @@ class Loader:
             return DENSE
         return self.quantization.format_of(layer, self)
 
-    @property
+    @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding's own weight: tied by the config, and neither of the two quantized."""
+        """Whether the head is the embedding's own weight: tied by the config, neither of the two quantized, and no
+        head of its own in the files."""
         ends = self.parts.head, self.parts.embedding[0]
-        return self.parts.tied and all(self.format_of(name) is DENSE for name in ends)
+        return self.parts.tied and all(self.format_of(name) is DENSE for name in ends) and not self.own_head
+
+    @cached_property
+    def own_head(self) -> bool:
+        """Whether the files hold a dense head that differs from the embedding although the config ties the two. It is
+        the head then, as in transformers."""
+        names = [f"{name}.weight" for name in (self.parts.head, self.parts.embedding[0])]
+        if not self.parts.tied or not all(name in self for name in names):
+            return False
+        if self.info(names[0]).shape != self.info(names[1]).shape:
+            return True
+        head, embedding = (self.checkpoint.tensor(self.stored[name]) for name in names)
+        return not torch.equal(head, embedding.to(head.dtype))
 
     def layers(self) -> dict[str, tuple[int, int, bool]]:
         """Every layer that may be quantized and is in the file: the linears and the embedding."""
@@ -117,6 +131,16 @@ class Loader:
         expected = {self.stored.get(name, name): what for name, what in self.expected().items()}
         ignored = {stored for name, stored in self.stored.items() if self._ignored(name)}
         self.checkpoint.check(expected, optional=ignored)
+        if self.own_head:
+            warnings.warn(self.about_head, stacklevel=2)
+
+    @property
+    def about_head(self) -> str:
+        """What there is to say of `own_head`."""
+        return (
+            f"{self.checkpoint.path}: config.json has tie_word_embeddings, and {self.parts.head}.weight differs from "
+            "the embedding; the file's head is used"
+        )
 
     def _ignored(self, name: str) -> bool:
         spare = self.tied and name == f"{self.parts.head}.weight"
@@ -153,8 +177,8 @@ class Loader:
 
     @contextmanager
     def reading(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-        """Within it a whole model is made: what goes to a GPU is read ahead of who asks, in the order of `units`, and
-        what is wrong with values is told when a layer is done (`forget`), at the latest at the end.
+        """Within it a whole model is loaded: tensors for a GPU are prefetched in the order of `units`, and wrong values
+        raise an error when a layer is complete (`forget`), or at the end.
 
         progress: called as progress(bytes read, bytes in all).
         """

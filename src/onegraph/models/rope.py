@@ -1,4 +1,4 @@
-"""Rotary position tables: default, linear, llama3 and YaRN scaling, from either form in which config.json states them.
+"""Rotary position tables: default, linear, llama3, YaRN and proportional scaling, from either form of config.json.
 
 Computed in float32 step by step as transformers does, since that is how the models were trained: at position 10⁵ the
 float32 rounding of position * frequency is itself 3e-3 rad.
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from onegraph.models.fields import number
 
-TYPES = ("default", "linear", "llama3", "yarn")
+TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 _KEYS = {
     "default": {"factor"},  # some configs carry a factor that the default type does not read
     "linear": {"factor"},
+    "proportional": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor",
@@ -35,7 +36,12 @@ _REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary embedding of a model. `original` is the context length that the model was first trained at."""
+    """Rotary embedding of a model. `original` is the context length that the model was first trained at.
+
+    `score_factor` multiplies the scores of latent attention: the square of YaRN's mscale for all dimensions.
+    `query_beta`: queries are scaled by their position too (`query_factors`). `sections`, `interleaved_sections`: pairs
+    that turn with the time, height and width of an image; in a text the three are one position, and change nothing.
+    """
 
     kind: str = "default"
     theta: float = 10000.0
@@ -48,15 +54,26 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     partial: float = 1.0
+    score_factor: float = 1.0
+    query_beta: float = 0.0
+    sections: tuple[int, ...] = ()
+    interleaved_sections: bool = False
 
     @classmethod
     def from_dict(
-        cls, config: Mapping[str, Any], *, default_theta: float, max_positions: int, partial: float | None = None
+        cls,
+        config: Mapping[str, Any],
+        *,
+        default_theta: float,
+        max_positions: int,
+        partial: float | None = None,
+        query_scaling: bool = False,
+        mrope: bool = False,
     ) -> "Rope":
         """From the whole config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
 
         partial: the part of each head that rotates where the config does not say; None: all of it, and whatever else
-        the config says is refused.
+        the config says is refused. query_scaling, mrope: the family has `query_beta`, or `sections`.
 
         Raises ValueError on a type or key that is not known, and on numbers that make no sense.
         """
@@ -67,13 +84,23 @@ class Rope:
             if not isinstance(given, Mapping):
                 raise ValueError(f"{where} is {given!r}; it must be an object or null")
             parameters = dict(given)
-        kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-        parameters.pop("type", None)
+        named = [parameters.pop(key, None) for key in ("rope_type", "type")]
+        kind = next((each for each in named if each is not None), "default")
+        more: dict[str, Any] = {}
+        if mrope:
+            kind = "default" if kind == "mrope" else kind
+            more = _sections(parameters.pop("mrope_section", None), parameters.pop("mrope_interleaved", None), where)
+        if query_scaling and kind == "yarn":
+            beta = parameters.pop("llama_4_scaling_beta", None)
+            name = f"{where}.llama_4_scaling_beta"
+            more["query_beta"] = 0.0 if beta is None else number(beta, name, low=0.0, high=1e3)
+            parameters.pop("max_position_embeddings", None)  # what the top of the config says
         if not isinstance(kind, str) or kind not in TYPES:
             raise ValueError(
                 f"{where} has the rope type {kind!r}, which is not supported; supported: {', '.join(TYPES)}"
             )
         inside = parameters.get("partial_rotary_factor")
+        partial = 1.0 if kind == "proportional" and partial is None else partial
         if partial is None and inside not in (None, 1, 1.0):
             raise ValueError(f"{where}.partial_rotary_factor is {inside!r}; only full rotary embeddings are supported")
 
@@ -99,7 +126,7 @@ class Rope:
             if key not in parameters:
                 raise ValueError(f"{where} of type {kind!r} has no {key}")
         if kind == "default":
-            return cls(theta=theta, partial=part)
+            return cls(theta=theta, partial=part, **more)
 
         def value(key: str, default: float, low: float, high: float) -> float:
             return number(parameters.get(key, default), f"{where}.{key}", low=low, high=high)
@@ -110,14 +137,17 @@ class Rope:
         if type(original) is not int or not 1 <= original <= 2**24:
             raise ValueError(f"{where}.original_max_position_embeddings is {original!r}; it must be an integer from 1")
         factor = value("factor", max(1.0, max_positions / original), 1.0, 1e6)
+        if kind == "proportional":
+            return cls(kind=kind, theta=theta, factor=value("factor", 1.0, 1.0, 1e6), partial=part, **more)
         if kind == "linear":
-            return cls(kind=kind, theta=theta, factor=factor, partial=part)
+            return cls(kind=kind, theta=theta, factor=factor, partial=part, **more)
         if kind == "llama3":
             low, high = value("low_freq_factor", 1.0, 1e-6, 1e6), value("high_freq_factor", 4.0, 1e-6, 1e6)
             if not low < high:
                 raise ValueError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
             return cls(
-                kind=kind, theta=theta, factor=factor, original=original, low_freq=low, high_freq=high, partial=part
+                kind=kind, theta=theta, factor=factor, original=original, low_freq=low, high_freq=high, partial=part,
+                **more,
             )  # fmt: skip
         fast, slow = value("beta_fast", 32.0, 1e-6, 1e6), value("beta_slow", 1.0, 1e-6, 1e6)
         if not slow < fast:
@@ -139,6 +169,8 @@ class Rope:
             beta_slow=slow,
             truncate=truncate,
             partial=part,
+            score_factor=_mscale(factor, scale_all) ** 2 if scale_all else 1.0,
+            **more,
         )
 
     def frequencies(self, dim: int) -> Tensor:
@@ -146,6 +178,8 @@ class Rope:
         plain = 1.0 / self.theta ** (torch.arange(0, dim, 2).float() / dim)
         if self.kind == "linear":
             return plain / self.factor
+        if self.kind == "proportional":  # Gemma 4: the first pairs of the whole head turn, each half a head apart
+            return plain.masked_fill(torch.arange(dim // 2) >= int(self.partial * dim // 2), 0.0) / self.factor
         if self.kind == "llama3":
             # Llama 3.1: wavelengths beyond original / low_freq are stretched, those below original / high_freq kept.
             turns = self.original / (2 * math.pi / plain)
@@ -168,9 +202,11 @@ class Rope:
 
     def turned(self, dim: int) -> int:
         """How many of the coordinates of a head rotate, the first ones. Raises ValueError where they are no pairs."""
-        size = int(dim * self.partial)
+        size = dim if self.kind == "proportional" else int(dim * self.partial)
         if size < 2 or size % 2:
             raise ValueError(f"partial_rotary_factor {self.partial} of head_dim {dim} is {size}; it must be even")
+        if self.sections and sum(self.sections) != size // 2:
+            raise ValueError(f"mrope_section {list(self.sections)} adds up to {sum(self.sections)}, not to {size // 2}")
         return size
 
     def tables(self, dim: int, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -178,6 +214,23 @@ class Rope:
         in."""
         angle = torch.outer(torch.arange(positions).float(), self.frequencies(self.turned(dim)))
         return (angle.cos() * self.attention_factor).to(device), (angle.sin() * self.attention_factor).to(device)
+
+    def query_factors(self, positions: int, device: torch.device | str = "cpu") -> Tensor | None:
+        """What a query is multiplied by at each position, 1 + beta ln(1 + floor(position / original)), float32
+        [positions]; None where that is 1 at all of them."""
+        if not self.query_beta or positions <= self.original:
+            return None
+        steps = torch.floor(torch.arange(positions) / self.original)
+        return (1 + self.query_beta * torch.log(1 + steps)).to(device)
+
+
+def _sections(given: object, interleaved: object, where: str) -> dict[str, Any]:
+    sections = [] if given is None else given
+    if not isinstance(sections, list) or not all(type(size) is int and size >= 0 for size in sections):
+        raise ValueError(f"{where}.mrope_section is {given!r}; it must list numbers of pairs")
+    if not isinstance(interleaved, bool | None):
+        raise ValueError(f"{where}.mrope_interleaved is {interleaved!r}; it must be true or false")
+    return {"sections": tuple(sections), "interleaved_sections": bool(interleaved)}
 
 
 def _mscale(factor: float, scale: float) -> float:

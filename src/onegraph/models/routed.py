@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models.fields import Fields
+from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.route import check_groups
 
 # Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
@@ -26,14 +26,35 @@ _NAMES = {
     "qwen2_moe": _USUAL,
     "olmoe": _USUAL,
     "glm4_moe": _USUAL,
+    "deepseek_v3": _USUAL,
+    "kimi_k2": _USUAL,
+    "mistral4": _USUAL,
+    "deepseek_v32": _USUAL,
+    "glm_moe_dsa": _USUAL,
+    "qwen3_vl_moe_text": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "qwen3_5_moe_text": _USUAL,
+    "qwen3_next": _USUAL,
+    "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
 }
+# Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
+BESIDE_NORMS = "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
+ROUTED_IN = "pre_feedforward_layernorm_2"
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
-CORRECTION = "e_score_correction_bias"  # beside the router's weight
+_CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
+# whose configs have the keys of DeepSeek's
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
+_GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
+_SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
+# decoder_sparse_step and mlp_only_layers say which layers have experts
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
+_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
+# whose config says whether weights are normalised; in others they are
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -70,6 +91,9 @@ class Routed:
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
+        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5). turned: it
+            lies [E, k, n] (Qwen3-VL-MoE as published).
+        beside: a block's MLP is the shared expert, with norms of its own (`nn.moe.Beside`, Gemma 4).
     """
 
     family: str
@@ -78,45 +102,71 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
-    gate: SwiGLU
+    gate: Gate
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
+    in_stacks: bool = False
+    turned: bool = False
+    beside: bool = False
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
         if family not in _NAMES:
             return None
-        count, qwen, glm = _count(family, fields), family in ("qwen2_moe", "qwen3_moe"), family == "glm4_moe"
-        top_k, gate = fields.integer("num_experts_per_tok", high=count), SwiGLU()
+        beside = family == "gemma4_text"
+        if beside and not fields.flag("enable_moe_block"):
+            fields.read("num_experts", "top_k_experts", "moe_intermediate_size")
+            return None
+        count, glm = _count(family, fields), family in _DEEPSEEK
+        top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
+        gate: Gate = GeGLU() if beside else SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
             fields.read("experts_per_token", "initial_context_length")  # what the others say already
         sparse = (True,) * layers
-        if qwen:
+        if family in _SPARSE:
             sparse = _sparse(fields, layers)
         elif glm:
             dense = fields.integer("first_k_dense_replace", low=0, high=4096)
             sparse = tuple(i >= dense for i in range(layers))
+            if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
+                sparse = _listed(kinds, layers)
         return cls(
             family=family,
             layers=sparse,
             count=count,
-            size=fields.integer("moe_intermediate_size" if qwen or glm else "intermediate_size", high=2**22),
+            size=fields.integer("moe_intermediate_size" if family in _OWN_SIZE else "intermediate_size", high=2**22),
             top_k=top_k,
-            normalise=fields.flag("norm_topk_prob") if qwen or glm or family == "olmoe" else True,
+            normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k) if glm else None,
+            sigmoid=_sigmoid(fields, count, top_k)
+            if glm and family != "mistral4"
+            else Sigmoid(1, 1, 1.0)
+            if family == "minimax_m2"
+            else None,
             shared=_shared(family, fields),
+            beside=beside,
         )
 
     @property
     def router(self) -> str:
         """Its name within a block."""
         return _NAMES[self.family][0]
+
+    @property
+    def correction(self) -> str:
+        """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
+        owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
+        return f"{owner}.{_CORRECTION}"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether dense experts in one tensor lie [E, k, n]."""
+        return self.fused or self.turned
 
     @property
     def whole(self) -> tuple[str, str]:
@@ -129,12 +179,12 @@ class Routed:
         """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and
         down are at two rates, which no op takes."""
         if quantization is None:
-            return self.fused
+            return self.fused or self.in_stacks
         both = [prefix + name for name in self.whole]
         kinds = {quantization.format_of(name, _NOTHING) if quantization.stacked(name) else None for name in both}
         if len(kinds) > 1:
             raise ValueError(f"{both[0]} and {both[1]} have two rates; experts of a layer must have one")
-        return self.fused or kinds != {None}
+        return self.fused or kinds != {None} or self.in_stacks
 
     @property
     def each(self) -> tuple[list[tuple[str, str]], list[str]]:
@@ -160,16 +210,19 @@ class Routed:
         """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
         shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
-        shapes |= {f"{self.router}.{CORRECTION}": (self.count,)} if self.sigmoid else {}
+        shapes |= {self.correction: (self.count,)} if self.sigmoid else {}
         shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
+        if self.beside:
+            shapes |= {"router.scale": (hidden,), "router.per_expert_scale": (self.count,)}
+            shapes |= {f"{name}.weight": (hidden,) for name in (*BESIDE_NORMS, ROUTED_IN)}
         return {name: (shape, FLOATS) for name, shape in shapes.items()}
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
         """Experts in one tensor each, by the name within a block."""
         gate_up, down = self.whole
         return {
-            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.fused, bias=self.fused),
-            down: Stack(self.count, hidden, self.size, transposed=self.fused, bias=self.fused),
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.transposed, bias=self.fused),
+            down: Stack(self.count, hidden, self.size, transposed=self.transposed, bias=self.fused),
         }
 
     def owner(self, name: str) -> str | None:
@@ -192,12 +245,12 @@ class Routed:
         }
         if self.shared is not None:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
-            found["shared expert"] = Component(paths, r"mlp\.shared_experts?\.(gate|up|down)_proj$")
+            found["shared expert"] = Component(paths, rf"{re.escape(self.shared.name)}\.(gate|up|down)_proj$")
         return found
 
 
 def _count(family: str, fields: Fields) -> int:
-    keys = ("n_routed_experts", *_COUNTS) if family == "glm4_moe" else _COUNTS
+    keys = ("n_routed_experts", *_COUNTS) if family in _DEEPSEEK else _COUNTS
     given = [key for key in keys if fields.get(key) is not None]
     counts = {fields.integer(key, high=65536) for key in given}
     if len(counts) != 1:
@@ -213,16 +266,24 @@ def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
 
 
 def _shared(family: str, fields: Fields) -> Shared | None:
-    if family == "qwen2_moe":
+    if family == "gemma4_text":
+        return Shared("mlp", fields.integer("intermediate_size", high=2**22), False)
+    if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
-    if family == "glm4_moe":
+    if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
     return None
 
 
+def _listed(kinds: object, layers: int) -> tuple[bool, ...]:
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
+
+
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Qwen2-MoE, Qwen3-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+    """Qwen-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):

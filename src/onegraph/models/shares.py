@@ -49,14 +49,16 @@ class Share:
 ALL = Share()
 
 
-def qkv_parts(config: LlamaConfig, share: Share) -> list[tuple[str, Part]]:
-    """Within a block: the linears of `config.qkv`, by name, and of each the rows of a rank's heads."""
-    return _rows(config.qkv, (config.heads, config.kv_heads, config.kv_heads), share, config.head_dim)
+def qkv_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+    """Within a block: the linears of `config.qkv_at`, by name, and of each the rows of a rank's heads."""
+    heads, names = config.attention[layer], config.qkv_at(layer)
+    sizes = config.heads, heads.kv_heads, heads.kv_heads
+    return _rows(names, sizes if config.traits.joined else sizes[: len(names)], share, heads.dim)
 
 
-def gate_up_parts(config: LlamaConfig, share: Share) -> list[tuple[str, Part]]:
+def gate_up_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
     """The same of `config.gate_up` and hidden units."""
-    return _rows(config.gate_up, (config.intermediate_size,) * 2, share)
+    return _rows(config.gate_up, (config.inner_at(layer),) * 2, share)
 
 
 def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: int = 1) -> list[tuple[str, Part]]:
@@ -105,6 +107,16 @@ def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -
     return unit, Part() if unit is None else Part(rows=part_of(vocabulary, unit, peer.count, peer.index))
 
 
+def attention_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+    """Each linear of a layer's attention, by its name within the block, and what a rank has of it."""
+    if config.latent is not None:
+        from onegraph.models.latent import latent_parts
+
+        return latent_parts(config.latent, share)
+    out = "self_attn.o_proj", columns(share, config.heads, config.attention[layer].dim)
+    return [*qkv_parts(config, share, layer), out]
+
+
 def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
     """Raises ValueError where so many ranks cannot share a model, with the counts that can.
 
@@ -112,7 +124,7 @@ def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
     """
     if why := obstacle(ranks):
         able = [str(count) for count in range(2, MAX_RANKS + 1) if not obstacle(count)]
-        raise ValueError(f"gpus is {ranks}: {why}; this model runs on {' or '.join(['1', *able])}")
+        raise ValueError(f"gpus is {ranks}: {why}; use {' or '.join(['1', *able])}")
 
 
 def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
@@ -123,10 +135,14 @@ def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
 def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     if config.traits.whole_norm:
         return f"{config.model_type} norms all queries of a token together, which ranks would share"
+    if len(set(config.attention)) > 1 or config.traits.layer_scale:
+        return f"{config.model_type} has layers of several kinds, which ranks do not share"
+    if any(mixer is not None for mixer in config.mixers):
+        return f"{config.model_type} has recurrent layers, which ranks do not share"
     if config.heads % ranks:
-        return f"{config.heads} heads cannot be shared evenly"
+        return f"{config.heads} attention heads cannot be split evenly"
     if config.kv_heads % ranks and ranks % config.kv_heads:
-        return f"{config.kv_heads} heads of keys cannot be shared evenly, nor each by as many ranks"
+        return f"{config.kv_heads} KV heads cannot be split evenly or replicated evenly"
     routed = config.routed
     widths = {"hidden units": config.intermediate_size} if routed is None or not all(routed.layers) else {}
     widths |= {} if routed is None else {"hidden units of an expert": routed.size}
@@ -135,7 +151,7 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     )
     for what, size in widths.items():
         if size % ranks:
-            return f"{size} {what} cannot be shared evenly"
+            return f"{size} {what} cannot be split evenly"
     for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
         if why := refusal(format, n, k, part):
             return f"{name} in {format}: {why}"
@@ -147,9 +163,9 @@ def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[s
     sizes = loader.layers()
     for i in range(config.layers):
         prefix, routed = f"model.layers.{i}.", config.routed_at(i)
-        parts = [*qkv_parts(config, share), ("self_attn.o_proj", columns(share, config.heads, config.head_dim))]
+        parts = attention_parts(config, share, i)
         if routed is None:
-            parts += [*gate_up_parts(config, share), ("mlp.down_proj", columns(share, config.intermediate_size))]
+            parts += [*gate_up_parts(config, share, i), ("mlp.down_proj", columns(share, config.inner_at(i)))]
         elif routed.shared is not None:
             rows = Part(rows=share.span(routed.shared.size))
             *pair, down = routed.shared.linears

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import BlocksConfig
-from onegraph.models.blocks import DOWN, OUT, Block, build_block, norm_weight, rotary_tables
-from onegraph.models.config import EMBED, NORM, LlamaConfig
-from onegraph.models.llama import bounded, embed_scale, table_positions
+from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
+from onegraph.models.config import EMBED, LlamaConfig
+from onegraph.models.llama import bounded, config_of, embed_scale, table_positions
 from onegraph.models.loader import Loader
 from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import Stream
@@ -41,7 +41,7 @@ class LlamaSource:
     ) -> None:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
-        self.parsed = LlamaConfig.from_dict(checkpoint.config)
+        self.parsed = config_of(checkpoint)
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
@@ -54,8 +54,8 @@ class LlamaSource:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Linears that stay as they are: none."""
-        return ()
+        """Linears that stay as they are: those of beta and decay (`models/mixers.py`)."""
+        return tuple(self.parsed.steady)
 
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Linears of block `i` [n, k] and its stacks of experts [E, n, k], by the name within it."""
@@ -104,13 +104,19 @@ class LlamaSource:
 
     def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        qkv = _siblings(self.parsed.qkv, block.qkv.linear)
-        attention: Groups = [qkv, [(OUT, block.out.linear)]]
+        mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
+        sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
+        attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
+        if latent is not None:
+            modules = {"q_b": block.qkv, "kv_b": block.attention}
+            for name in latent.behind:
+                leaf = name.rpartition(".")[2].removesuffix("_proj")
+                attention.insert(-1, [(name, modules[leaf].get_submodule(leaf))])
         if not isinstance(block.mlp, MoE):
             return [
                 *attention,
                 _siblings(self.parsed.gate_up, block.mlp.gate_up.linear),
-                [(DOWN, block.mlp.down.linear)],
+                [(names.down, block.mlp.down.linear)],
             ]
         routed, shared = self.parsed.routed, block.mlp.shared
         if routed is None or routed.shared is None or shared is None:
@@ -129,7 +135,7 @@ class LlamaSource:
 
     @cached_property
     def _norm(self) -> Tensor:
-        return norm_weight(self._loader, self.parsed, NORM, self.device)
+        return norm_weight(self._loader, self.parsed, self.parsed.norm, self.device)
 
     @cached_property
     def _embedding(self) -> Embedding:
@@ -166,14 +172,14 @@ class DenseExperts:
 
 def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
     """Raises ValueError for a checkpoint whose linears are in codes; gpt-oss's experts, published in MXFP4, may be."""
+    if isinstance(parsed, LlamaConfig) and (parsed.per_layer[0] or any(h.source is not None for h in parsed.attention)):
+        raise ValueError(
+            f"{checkpoint.path}: {parsed.model_type} with embeddings or keys and values that several layers share "
+            "(hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
+        )
     quantization = getattr(parsed, "quantization", None)
     if quantization is not None and not isinstance(quantization, BlocksConfig):
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
-    if isinstance(parsed, LlamaConfig) and parsed.nested:
-        raise ValueError(
-            f"this is a model of images and text around a {parsed.model_type}; it runs here, but only a checkpoint of "
-            f"the {parsed.model_type} alone can be quantized"
-        )
 
 
 def block_shapes(
@@ -181,12 +187,15 @@ def block_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """What `quantize` may round of block `i`, by the name within it: linears [n, k], stacks of experts [E, n, k].
     linears: those of `config.parts`."""
-    prefix = f"model.layers.{i}."
-    routed = config.routed_at(i)
+    prefix, routed, mixer, own = f"model.layers.{i}.", config.routed_at(i), config.mixers[i], config.traits.names
     half = (
-        (*config.gate_up, DOWN) if routed is None else (name for name, _ in routed.shared_linears(config.hidden_size))
+        (*config.gate_up, own.down)
+        if routed is None
+        else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    names = (*config.qkv, OUT, *half)
+    behind = () if config.latent is None else config.latent.behind
+    front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
+    names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)
     return shapes | {name: (stack.experts, stack.n, stack.k) for name, stack in stacks.items()}

@@ -14,6 +14,11 @@ def none(fields: Fields, layers: int) -> tuple[int, ...]:
     return _all_alike(fields, layers, 0)
 
 
+def beside_mixers(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window; layer_types says which attend at all (`models/mixers.py`)."""
+    return (0,) * layers
+
+
 def uniform(fields: Fields, layers: int) -> tuple[int, ...]:
     """All layers have the window that sliding_window says, if any."""
     given = fields.get("sliding_window")
@@ -71,8 +76,26 @@ def five_of_six(fields: Fields, layers: int) -> tuple[int, ...]:
     key = "sliding_window_pattern"
     every = 6 if fields.get(key) is None else fields.integer(key, high=4096)
     fields.read("_sliding_window_pattern")  # transformers writes it beside layer_types, which decides
-    kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    return _but_each(fields, layers, every)
+
+
+def gemma4(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All but each sixth layer, or as layer_types says, and never the last (Gemma 4)."""
+    kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % 6 else FULL for i in range(layers)]
+    kinds = [*kinds[:-1], FULL]
     return _of(kinds, _needed(fields, kinds))
+
+
+def three_of_four(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All but each fourth layer, or as layer_types says (OLMo 3)."""
+    return _but_each(fields, layers, 4)
+
+
+def indexed(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window; layer_types names what chooses tokens instead (DeepSeek-V3.2, GLM-5)."""
+    if window := fields.get("sliding_window"):
+        raise ValueError(f"sliding_window is {short(window)}; {_family(fields)} with a sliding window is not supported")
+    return (0,) * layers
 
 
 def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -89,6 +112,11 @@ def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     ):
         raise ValueError(f"no_rope_layers is {short(given)}; it must list a 0 or 1 for each of {layers} layers")
     return tuple(bool(x) for x in given[:layers])
+
+
+def _but_each(fields: Fields, layers: int, every: int) -> tuple[int, ...]:
+    kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    return _of(kinds, _needed(fields, kinds))
 
 
 def _kinds(fields: Fields, layers: int) -> list[str] | None:

@@ -7,7 +7,8 @@ that call and nothing else.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from onegraph.nn.state import Pages, SequenceState, StateKind
 from onegraph.ops.attention import capped, paged_attention, rope_cache_write, rotate_half
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.decode_attention import paged_decode
+from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.norm import rms_norm
 
 AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask for a softmax of our own
@@ -23,9 +25,9 @@ AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask fo
 
 class Attend(Protocol):
     """A way to attend: qkv [B, Q, (heads + 2 kv_heads) * head_dim], rows of it q heads, then k, then v ->
-    [B, Q, heads * head_dim]."""
+    [B, Q, heads * head_dim]. Of other kinds of attention and of recurrent layers, what their linears gave."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor: ...
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor: ...
 
 
 class Attention(nn.Module):
@@ -37,9 +39,14 @@ class Attention(nn.Module):
         q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None; eps: theirs.
         cos, sin: RoPE tables float32 [positions, R / 2] that layers share, R coordinates of each head rotate; None for
             a layer without RoPE.
+        query_scale: what queries are multiplied by at each position, float32 [positions] (Ministral 3); None for 1.
         window: number of latest keys that a query sees, 0 for all.
         sinks: a logit of each head that takes part in softmax and has no value (gpt-oss), [heads]; kept as float32.
         scale: of scores, head_dim to the power of -1/2 unless given. softcap: bounds them (Gemma 2), 0 for not.
+        gated: each query has a gate of head_dim behind it, so that qkv [B, Q, (2 heads + 2 kv_heads) * head_dim] begins
+            with query 0, gate 0, query 1, ...; what a head gives is multiplied by its gate's sigmoid (Qwen3.5).
+        borrows: it has queries alone and attends to the keys and values of the layer that is `index` (Gemma 4 E2B);
+            lends: it is such a layer.
 
     Attributes:
         chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
@@ -51,6 +58,7 @@ class Attention(nn.Module):
     k_norm: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
+    query_scale: Tensor | None
     sinks: Tensor | None
 
     def __init__(
@@ -65,21 +73,46 @@ class Attention(nn.Module):
         eps: float = 0.0,
         cos: Tensor | None = None,
         sin: Tensor | None = None,
+        query_scale: Tensor | None = None,
         window: int = 0,
         sinks: Tensor | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
+        gated: bool = False,
+        borrows: bool = False,
+        lends: bool = False,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
-        self.eps, self.window, self.softcap = eps, window, softcap
+        self.eps, self.window, self.softcap, self.gated = eps, window, softcap, gated
+        self.borrows, self.lends = borrows, lends
         self.scale = head_dim**-0.5 if scale is None else scale
         self.chained = 0
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("query_scale", query_scale, persistent=False)
         self.register_buffer("sinks", None if sinks is None else sinks.float())
+
+    def ungated(self, attend: Callable[[Attention, Tensor], Tensor], qkv: Tensor) -> Tensor:
+        """What `attend`, which knows no gates, gives of queries, keys and values that may have them."""
+        if not self.gated:
+            return attend(self, qkv)
+        plain, gates = split_gates(qkv, self.heads, self.head_dim)
+        out: Tensor = gate_heads(attend(self, plain), gates)
+        return out
+
+    def scaled(self, qkv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """qkv [B, Q, ...] with queries scaled by their positions; positions: int [B], of the first token of each row,
+        None for 0."""
+        if self.query_scale is None:
+            return qkv
+        at = torch.arange(qkv.shape[1], device=qkv.device)
+        at = at.unsqueeze(0) if positions is None else positions.unsqueeze(1) + at
+        factors = self.query_scale[at.clamp(max=len(self.query_scale) - 1)].to(qkv.dtype).unsqueeze(2)
+        size = self.heads * self.head_dim
+        return torch.cat((qkv[..., :size] * factors, qkv[..., size:]), dim=-1)
 
 
 class PagedCache(SequenceState):
@@ -89,7 +122,7 @@ class PagedCache(SequenceState):
     and never passes a number. Page 0 is the sentinel that no sequence may own: padding is written there.
 
     Attributes:
-        keys, values: per layer [pages, page_size, kv_heads, head_dim].
+        keys, values: per layer [pages, page_size, kv_heads, head_dim], whose last two may be another layer's own.
         block_table: int32 [rows, pages_per_row], zeros at first.
         positions: int32 [rows], where the row's next token stands; counts: int32 [rows], how many of the Q tokens that
             a call brings are real. A row that holds no sequence has count 0.
@@ -113,7 +146,10 @@ class PagedCache(SequenceState):
         device: torch.device | str,
         dtype: torch.dtype,
         fused: bool = True,
+        shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        """shapes: (kv heads, head_dim) of each layer, where they differ from one another."""
+        shapes = [(kv_heads, head_dim)] * layers if shapes is None else shapes
         for name, value in (
             ("layers", layers),
             ("page_size", page_size),
@@ -124,14 +160,15 @@ class PagedCache(SequenceState):
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if pages < 2:
             raise ValueError(f"pages is {pages}; it must be at least 2, since page 0 is the sentinel")
-        shape = (pages, page_size, kv_heads, head_dim)
         self.page_size, self.fused = page_size, fused
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
+        sizes = [(pages, page_size, *shape) for shape in shapes]
+        self.keys = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
+        self.values = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
         self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
         self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
-        self.tickets = torch.zeros(rows, kv_heads, device=device, dtype=torch.int32)
+        most = max(shape[0] for shape in shapes)
+        self.tickets = torch.zeros(rows, most, device=device, dtype=torch.int32)
 
     @property
     def pages(self) -> int:
@@ -165,12 +202,22 @@ class PagedCache(SequenceState):
         return other
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        a, keys, values = attention, self.keys[attention.index], self.values[attention.index]
-        if self.fused and qkv.shape[1] <= MAX_TOKENS:
+        if attention.gated and not (self.fused and qkv.shape[1] <= MAX_TOKENS):
+            return attention.ungated(self.attend_plain, qkv)
+        return self._attend(attention, qkv, attention.gated)
+
+    def attend_plain(self, attention: Attention, qkv: Tensor) -> Tensor:
+        """`attend` of queries without gates, whatever `attention` says."""
+        return self._attend(attention, qkv, False)
+
+    def _attend(self, a: Attention, qkv: Tensor, gated: bool) -> Tensor:
+        keys, values = self.keys[a.index], self.values[a.index]
+        qkv = a.scaled(qkv, self.positions)
+        if self.fused and qkv.shape[1] <= MAX_TOKENS and not a.borrows:
             early = qkv.shape[:2].numel() <= a.chained
             out: Tensor = paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap,
+                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap, gated,
             )  # fmt: skip
             return out.flatten(2)
         q = rope_cache_write(
@@ -183,16 +230,28 @@ class PagedCache(SequenceState):
 
 
 class CausalAttention:
-    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]."""
+    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]. Keys and values that
+    other layers read too are kept until the next sequences come."""
 
-    def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        a = attention
+    def __init__(self) -> None:
+        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, attention: Any, *inputs: Tensor) -> Tensor:
+        if not isinstance(attention, Attention):
+            result: Tensor = attention.whole(*inputs)
+            return result
+        (qkv,) = inputs
+        return attention.ungated(self._plain, qkv)
+
+    def _plain(self, a: Attention, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
+        qkv = a.scaled(qkv)
         heads = qkv.view(batch, length, -1, a.head_dim)
-        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), dim=2)
+        own = 0 if a.borrows else a.kv_heads
+        q, k, v = heads.split((a.heads, own, own), dim=2)
         if a.q_norm is not None and a.k_norm is not None:
             q = rms_norm(q.contiguous(), a.q_norm, a.eps)
-            k = rms_norm(k.contiguous(), a.k_norm, a.eps)
+            k = k if a.borrows else rms_norm(k.contiguous(), a.k_norm, a.eps)
         if a.cos is not None and a.sin is not None:
             if length > a.cos.shape[0]:
                 raise ValueError(
@@ -200,6 +259,9 @@ class CausalAttention:
                 )
             cos, sin = a.cos[:length].unsqueeze(1), a.sin[:length].unsqueeze(1)
             q, k = (rotate_half(t.float(), cos, sin).to(t.dtype) for t in (q, k))
+        if a.lends:
+            self._lent[a.index] = k, v
+        k, v = self._lent[a.index] if a.borrows else (k, v)
         mask = None
         if 0 < a.window < length:
             step = torch.arange(length, device=qkv.device)

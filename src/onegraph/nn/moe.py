@@ -1,15 +1,20 @@
 """The feed-forward half of a block whose tokens choose among experts: Qwen-MoE, Mixtral, gpt-oss, GLM, OLMoE."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from onegraph.nn.block import Stream
+from onegraph.nn.block import Norm, Stream
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear, Siblings
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.linear import linear
+from onegraph.ops.norm import rms_norm
 from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
 
 
@@ -18,13 +23,44 @@ class GatedExpert(SharedExpert):
 
     scale: Tensor
 
-    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: SwiGLU, scale: Tensor) -> None:
+    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: Gate, scale: Tensor) -> None:
         super().__init__(gate_up, down, gate)
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = super().forward(x) * linear(x.to(self.scale.dtype), self.scale, True).sigmoid().to(x.dtype)
         return result
+
+
+class Beside(NamedTuple):
+    """What stands around an MLP and experts that read the stream beside each other (Gemma 4).
+
+    Args:
+        router: weight [D] of the RMSNorm in front of the router; routed_in: of that in front of the experts.
+        scales: float32 [E], which the weights of chosen experts are multiplied by.
+        dense_out, routed_out: norms of what either gives. out: of their sum.
+    """
+
+    router: Tensor
+    routed_in: Tensor
+    scales: Tensor
+    dense_out: Norm
+    routed_out: Norm
+    out: Norm
+
+
+class _Around(nn.Module):
+    """`Beside` as a module."""
+
+    router: Tensor
+    routed_in: Tensor
+    scales: Tensor
+
+    def __init__(self, given: Beside) -> None:
+        super().__init__()
+        for name in ("router", "routed_in", "scales"):
+            self.register_buffer(name, getattr(given, name))
+        self.dense_out, self.routed_out, self.out = given.dense_out, given.routed_out, given.out
 
 
 class MoE(nn.Module):
@@ -40,6 +76,7 @@ class MoE(nn.Module):
             choice alone: see `ops.route.sigmoid_route`. None: by softmax.
         shared: an expert that every token uses besides.
         peer: where all experts are one rank's part of their hidden units, whose results add up.
+        beside: `norm` is the shared expert's alone, the block's MLP; router and experts have norms of their own.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -63,6 +100,7 @@ class MoE(nn.Module):
         groups: tuple[int, int, float] | None = None,
         shared: SharedExpert | None = None,
         peer: Peer | None = None,
+        beside: Beside | None = None,
     ) -> None:
         super().__init__()
         if groups is not None:
@@ -79,14 +117,27 @@ class MoE(nn.Module):
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
+        self.beside = None if beside is None else _Around(beside)
 
     def forward(self, stream: Stream) -> Stream:
         x, total = stream.normed(self.norm, self.eps)
+        if self.beside is not None:
+            return Stream(total, self._both(self.beside, x, total))
         flat = x.flatten(0, -2)
         logits = linear(flat.to(self.gate.dtype), self.gate, True)
         out = self.experts(flat, *self.choose(logits)).view_as(x)
         out = out if self.shared is None else out + self.shared(x)
         return Stream(total, out) if self.peer is None else Stream(self.peer.all_reduce(out, total))
+
+    def _both(self, around: _Around, x: Tensor, total: Tensor) -> Tensor:
+        assert self.shared is not None
+        dense, flat = around.dense_out(self.shared(x)), total.flatten(0, -2)
+        logits = linear(rms_norm(flat, around.router, self.eps).to(self.gate.dtype), self.gate, True)
+        experts, weights = self.choose(logits)
+        weights = weights * around.scales.index_select(0, experts.flatten()).view_as(weights)
+        routed = self.experts(rms_norm(flat, around.routed_in, self.eps), experts, weights).view_as(x)
+        result: Tensor = around.out(dense + around.routed_out(routed))
+        return result
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import MAX_TOKENS
+
 
 class StateKind:
     """tensors: each [places, ...]. rollback: how many of a sequence's latest tokens are taken back by its position
@@ -22,11 +24,6 @@ class StateKind:
         """Forget everything: after a NaN, which masks keep out of results but nothing else removes."""
         for tensor in self.tensors:
             tensor.zero_()
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Places `target` int64 [n], of another sequence, get what places `source` int64 [n] hold."""
-        for tensor in self.tensors:
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
 
 class Pages(StateKind):
@@ -43,33 +40,15 @@ class Rings(StateKind):
 
 
 class RecurrentSlots(StateKind):
-    """One state of fixed size for each sequence and layer, which every token changes: tensors [slots, ...] by layer.
+    """One state of fixed size for each sequence and layer, which every token changes: tensors [slots, ...].
 
-    Positions take back nothing of it: a verify pass keeps a `snapshot` and restores it. All that follows may stand in a
-    captured step.
+    The state is applied up to a position that lies beside it; a ring holds what the tokens since have made of it
+    (`nn/recurrent.py`), so that the latest ones are taken back by the position alone, and a text at position 0 begins
+    with zeros whatever its slot holds.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__(tensors, 0)
-
-    def read(self, layer: int, slots: Tensor, positions: Tensor) -> Tensor:
-        """States [B, ...] of rows' slots int32 [B]; zeros for a text that begins, at positions int32 [B] of 0."""
-        found = self.tensors[layer].index_select(0, slots.long())
-        return torch.where(_each(positions == 0, found), 0, found)
-
-    def write(self, layer: int, slots: Tensor, counts: Tensor, states: Tensor) -> None:
-        """States [B, ...] after counts int32 [B] tokens; a row without tokens keeps what it has."""
-        own, kept = slots.long(), self.tensors[layer]
-        kept.index_copy_(0, own, torch.where(_each(counts > 0, states), states, kept.index_select(0, own)))
-
-    def snapshot(self, slots: Tensor) -> list[Tensor]:
-        """Of each layer a copy of the states in slots int64 [n]."""
-        return [tensor.index_select(0, slots) for tensor in self.tensors]
-
-    def restore(self, slots: Tensor, snapshot: Sequence[Tensor]) -> None:
-        """Slots int64 [n], perhaps of other sequences, hold what a snapshot says."""
-        for tensor, states in zip(self.tensors, snapshot, strict=True):
-            tensor.index_copy_(0, slots, states)
+        super().__init__(tensors, MAX_TOKENS - 1)
 
 
 class SequenceState:
@@ -77,9 +56,11 @@ class SequenceState:
 
     Attributes:
         positions: int32 [rows], where each row's next token stands.
+        snapshot_slots: of its slots those that belong to no sequence and hold copies of others' states.
     """
 
     positions: Tensor
+    snapshot_slots: Sequence[int] = ()
 
     @property
     def kinds(self) -> list[StateKind]:
@@ -103,6 +84,13 @@ class SequenceState:
         for kind in self.kinds:
             kind.clear()
 
+    def copy_slot(self, source: int, target: int) -> None:
+        """The recurrent state in one slot becomes another one's; in any other kind nothing changes."""
+        for kind in self.kinds:
+            if isinstance(kind, RecurrentSlots):
+                for tensor in kind.tensors:
+                    tensor[target].copy_(tensor[source])
+
     def truncate(self, lengths: Tensor) -> None:
         """Takes back each row's tokens from lengths[row] on, int32 [rows]; a row that has no more than that stays.
 
@@ -110,8 +98,3 @@ class SequenceState:
         so this may stand in a captured step.
         """
         self.positions.copy_(torch.minimum(self.positions, lengths))
-
-
-def _each(rows: Tensor, like: Tensor) -> Tensor:
-    """bool [B] to broadcast over [B, ...]."""
-    return rows.view(-1, *[1] * (like.dim() - 1))

@@ -10,6 +10,7 @@ exact keys and values takes less time. Whoever calls says when rows are (`exactl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -135,8 +136,12 @@ class TurboQuantCache(SequenceState):
         pages_per_row: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        formats.check_head_dim(head_dim)
+        """shapes: as of `PagedCache`."""
+        shapes = [(kv_heads, head_dim)] * layers if shapes is None else shapes
+        for _, dim in shapes:
+            formats.check_head_dim(dim)
         if config.window > (pages - 1) * page_size:
             raise ValueError(
                 f"turboquant: window is {config.window} tokens, the pages of the cache hold {(pages - 1) * page_size}; "
@@ -149,13 +154,12 @@ class TurboQuantCache(SequenceState):
         self.places = config.exact_places(page_size, dtype.itemsize) if config.mode == "hybrid" else 0
         # One layer's cache brings the state; then its layers are as many as there are, empty where there are codes.
         self.paged = PagedCache(
-            layers=1, pages=2, page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, rows=rows,
-            pages_per_row=pages_per_row, device=device, dtype=dtype,
+            layers=1, pages=2, page_size=page_size, kv_heads=max(shape[0] for shape in shapes), head_dim=head_dim,
+            rows=rows, pages_per_row=pages_per_row, device=device, dtype=dtype,
         )  # fmt: skip
         self.block_table, self.positions = self.paged.block_table, self.paged.positions
         self.counts = self.paged.counts
-        shape = (pages, page_size, kv_heads, head_dim)
-        sizes = [shape if e else (0, *shape[1:]) for e in exact]
+        sizes = [(pages if e else 0, page_size, *shape) for e, shape in zip(exact, shapes, strict=True)]
         self.paged.keys = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
         self.paged.values = [torch.zeros(size, device=device, dtype=dtype) for size in sizes]
 
@@ -164,27 +168,32 @@ class TurboQuantCache(SequenceState):
 
         self.slots, self._own = ints(rows, 1), ints(rows)
         self._zeros = torch.zeros_like(self._own)
-        turn = formats.rotation(head_dim, config.rotation, config.seed)
-        self._rotation, turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
         prod = "prod" in (config.keys, config.values)
-        projection = formats.projection(head_dim, config.seed).to(device, dtype) if prod else None
         self.squares = torch.zeros(layers, 2, device=device)
 
         @cache
-        def book(bits: int) -> Tensor:
-            """One for all layers, by which a CPU sees that they have it in common."""
-            return eight_bit_levels(formats.codebook(head_dim, bits)).to(device)
+        def book(dim: int, bits: int) -> Tensor:
+            """One for all layers of this size, by which a CPU sees that they have it in common."""
+            return eight_bit_levels(formats.codebook(dim, bits)).to(device)
 
-        def layer(rate: tuple[int, int]) -> CodedLayer:
+        @cache
+        def turns(dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+            """What turns heads of this size back, what turns them, and the projection of `prod`."""
+            turn = formats.rotation(dim, config.rotation, config.seed)
+            back, turn = (t.contiguous().to(device, dtype) for t in (turn, turn.T))
+            return back, turn, formats.projection(dim, config.seed).to(device, dtype) if prod else None
+
+        def layer(rate: tuple[int, int], kv_heads: int, head_dim: int) -> CodedLayer:
             layout = TurboQuantLayout(head_dim, *rate, config.keys, config.values, page_size)
-            k, v = book(layout.k_code_bits), book(layout.v_code_bits)
+            k, v = book(head_dim, layout.k_code_bits), book(head_dim, layout.v_code_bits)
             codes = torch.zeros(layout.cache_shape(pages, kv_heads), dtype=torch.uint8, device=device)
             ring = None
             if config.mode == "hybrid":
                 ring = torch.zeros(rows + 1, config.ring, 2, kv_heads, head_dim, dtype=dtype, device=device)
-            return CodedLayer(config, layout, self._rotation, turn, projection, k, v, codes, ring)
+            return CodedLayer(config, layout, *turns(head_dim), k, v, codes, ring)
 
-        self.layers = [None if rate == (EXACT, EXACT) else layer(rate) for rate in rates]
+        coded_layers = zip(rates, shapes, strict=True)
+        self.layers = [None if rate == (EXACT, EXACT) else layer(rate, *shape) for rate, shape in coded_layers]
         self.pages = pages
         self._exactly = False
         self._short = self.paged.view()  # what short rows look at
@@ -270,15 +279,20 @@ class TurboQuantCache(SequenceState):
         return relative_errors(self.squares)
 
     def attend(self, attention: Attention, qkv: Tensor) -> Tensor:
-        """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]."""
+        """qkv [B, Q, (heads + 2 kv_heads) * head_dim] -> [B, Q, heads * head_dim]; with gates as `Attention` says."""
         layer = self.layers[attention.index]
         if layer is None:
             return self._exact(attention, qkv)
         if self._exactly:
             return self._seen_by(self._short).attend(attention, qkv)
+        return attention.ungated(self._attend_codes, qkv)
+
+    def _attend_codes(self, attention: Attention, qkv: Tensor) -> Tensor:
+        layer = self.layers[attention.index]
+        assert layer is not None
         if self.config.mode != "shadow":
             return self._coded(attention, layer, qkv)
-        out = self._exact(attention, qkv)
+        out = self._seen_by(self.paged).attend_plain(attention, qkv)
         error = self._coded(attention, layer, qkv).float() - out.float()
         step = torch.arange(qkv.shape[1], dtype=torch.int32, device=qkv.device)
         padding = (step >= self.counts.unsqueeze(1)).unsqueeze(2)
@@ -297,13 +311,14 @@ class TurboQuantCache(SequenceState):
 
     def _coded(self, a: Attention, layer: CodedLayer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
+        qkv = a.scaled(qkv, self.positions)
         ring, chunk, slots = layer.ring, length > DRAFTS, None if layer.ring is None else self.slots
         positions, counts, table = self.positions, self.counts, self.block_table
         tokens = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table
         fused = self.fused and layer.projection is None
         if fused and ring is not None and not chunk and not 0 < a.window <= self.config.window:
             state = layer.turn, layer.k_codebook, layer.v_codebook, layer.codes, ring, slots
-            how = a.heads, self.config.scale, self._rotation, a.scale, self.config.window, a.window
+            how = a.heads, self.config.scale, layer.rotation, a.scale, self.config.window, a.window
             early = batch * length <= a.chained
             out: Tensor = turboquant_decode(*tokens, *state, *how, early)
             return out.flatten(2)
@@ -313,7 +328,7 @@ class TurboQuantCache(SequenceState):
         own_ring, zeros = self._own[:batch], self._zeros[:batch]  # the chunk is a ring of its own
         if not self._stepwise:
             past = layer.history(q, table, positions, counts, positions, None, a.scale, a.window)
-            out = recent_attention(q, own, own_ring, zeros, *past, self._rotation, a.scale, 0, 0, a.window)
+            out = recent_attention(q, own, own_ring, zeros, *past, layer.rotation, a.scale, 0, 0, a.window)
             return out.flatten(2)
         size, parts = self.config.window + DRAFTS + AT_ONCE, []
         padded = torch.nn.functional.pad(own, (0, 0, 0, 0, 0, 0, size, 0))

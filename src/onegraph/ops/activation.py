@@ -14,6 +14,8 @@ def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shi
     gate, up = gate_up.float().chunk(2, dim=-1)
     if limit is not None and limit < math.inf:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if alpha == 0:
+        return (torch.nn.functional.gelu(gate, approximate="tanh") * (up + shift)).to(gate_up.dtype)
     if alpha == 1 and shift == 0:
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
     return (torch.nn.functional.silu(alpha * gate) / alpha * (up + shift)).to(gate_up.dtype)
@@ -23,8 +25,8 @@ def check_gate(op: str, limit: float, alpha: float, shift: float) -> None:
     """Raises ValueError where they are no `SwiGLU`."""
     if not limit > 0:
         raise ValueError(f"{op}: limit is {limit}; it must be above 0, infinity for none")
-    if not 0 < alpha < math.inf or not math.isfinite(shift):
-        raise ValueError(f"{op}: alpha is {alpha} and shift {shift}; both must be finite, alpha above 0")
+    if not 0 <= alpha < math.inf or not math.isfinite(shift):
+        raise ValueError(f"{op}: alpha is {alpha} and shift {shift}; both must be finite, alpha at least 0")
 
 
 def _check_halves(op: str, gate_up: Tensor) -> None:
@@ -74,6 +76,7 @@ swiglu = register(
             _case((1, 1, 3072)), _case((3, 5, 82)), _case((7, 2000)), _case((2, 1, 28672)), _case((4, 96), 60.0),
             _case((1, 1, 4096), 8.0, 10.0), _case((3, 5, 82), 8.0, 2.5),
             _case((3, 5, 82), 8.0, 7.0, 1.702, 1.0), _case((2, 96), 2.0, math.inf, 1.702, 1.0),
+            _case((3, 5, 82), 8.0, math.inf, 0.0),
         ),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
         bytes_moved=lambda gate_up, *rest: nbytes(gate_up) * 3 // 2,
@@ -81,7 +84,8 @@ swiglu = register(
     )
 )  # fmt: skip
 """gate_up [..., 2F] -> g * sigmoid(alpha * g) * (u + shift) of its halves g = min(gate, limit), u = clamp(up, ±limit),
-float32 inside, rounded once. Without the other arguments silu(gate) * up."""
+float32 inside, rounded once. Without the other arguments silu(gate) * up. alpha 0: gelu by tanh in place of
+g * sigmoid(alpha * g)."""
 
 
 def _geglu(gate_up: Tensor) -> Tensor:
@@ -115,7 +119,11 @@ geglu = register(
 
 @dataclass(frozen=True)
 class GeGLU:
-    """The gate of Gemma's MLP: gelu(gate) * up, gelu by tanh."""
+    """The gate of Gemma's MLP: gelu(gate) * up, gelu by tanh. limit, alpha, shift: what tells routed experts so."""
+
+    numbers = math.inf, 0.0, 0.0
+    limit, alpha, shift = numbers
+    plain = False
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[..., 2F], gate then up -> [..., F], in its dtype."""
@@ -137,6 +145,8 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         check_gate("SwiGLU", *self.numbers)
+        if self.alpha == 0:
+            raise ValueError("SwiGLU: alpha is 0; it must be above 0 (GeGLU is another gate)")
 
     @property
     def plain(self) -> bool:
@@ -152,3 +162,6 @@ class SwiGLU:
         """[..., 2F], gate then up -> [..., F], in its dtype."""
         out: Tensor = swiglu(gate_up, *self.numbers)
         return out
+
+
+Gate = SwiGLU | GeGLU  # what stands between the two products of an expert

@@ -63,6 +63,9 @@ def places(token: Tensor, counts: Tensor, block_table: Tensor, page_size: int) -
 
 def _rope_cache_write(call: RopeCacheWrite) -> Tensor:
     _, page_size, kv_heads, dim = call.k_cache.shape
+    if call.queries_alone:
+        queries, _, _ = turned(call, call.heads, 0, dim)
+        return queries.to(call.qkv.dtype, memory_format=torch.contiguous_format, copy=True)
     both, values, token = turned(call, call.heads, kv_heads, dim)
     both = both.to(call.qkv.dtype)
     q, k = both[:, :, : call.heads], both[:, :, call.heads :]
@@ -119,8 +122,10 @@ def _paged_attention(call: PagedAttention) -> Tensor:
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, partial: bool = False) -> None:
-    """qkv and what turns its heads, the whole of each unless `partial`."""
+def check_heads(
+    op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, partial: bool = False, alone: bool = False
+) -> None:
+    """qkv and what turns its heads, the whole of each unless `partial`; `alone`: queries without keys and values."""
     qkv = call.qkv
     if qkv.dim() != 3 or qkv.dtype not in FLOATS or row_stride(qkv) is None:
         raise ValueError(
@@ -128,7 +133,7 @@ def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, pa
             "float16 [batch, tokens, (heads + 2 kv_heads) * head_dim], of contiguous rows"
         )
     check_grouped(op, heads, kv_heads)
-    if qkv.shape[2] != (heads + 2 * kv_heads) * dim or dim % 2:
+    if (not alone and qkv.shape[2] != (heads + 2 * kv_heads) * dim) or dim % 2:
         raise ValueError(
             f"{op}: qkv holds {qkv.shape[2]} numbers a token; with {heads} heads, {kv_heads} kv heads of {dim} it must "
             f"hold {(heads + 2 * kv_heads) * dim}, and head_dim must be even"
@@ -159,9 +164,11 @@ def check_heads(op: str, call: Heads, heads: int, kv_heads: int, dim: int, *, pa
         )
 
 
-def check_tokens(op: str, call: Tokens, heads: int, kv_heads: int, dim: int, *, partial: bool = False) -> None:
+def check_tokens(
+    op: str, call: Tokens, heads: int, kv_heads: int, dim: int, *, partial: bool = False, alone: bool = False
+) -> None:
     """`check_heads`, and the rows of the step."""
-    check_heads(op, call, heads, kv_heads, dim, partial=partial)
+    check_heads(op, call, heads, kv_heads, dim, partial=partial, alone=alone)
     rows = call.qkv.shape[0]
     check_tensors(
         op, call.qkv.device, positions=(call.positions, torch.int32, (rows,)),
@@ -193,13 +200,14 @@ def check_caches(op: str, like: Tensor, k_cache: Tensor, v_cache: Tensor) -> Non
 def _check_write(call: RopeCacheWrite) -> None:
     op, qkv, slots = "rope_cache_write", call.qkv, call.slots
     check_caches(op, qkv, call.k_cache, call.v_cache)
-    check_heads(op, call, call.heads, *call.k_cache.shape[2:], partial=True)
+    check_heads(op, call, call.heads, *call.k_cache.shape[2:], partial=True, alone=call.queries_alone)
     rows = qkv.shape[0]
     if slots is None:
         if call.counts is None or call.block_table is None:
             raise ValueError(f"{op}: neither slots nor counts and a block_table are given; tokens need either")
         sizes = call.heads, *call.k_cache.shape[2:]
-        check_tokens(op, call, *sizes, partial=True)  # type: ignore[arg-type]  # has what Tokens has
+        how = {"partial": True, "alone": call.queries_alone}
+        check_tokens(op, call, *sizes, **how)  # type: ignore[arg-type]  # has what Tokens has
         return
     if qkv.shape[1] != 1 or slots.dim() != 1 or len(slots) > rows:
         raise ValueError(
@@ -378,6 +386,8 @@ first R <= D coordinates of a head (None: of none); float32 inside, rounded once
 + i; only the first counts[b] are real. The other tokens' q is unspecified. Positions are clamped into the tables; a
 real token beyond block_table's reach (P * page_size) is treated as padding, never written over another's page. Rows of
 block_table may be apart (stride(0) >= P), so that a caller can pass its first columns.
+
+A qkv of queries alone, [B, Q, heads D], writes nothing: they attend to what another layer wrote.
 
 Another engine says instead which slot of its cache each token has: slots int64 [S], S <= B, of one token a row (Q = 1)
 at positions int64 [B]; the places of the first S tokens, page * page_size + place, a negative one for none. Neither

@@ -233,6 +233,11 @@ class RopeCacheWrite(Heads):
     heads: int
     slots: Tensor | None = None
 
+    @property
+    def queries_alone(self) -> bool:
+        """Whether qkv has neither keys nor values."""
+        return self.qkv.shape[2] == self.heads * self.k_cache.shape[3]
+
 
 @dataclass(eq=False)
 class PagedAttention(Call):
@@ -263,6 +268,7 @@ class PagedDecode(Tokens):
     early: bool = False
     sinks: Tensor | None = None
     softcap: float = 0.0
+    gated: bool = False
 
     def token(self, i: int) -> "PagedDecode":
         """The step of each row's token i alone."""
@@ -272,7 +278,7 @@ class PagedDecode(Tokens):
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""
-        *tokens, _, heads, _, _, _, _, _ = self
+        *tokens, _, heads, _, _, _, _, _, _ = self
         return *tokens, heads
 
     def attention(self, q: Tensor) -> tuple[Any, ...]:
@@ -281,8 +287,21 @@ class PagedDecode(Tokens):
         return q, *cache, self.scale, self.window, self.sinks, self.softcap, self.counts
 
     def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
-        """By the two ops that it stands for."""
+        """By the two ops that it stands for, which have no gates."""
         return attend(*self.attention(write(*self.write())))
+
+    def ungated(
+        self,
+        attend: "Callable[[PagedDecode], Tensor]",
+        split: Callable[..., tuple[Tensor, Tensor]],
+        gate: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """What `attend`, which knows no gates, gives; with those that there are, by the two ops of `ops.gate`."""
+        if not self.gated:
+            return attend(self)
+        qkv, gates = split(self.qkv, self.heads, self.k_cache.shape[3])
+        out = attend(replace(self, qkv=qkv, gated=False))
+        return gate(out, gates.view_as(out))
 
 
 @dataclass(eq=False)
@@ -488,3 +507,103 @@ class DeepseekIndex(Call):
     entries: Tensor
     ratio: int
     top_k: int
+
+
+@dataclass(eq=False)
+class ShortConv(Call):
+    """See `ops.short_conv.short_conv`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    ring: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    silu: bool
+    gated: bool
+
+
+@dataclass(eq=False)
+class GatedDelta(Call):
+    """See `ops.gated_delta.gated_delta`."""
+
+    qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+    weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    ring: Written
+    state: Written
+    base: Written
+    keys: Written
+    deltas: Written
+    decays: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    limit: int
+    sigmoid: bool = False
+    beta_scale: float = 1.0
+
+
+@dataclass(eq=False)
+class Mamba2(Call):
+    """See `ops.mamba2.mamba2`."""
+
+    xbc: Tensor
+    z: Tensor
+    dt: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    eps: float
+    ring: Written
+    state: Written
+    base: Written
+    keys: Written
+    deltas: Written
+    decays: Written
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+    limit: int
+    dt_min: float = 0.0
+
+
+@dataclass(eq=False)
+class LatentWrite(Call):
+    """See `ops.latent_attention.latent_write`."""
+
+    q: Tensor
+    latent: Tensor
+    norm: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    counts: Tensor
+    block_table: Tensor
+    pool: Written
+    interleaved: bool
+
+
+@dataclass(eq=False)
+class LatentAttention(Call):
+    """See `ops.latent_attention.latent_attention`."""
+
+    q: Tensor
+    q_rope: Tensor
+    pool: Tensor
+    block_table: Tensor
+    positions: Tensor
+    counts: Tensor
+    selected: Tensor | None
+    scale: float

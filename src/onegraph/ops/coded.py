@@ -18,36 +18,57 @@ None behind the tensors of gate_up, and [E, D] or None behind those of down.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.weight import Dtypes, Shape, WeightFormat
-from onegraph.ops.activation import SwiGLU, check_gate, swiglu
+from onegraph.ops.activation import Gate, check_gate, swiglu
 from onegraph.ops.checks import FLOATS, check_routes
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
-
-Kernel = Callable[..., Tensor | None]
 
 _EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 _EXPERTS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """Kernels of a format on a GPU, None where it has none. Each takes the arguments of its op and returns None for a
-    call that it does not support, which the reference computes instead. `reads` is `WeightOps.reads`."""
+Numbers = tuple[int, ...]
 
-    dequantize: Kernel | None = None
-    linear: Kernel | None = None
-    grouped_linear: Kernel | None = None
-    experts: Kernel | None = None
-    reads: Callable[[Any, int, int, torch.dtype, int], bool] | None = None
+
+class Kernels(Protocol):
+    """A format's kernels on a GPU; `W` is a weight as they are given it. What they do not take, references compute."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether a kernel computes on `x`."""
+
+    def takes_codes(self, codes: Tensor) -> bool:
+        """Whether a kernel decodes `codes`."""
+
+    def weight(self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: Numbers) -> Any:
+        """Matrices [count, n, k] as the methods below take them, by the names of their tensors; None for those that no
+        kernel knows."""
+
+    def reads_linear(self, weight: Any, format: Any, dtype: torch.dtype, device: int) -> bool:
+        """Whether linears with activations of `dtype` are computed from the codes of such a weight, which has no
+        tensors yet."""
+
+    def decode(self, weight: Any, dtype: torch.dtype) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None, float32: bool) -> Tensor: ...
+
+    def grouped_linear(self, x: Tensor, weight: Any) -> Tensor: ...
+
+    def experts(
+        self, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Any, down: Any, gate: tuple[float, ...],
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor | None:  # fmt: skip
+        """None for calls that they do not take."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +87,7 @@ class Coded:
         wanted: (*tensors, *numbers) -> dtypes and shape of each tensor behind the codes. Raises ValueError for numbers
             that no weight has.
         expert_biases: whether experts take biases.
+        kernels: "module:name" of its `Kernels`; None: it has none. on_gpu: ops that have one.
         cases: of each op, by its name without that of the format; it has the ops that have cases.
     """
 
@@ -78,7 +100,8 @@ class Coded:
     decode: Callable[..., Tensor]
     wanted: Callable[..., tuple[tuple[Dtypes, Shape], ...]]
     expert_biases: bool = False
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: str | None = None
+    on_gpu: tuple[str, ...] = ("linear", "grouped_linear", "experts")
     cases: Mapping[str, tuple[Case, ...]]
 
     # ------------------------------------------------------------------------------------------------------ references
@@ -136,21 +159,47 @@ class Coded:
 
     # -------------------------------------------------------------------------------------------------------- on a GPU
 
+    @cached_property
+    def _kernels(self) -> Kernels:
+        assert self.kernels is not None
+        module, name = self.kernels.split(":")
+        found: Kernels = getattr(import_module(module), name)
+        return found
+
+    def _weight(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...] = ()) -> Any:
+        *lead, n, width = tensors[0].shape
+        names = (key.removesuffix("?") for key in self.tensors)
+        named = dict(zip(names, tensors, strict=True))
+        return self._kernels.weight((prod(lead), n, width * self.packed), named, tuple(numbers))
+
+    def _reads(self, format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+        weight = self._kernels.weight((1, n, k), {}, tuple(getattr(format, key) for key in self.numbers))
+        return weight is not None and self._kernels.reads_linear(weight, format, dtype, device)
+
     def dequantize_on_gpu(self, *args: Any) -> Tensor:
-        return self._on_gpu(self.kernels.dequantize, self.decode, args)
+        weight = self._weight(*self._first(args)) if self._kernels.takes_codes(args[0]) else None
+        return self.decode(*args) if weight is None else self._kernels.decode(weight, torch.float32)
 
-    def linear_on_gpu(self, *args: Any) -> Tensor:
-        return self._on_gpu(self.kernels.linear, self.linear, args)
+    def linear_on_gpu(self, x: Tensor, *rest: Any) -> Tensor:
+        if self._kernels.takes(x):
+            tensors, (bias, *numbers, float32) = self._first(rest)
+            if (weight := self._weight(tensors, tuple(numbers))) is not None:
+                return self._kernels.linear(x, weight, bias, float32)
+        return self.linear(x, *rest)
 
-    def grouped_linear_on_gpu(self, *args: Any) -> Tensor:
-        return self._on_gpu(self.kernels.grouped_linear, self.grouped_linear, args)
+    def grouped_linear_on_gpu(self, x: Tensor, *rest: Any) -> Tensor:
+        weight = self._weight(*self._first(rest)) if self._kernels.takes(x) else None
+        return self.grouped_linear(x, *rest) if weight is None else self._kernels.grouped_linear(x, weight)
 
-    def experts_on_gpu(self, *args: Any) -> Tensor:
-        return self._on_gpu(self.kernels.experts, self.experts, args)
-
-    def _on_gpu(self, kernel: Kernel | None, reference: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        y = None if kernel is None else kernel(*args)
-        return reference(*args) if y is None else y
+    def experts_on_gpu(self, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+        y, alpha = None, rest[-2]
+        if alpha and self._kernels.takes(x):  # no kernel here has GeLU, which is alpha 0
+            (*first, first_bias), (*second, second_bias), numbers, gate = self._layers(rest)
+            gate_up, down = self._weight(tuple(first), numbers), self._weight(tuple(second), numbers)
+            if gate_up is not None and down is not None:
+                biases = first_bias, second_bias
+                y = self._kernels.experts(x, experts, weights, gate_up, down, gate, biases)
+        return self.experts(x, experts, weights, *rest) if y is None else y
 
     # ---------------------------------------------------------------------------------------------------------- checks
 
@@ -242,7 +291,7 @@ class Coded:
         found = {}
         for op, cases in self.cases.items():
             arguments, rest = records[op]()
-            kernel = None if getattr(self.kernels, op) is None else f"{self.module}:CODED.{op}_on_gpu"
+            kernel = f"{self.module}:CODED.{op}_on_gpu" if self.kernels and op in self.on_gpu else None
             schema = f"({', '.join(arguments)}) -> Tensor"
             found[op] = register(Op(name=f"{self.name}_{op}", schema=schema, kernel=kernel, cases=cases, **rest))
         return found
@@ -349,7 +398,7 @@ class Coded:
 
         def run_experts(
             format: WeightFormat, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Given, down: Given,
-            gate: SwiGLU, biases: tuple[Tensor, Tensor] | None,
+            gate: Gate, biases: tuple[Tensor, Tensor] | None,
         ) -> Tensor:  # fmt: skip
             if biases is not None and not self.expert_biases:
                 raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")
@@ -364,7 +413,7 @@ class Coded:
             decode=lambda format, weight: dequantize(*tensors(weight), *numbers(format)),
             grouped=None if grouped is None else run_grouped,
             experts=None if experts is None else run_experts,
-            reads=self.kernels.reads,
+            reads=self._reads if self.kernels else None,
         )
 
 

@@ -1,6 +1,7 @@
 """The attention of a decode step as one op: `rope_cache_write` and `paged_attention` for one token a row, or a round's
 few."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor
 from onegraph.ops.attention import _TOLERANCE, _write_case, keys_read, paged_attention, rope_cache_write
 from onegraph.ops.calls import MAX_TOKENS, PagedDecode
 from onegraph.ops.cases import Draw
+from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _paged_decode(call: PagedDecode) -> Tensor:
-    out = call.composed(rope_cache_write.reference, paged_attention.reference)
+    attend = lambda plain: plain.composed(rope_cache_write.reference, paged_attention.reference)  # noqa: E731
+    out = call.ungated(attend, split_gates.reference, gate_heads.reference)
     step = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
     place, reach = call.positions.unsqueeze(1) + step, call.block_table.shape[1] * call.k_cache.shape[1]
     real = (step < call.counts.unsqueeze(1)) & (place >= 0) & (place < reach)
@@ -28,7 +31,13 @@ def _check(call: PagedDecode) -> None:
     assert rope_cache_write.check is not None
     assert paged_attention.check is not None
     qkv, tickets = call.qkv, call.tickets
-    rope_cache_write.check(*call.write())
+    if call.gated:
+        assert split_gates.check is not None
+        split_gates.check(qkv, call.heads, call.k_cache.shape[-1])
+        plain = qkv.new_empty((*qkv.shape[:2], qkv.shape[2] - call.heads * call.k_cache.shape[-1]))  # never filled
+        rope_cache_write.check(*replace(call, qkv=plain).write())
+    else:
+        rope_cache_write.check(*call.write())
     if not 1 <= qkv.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"paged_decode: qkv holds {qkv.shape[1]} tokens a row; a decode step has 1, a round up to {MAX_TOKENS}: "
@@ -47,7 +56,7 @@ def _check(call: PagedDecode) -> None:
 
 def _case(
     name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, tokens: int = 1,
-    apart: bool = False, **options: Any,
+    apart: bool = False, gated: bool = False, **options: Any,
 ) -> Case:  # fmt: skip
     """The write's case, its caches as long as the positions reach, and what attention needs besides. apart: a page of
     keys, one of values and one of neither, in turn."""
@@ -59,8 +68,13 @@ def _case(
         if apart:
             tensors[-2:] = torch.stack((*tensors[-2:], tensors[-1]), dim=1).unbind(1)[:2]
         tickets = torch.zeros(batch, kv_heads, dtype=torch.int32, device=device)
-        logits = Draw(device, dtype, generator).sinks(heads) if sinks else None
-        return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap
+        draw = Draw(device, dtype, generator)
+        logits = draw.sinks(heads) if sinks else None
+        if gated:
+            q, rest = tensors[0].split((heads * dim, 2 * kv_heads * dim), dim=2)
+            gates = draw.randn(batch, tokens, heads, dim)
+            tensors[0] = torch.cat((torch.stack((q.view_as(gates), gates), dim=3).flatten(2), rest), dim=2)
+        return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap, gated
 
     return Case(name=name, make=make)
 
@@ -151,6 +165,23 @@ paged_decode = register(
                 norm=True, turned=64,
             ),
             _case(
+                "qwen3_5", positions=[0, 300], counts=[1, 1], heads=12, kv_heads=2, dim=256, page_size=16, norm=True,
+                turned=64, gated=True,
+            ),
+            _case(
+                "round_qwen3_5", tokens=4, positions=[12, 700, 3], counts=[4, 3, 0], heads=6, kv_heads=1, dim=256,
+                page_size=16, norm=True, turned=64, gated=True,
+            ),
+            _case("gated_80", positions=[61], counts=[1], heads=4, kv_heads=2, dim=80, page_size=8, gated=True),
+            _case("sixteen", positions=[70, 800], counts=[1, 1], heads=16, kv_heads=1, dim=128, page_size=16),
+            _case(
+                "gemma4", positions=[40, 800], counts=[1, 1], heads=8, kv_heads=1, dim=512, page_size=16, norm=True
+            ),
+            _case(
+                "round_gemma4", tokens=3, positions=[12, 300], counts=[3, 2], heads=8, kv_heads=2, dim=512,
+                page_size=16, norm=True,
+            ),
+            _case(
                 "turned_24_of_80", positions=[61], counts=[1], heads=4, kv_heads=4, dim=80, page_size=8, turned=24
             ),
         ),
@@ -170,6 +201,7 @@ since its keys are added up in other parts; not where `ops.invariant.on`.
 own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.
 
 What is not real, of a row with count 0 or beyond the block table's reach, is not written; where Q is 1 it gets zeros,
-elsewhere what nobody may read. tickets int32
+elsewhere what nobody may read. gated: each query has a gate of D numbers behind it, so that qkv is
+[B, Q, (2 heads + 2 kv_heads) D], and results are multiplied by its sigmoid (`ops.gate`). tickets int32
 [>= B * kv_heads] must be zeros and is left as zeros: programs draw from it who merges. May run in a captured graph, or
 after a kernel launched without the programmatic attribute (rule 4 of `ops/triton/launch.py`)."""

@@ -5,8 +5,6 @@ A weight is the product of the two as float32 rounds it, so exact where a scale 
 bfloat16, float16).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from onegraph.formats.fp8 import E4M3_RMS, NAN
 from onegraph.formats.nvfp4 import E4M3
 from onegraph.formats.weight import Dtypes, Shape
 from onegraph.ops.activation import SwiGLU
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.coded import Coded
 from onegraph.ops.samples import Sample
 
 
@@ -56,39 +54,6 @@ def _sample(name: str, rows: int, columns: int) -> Sample:
     return Sample(name=name, numbers=(rows, columns), make=make)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _dequantize(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.dequantize(codes, scale, rows, columns, torch.float32) if fp8.takes_codes(codes) else None
-
-
-def _linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.linear(x, *rest) if fp8.takes(x) else None
-
-
-def _grouped_linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.grouped_linear(x, *rest) if fp8.takes(x) else None
-
-
-def _experts(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.experts(x, *rest) if fp8.takes(x) else None
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import fp8
-
-    return fp8.reads(format.rows, format.columns, k, dtype, device)
-
-
 _B128, _B32, _MX, _ROWS = (_sample("128", 128, 128), _sample("32", 32, 32), _sample("mx", 1, 32), _sample("rows", 1, 0))
 
 CODED = Coded(
@@ -98,9 +63,8 @@ CODED = Coded(
     numbers=("rows", "columns"),
     decode=_decode,
     wanted=_wanted,
-    kernels=Kernels(
-        dequantize=_dequantize, linear=_linear, grouped_linear=_grouped_linear, experts=_experts, reads=_reads
-    ),
+    kernels="onegraph.ops.cuda.fp8:STREAM",
+    on_gpu=("dequantize", "linear", "grouped_linear", "experts"),
     cases={
         "dequantize": (
             _B128.weight(256, 384),

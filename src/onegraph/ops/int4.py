@@ -2,14 +2,15 @@
 act-order, order int32 [..., k]. A weight is (code - zero) * scale, rounded once, its columns where x has them.
 """
 
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.int4 import COLUMNS
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.activation import SwiGLU
+from onegraph.ops.coded import Coded
 from onegraph.ops.samples import Sample
 
 
@@ -49,26 +50,13 @@ def random_order(k: int, device: torch.device | str, g: torch.Generator) -> Tens
 
 def _groups(columns: int, *, order: bool = False, bf16: bool = False) -> Sample:
     def make(shape: Shape, device: torch.device | str, g: torch.Generator) -> tuple[Tensor | None, ...]:
-        n, k = shape
-        weight = random_weight(n, k, columns, device, g, torch.bfloat16 if bf16 else torch.float16)
-        return *weight, random_order(k, device, g) if order else None
+        *lead, n, k = shape
+        weight = random_weight(math.prod(lead) * n, k, columns, device, g, torch.bfloat16 if bf16 else torch.float16)
+        orders = [random_order(k, device, g) for _ in range(math.prod(lead))] if order else []
+        order_of = torch.stack(orders).view(*lead, k) if orders else None
+        return *(tensor.view(*lead, n, -1) for tensor in weight), order_of
 
     return Sample(name=f"groups of {columns}{', ordered' * order}{', bf16 scales' * bf16}:", make=make)
-
-
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import int4
-
-    return int4.linear(x, codes, scale, *rest) if int4.takes(x, scale) else None
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import int4
-
-    return int4.reads(n, k, format.columns, dtype, device)
 
 
 CODED = Coded(
@@ -78,7 +66,8 @@ CODED = Coded(
     packed=2,
     decode=_decode,
     wanted=_wanted,
-    kernels=Kernels(linear=_linear, reads=_reads),
+    kernels="onegraph.ops.cuda.int4:KERNELS",
+    on_gpu=("linear",),  # experts run the reference there
     cases={
         "dequantize": (
             _groups(32).weight(64, 96),
@@ -99,7 +88,11 @@ CODED = Coded(
             _groups(256).linear((64,), 128, 256),
             _groups(128).linear((0,), 128, 128),
         ),
+        "experts": (
+            _groups(32).experts(1, 2, 6, 64, 96, SwiGLU()),
+            _groups(32, order=True).experts(5, 2, 4, 64, 32, SwiGLU()),
+        ),
     },
 )
-int4_dequantize, int4_linear = CODED.ops.values()
+int4_dequantize, int4_linear, int4_experts = CODED.ops.values()
 WEIGHT = CODED.weight

@@ -5,7 +5,6 @@ weight is exact; in float16 those are that float16 holds.
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from onegraph.formats.mxfp4 import GROUP, ONE
 from onegraph.formats.nvfp4 import E2M1_RMS
 from onegraph.formats.weight import Dtypes, Shape
 from onegraph.ops.activation import SwiGLU
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.coded import Coded
 from onegraph.ops.nvfp4 import decode_e2m1
 from onegraph.ops.samples import Sample
 
@@ -43,37 +42,6 @@ def random_weight(shape: Shape, device: torch.device | str, g: torch.Generator) 
     return codes.to(device), scale.to(device)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _linear(x: Tensor, codes: Tensor, scale: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.linear(x, codes, scale, None, *rest) if nvfp4.takes(x) else None
-
-
-def _grouped_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.grouped_linear(x, codes, scale, None) if nvfp4.takes(x) else None
-
-
-def _experts(x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, *gate = rest
-    if not nvfp4.takes_experts(x, down.shape[2] * 2, experts.shape[1]):
-        return None
-    layers = gate_up, gate_up_scale, None, down, down_scale, None
-    return nvfp4.experts(x, experts, weights, *layers, *gate, biases=(gate_up_bias, down_bias))
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.reads(n, k, dtype, device, scaled=False)
-
-
 _ANY, _V4, _GPT_OSS = Sample(make=random_weight), SwiGLU(10.0), SwiGLU(7.0, 1.702, 1.0)
 
 CODED = Coded(
@@ -85,7 +53,7 @@ CODED = Coded(
     decode=_decode,
     wanted=_wanted,
     expert_biases=True,
-    kernels=Kernels(linear=_linear, grouped_linear=_grouped_linear, experts=_experts, reads=_reads),
+    kernels="onegraph.ops.cuda.nvfp4:MX_STREAM",
     cases={
         "dequantize": (_ANY.weight(64, 96), _ANY.weight(1, 32)),
         "linear": (

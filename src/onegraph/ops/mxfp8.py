@@ -4,15 +4,13 @@ weight is exact where float32 holds the number.
 On a GPU few tokens run straight from the codes where k is a multiple of 128 (`ops/cuda/mxfp8.py`).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from onegraph.formats.mxfp4 import E8M0, GROUP, ONE
 from onegraph.formats.weight import Dtypes, Shape
 from onegraph.ops.activation import SwiGLU
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.coded import Coded
 from onegraph.ops.fp8 import CODED as FP8
 from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.samples import Sample
@@ -34,39 +32,6 @@ def random_weight(shape: Shape, device: torch.device | str, g: torch.Generator) 
     return codes.to(device), (scale.log2().round() + ONE).to(device, torch.uint8)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _dequantize(codes: Tensor, scale: Tensor) -> Tensor | None:
-    from onegraph.ops.cuda import mxfp8
-
-    return mxfp8.dequantize(codes, scale, torch.float32) if mxfp8.takes_codes(codes) else None
-
-
-def _linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import mxfp8
-
-    return mxfp8.linear(x, *rest) if mxfp8.takes(x) else None
-
-
-def _grouped_linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import mxfp8
-
-    return mxfp8.grouped_linear(x, *rest) if mxfp8.takes(x) else None
-
-
-def _experts(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import mxfp8
-
-    return mxfp8.experts(x, *rest) if mxfp8.takes(x) else None
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import mxfp8
-
-    return mxfp8.reads(k, dtype, device)
-
-
 _ANY = Sample(make=random_weight)
 
 CODED = Coded(
@@ -75,9 +40,8 @@ CODED = Coded(
     tensors=("codes", "scale"),
     decode=_decode,
     wanted=_wanted,
-    kernels=Kernels(
-        dequantize=_dequantize, linear=_linear, grouped_linear=_grouped_linear, experts=_experts, reads=_reads
-    ),
+    kernels="onegraph.ops.cuda.mxfp8:STREAM",
+    on_gpu=("dequantize", "linear", "grouped_linear", "experts"),
     cases={
         "dequantize": (_ANY.weight(24, 96), _ANY.weight(2, 17, 40)),
         "linear": (

@@ -4,15 +4,13 @@ global_scale float32 [..., n], one a row: layers that are fused keep their own. 
 A weight is not a cache row, which has no global scale: those are in `ops/nvfp4.py`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from onegraph.formats.nvfp4 import GROUP
 from onegraph.formats.weight import Dtypes, Shape
 from onegraph.ops.activation import SwiGLU
-from onegraph.ops.coded import Coded, Kernels
+from onegraph.ops.coded import Coded
 from onegraph.ops.nvfp4 import decode_e2m1, times_scales
 from onegraph.ops.samples import Sample
 
@@ -36,34 +34,6 @@ def random_weight(shape: Shape, device: torch.device | str, g: torch.Generator) 
     return codes.to(device), scale.to(device), global_scale.to(device)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a GPU
-
-
-def _linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.linear(x, *rest) if nvfp4.takes(x) else None
-
-
-def _grouped_linear(x: Tensor, *rest: Any) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.grouped_linear(x, *rest) if nvfp4.takes(x) else None
-
-
-def _experts(x: Tensor, experts: Tensor, weights: Tensor, *layers: Any) -> Tensor | None:
-    from onegraph.ops.cuda import nvfp4
-
-    taken = nvfp4.takes_experts(x, layers[3].shape[2] * 2, experts.shape[1])
-    return nvfp4.experts(x, experts, weights, *layers) if taken else None
-
-
-def _reads(format: Any, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    from onegraph.ops.cuda import nvfp4
-
-    return nvfp4.reads(n, k, dtype, device, scaled=True)
-
-
 _ANY, _V4 = Sample(make=random_weight), SwiGLU(10.0)
 
 CODED = Coded(
@@ -74,7 +44,7 @@ CODED = Coded(
     group=GROUP,
     decode=_decode,
     wanted=_wanted,
-    kernels=Kernels(linear=_linear, grouped_linear=_grouped_linear, experts=_experts, reads=_reads),
+    kernels="onegraph.ops.cuda.nvfp4:STREAM",
     cases={
         "dequantize": (_ANY.weight(48, 64), _ANY.weight(3, 16, 32)),
         "linear": (

@@ -109,18 +109,19 @@ def _check(call: TurboQuantWrite) -> None:
     dim = turn.shape[0]
     layout = layout_in(op, call, dim)
     kv_heads = cache.shape[1]
-    check_tokens(op, call, call.heads, kv_heads, dim)
+    check_tokens(op, call, call.heads, kv_heads, dim, partial=True)
     if call.kind not in SCALES:
         raise ValueError(f"{op}: kind is {call.kind!r}; allowed are {', '.join(SCALES)}")
     if (call.ring is None) != (call.slots is None):
         raise ValueError(f"{op}: ring and slots go together: give both or neither")
+    norm = torch.float32 if call.q_norm is not None and call.q_norm.dtype == torch.float32 else qkv.dtype
     check_tensors(
         op, qkv.device,
         qkv=(qkv, qkv.dtype, tuple(qkv.shape)),
-        q_norm=(call.q_norm, qkv.dtype, (dim,)),
-        k_norm=(call.k_norm, qkv.dtype, (dim,)),
-        cos=(call.cos, torch.float32, (-1, dim // 2)),
-        sin=(call.sin, torch.float32, (-1, dim // 2)),
+        q_norm=(call.q_norm, norm, (dim,)),
+        k_norm=(call.k_norm, norm, (dim,)),
+        cos=(call.cos, torch.float32, (-1, -1)),
+        sin=(call.sin, torch.float32, (-1, -1)),
         turn=(turn, qkv.dtype, (dim, dim)),
         k_codebook=(call.k_codebook, torch.float32, (1 << layout.k_bits,)),
         v_codebook=(call.v_codebook, torch.float32, (1 << layout.v_bits,)),
@@ -133,11 +134,16 @@ def _check(call: TurboQuantWrite) -> None:
 def _case(
     name: str, *, tokens: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int], positions: list[int],
     counts: list[int], page_size: int = 16, kind: str = "matched", norm: bool = False, rope: bool = True,
-    ring: int = 0, exact: bool = False, rotation: str = "hadamard",
+    ring: int = 0, exact: bool = False, rotation: str = "hadamard", turned: int | None = None,
 ) -> Case:  # fmt: skip
+    """turned: coordinates of a head that rotate, all of them unless said; fewer come with norms in float32."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         draw, rows = Draw(device, dtype, generator), len(positions)
-        brought = draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope)
+        brought = list(draw.tokens(heads, kv_heads, dim, tokens, positions, counts, page_size, norm, rope))
+        if turned is not None:
+            brought[1:3] = (t if t is None else t.float() for t in brought[1:3])
+            brought[4:6] = (t[:, : turned // 2].contiguous() for t in brought[4:6])
         shape = TurboQuantLayout(dim, *bits, page_size=page_size).cache_shape(1 + brought[8].numel(), kv_heads)
         return (
             *brought,
@@ -165,6 +171,12 @@ _CASES = (
     _case("qr_96", tokens=5, heads=6, kv_heads=1, dim=96, bits=(2, 3), positions=[2], counts=[4], rotation="qr"),
     _case("dim_192", tokens=1, heads=2, kv_heads=2, dim=192, bits=(4, 4), positions=[3], counts=[1]),
     _case("mqa_256", tokens=1, heads=16, kv_heads=1, dim=256, bits=(2, 4), positions=[40], counts=[1], exact=True),
+    _case("qwen3_5", tokens=2, heads=6, kv_heads=1, dim=256, bits=(4, 4), positions=[31, 5], counts=[2, 1], norm=True,
+          turned=64, ring=24),
+    _case("turned_24_of_80", tokens=3, heads=4, kv_heads=4, dim=80, bits=(3, 4), positions=[7, 0], counts=[3, 2],
+          turned=24),
+    _case("gemma4_512", tokens=2, heads=8, kv_heads=2, dim=512, bits=(4, 4), positions=[7, 30], counts=[2, 1],
+          norm=True, ring=24),
     _case("chunk_ring", tokens=24, heads=4, kv_heads=2, dim=64, bits=(4, 4), positions=[8, 3], counts=[21, 9], ring=16,
           exact=True),
 )  # fmt: skip
@@ -194,7 +206,8 @@ turboquant_write = register(
 )
 """qkv [B, Q, (heads + 2 kv_heads) D] -> (q [B, Q, heads, D], kv [B, Q, 2, kv_heads, D] or, without `exact`, empty).
 
-As `rope_cache_write`: per head an optional RMSNorm of q and k, rotate-half RoPE, result rounded to qkv's dtype; tokens
+As `rope_cache_write`: per head an optional RMSNorm of q and k (weights of qkv's dtype or float32), rotate-half RoPE of
+all of a head or its first coordinates, result rounded to qkv's dtype; tokens
 at positions[b] + i of which counts[b] are real; page 0 and the q of other tokens are anyone's. Then every vector is
 turned, x @ turn / sqrt(D) with `turn` [D, D] the transpose of `formats.turboquant.rotation` in qkv's dtype, and so they
 come back: q, and with `exact` keys and values too. Keys and values of real tokens go into `cache` uint8 [pages,

@@ -162,6 +162,7 @@ _CASES = (
     case("gqa_96", bits=(2, 3), heads=6, kv_heads=1, dim=96, tokens=3, positions=[61], counts=[3]),
     case("gqa_96_k4v2", bits=(4, 2), heads=6, kv_heads=1, dim=96, positions=[61], counts=[1]),
     case("dim_192", bits=(4, 3), heads=4, kv_heads=2, dim=192, positions=[333], counts=[1], page_size=32),
+    case("gqa_512", bits=(4, 4), heads=8, kv_heads=1, dim=512, positions=[333, 7], counts=[1, 1]),
     case("mqa_256", bits=(3, 4), heads=16, kv_heads=1, dim=256, positions=[333, 64], counts=[1, 1], page_size=32),
 )  # fmt: skip
 

@@ -88,6 +88,7 @@ _CASES = (
     _case("limit", bits=(4, 3), tokens=3, positions=[200, 90], counts=[3, 3], window=16, limit=50, **_LLAMA),
     _case("many", bits=(2, 2), tokens=8, positions=[90] * 9, counts=[8, 1] + [8] * 7, window=16, **_LLAMA),
     _case("mha_80", bits=(4, 4), heads=4, kv_heads=4, dim=80, positions=[70, 130], counts=[1, 1], window=16),
+    _case("gqa_512", bits=(4, 4), heads=8, kv_heads=1, dim=512, positions=[333, 64], counts=[1, 1]),
     _case("mqa_256", bits=(3, 4), heads=16, kv_heads=1, dim=256, positions=[333, 64], counts=[1, 1]),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,14 @@ def key_of(*parts: Any) -> str:
     return digest.hexdigest()
 
 
+def _check_regular(folder: Path) -> None:
+    """Raises ValueError for a link, a pipe or a folder among the files: what is written there would go elsewhere."""
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process's
+            if not stat.S_ISREG(file.lstat().st_mode):
+                raise ValueError(f"{file} is not a regular file, as those of unfinished work are; move it away")
+
+
 def _own(name: str) -> bool:
     return name == "lock" or (name.startswith(".") and name.endswith(".tmp"))
 
@@ -52,7 +61,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 class Partial:
     """A directory of pieces `<name>.safetensors`, each there whole or not at all, all of one source checkpoint. Each
-    names what it depends on (`key_of`), and is there only for who asks for just that.
+    names what it depends on (`key_of`), and is found only with exactly that key.
 
     One process holds the directory, until `close`; a lock of a process that has died is none.
 
@@ -78,6 +87,8 @@ class Partial:
         self._asked: dict[str, str] = {}  # piece -> key, of this job
         self._made: set[str] = set()  # pieces that this job has written
         label = self.path / "job"
+        if self.path.exists():
+            _check_regular(self.path)
         if self.path.exists() and not label.is_file() and any(not _own(file.name) for file in self.path.iterdir()):
             raise ValueError(f"{self.path} exists and is no unfinished quantization; move it away")
         self._lock: TextIO | None = _locked(self.path)

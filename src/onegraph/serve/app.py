@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -21,31 +21,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onegraph.api.completion import copies
-from onegraph.engine.arguments import ArgumentError
-from onegraph.engine.params import SamplingParams
-from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph import __version__
+from onegraph.serve.body import Bodies
+from onegraph.serve.connection import STALLED
+from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
-from onegraph.serve.protocol import Asked, Refused, parse
-from onegraph.serve.reply import Reply, dumps
+from onegraph.serve.prompts import Prompts
+from onegraph.serve.protocol import Refused, overloaded, parse, parse_detokenize, parse_tokenize
+from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
-from onegraph.serve.tools import CallForm, find_form
 from onegraph.serve.worker import Full, Stopped, Worker
 
-BODY_SECONDS = 60  # in which a body must be there
-DISCARDED = 1 << 28  # bytes of a body too large that are read and dropped, so that its sender gets to read the answer
-STALLED = 60  # seconds that a client may take to read what the sockets' buffers do not hold
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins: of web pages whose
-    scripts may ask, as browsers tell them, "*" for all."""
+    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`."""
 
     name: str
     api_key: str | None = None
     max_body: int = 4 << 20
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
 
 
 class Server:
@@ -55,13 +53,7 @@ class Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker)
         self.created = int(time.time())
-        self._ended = False
-        self._bodies: set[asyncio.Timeout] = set()  # that have not come yet
-
-    @cached_property
-    def form(self) -> CallForm | None:
-        """How the model calls functions, None where it does not."""
-        return find_form(self.worker.llm.tokenizer.template)
+        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm)
 
     def app(self) -> Starlette:
         routes = [
@@ -69,30 +61,34 @@ class Server:
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{name:path}", self._guarded(self.model)),
+            Route("/v1/embeddings", self._guarded(self.embeddings), methods=["POST"]),
+            Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
+            Route("/version", self._guarded(self.version)),
             Route("/health", self.health),
-            Route("/metrics", self.report),
+            Route("/metrics", self._guarded(self.report)),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
         pages = Middleware(
             CORSMiddleware, allow_origins=self.settings.origins, allow_methods=["*"], allow_headers=["*"]
         )
         middleware = [pages] if self.settings.origins else []
-        middleware.insert(0, Middleware(_CutOff))
+        guard = Middleware(Guard, hosts=self.settings.hosts, origins=self.settings.origins)
+        middleware = [Middleware(_CutOff), guard, *middleware]
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan, middleware=middleware)
 
     def end(self) -> None:
-        """Whoever still waits for an answer, or has not sent all of a request, gets an error. In the event loop."""
-        self._ended = True
+        """Every request that has no answer yet, or is not complete, gets an error. In the event loop."""
         self.worker.stop()
-        for body in self._bodies:
-            if not body.expired():
-                body.reschedule(0)
+        self.bodies.end()
+        self.prompts.close()
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            self.prompts.close()
             await asyncio.to_thread(self.worker.close)
 
     def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -144,9 +140,49 @@ class Server:
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, chat=True)
 
+    async def embeddings(self, request: Request) -> Response:
+        raise Refused("embeddings are not supported: this server generates text", status=404, code="not_supported")
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            model, asked, special = parse_tokenize(body)
+            tokens = await self._tokenized(request, model, self.prompts.tokenize(asked, special))
+        about = {"count": len(tokens), "max_model_len": self.worker.llm.max_context}
+        return json_response(about | {"tokens": tokens, "token_strs": None})
+
+    async def detokenize(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            model, tokens = parse_detokenize(body)
+            return json_response({"prompt": await self._tokenized(request, model, self.prompts.detokenize(tokens))})
+
+    async def _tokenized(self, request: Request, model: str | None, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives, which counts towards the queue like an answer."""
+        with contextlib.closing(work):
+            if model is not None:
+                self._check_name(model)
+            with self._reserved(1):
+                return await _while_connected(request, work)
+
+    @contextlib.contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        """Places in the queue for as long as the context lasts; of an answer, `Worker.submit` goes on from there."""
+        try:
+            self.worker.reserve(count)
+        except Full:
+            raise overloaded() from None
+        except Stopped as stopped:
+            raise Refused(str(stopped), status=503) from None
+        try:
+            yield
+        finally:
+            self.worker.release(count)
+
     def _card(self) -> dict[str, Any]:
         about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
-        return about | {"max_model_len": self.worker.llm.max_context}
+        return about | {"max_model_len": self.worker.llm.max_model_len}
 
     def _check_name(self, name: str | None) -> None:
         if name != self.settings.name:
@@ -156,111 +192,32 @@ class Server:
     # --------------------------------------------------------------------------------------------------------- answers
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
-        asked = parse(await self._body(request), chat=chat)
-        self._check_name(asked.model)
-        if self.worker.full:  # before any work is done for it
-            raise _overloaded()
-        sequences, prompt_tokens = await asyncio.to_thread(self._sequences, asked)  # a long prompt takes a while
-        started = time.perf_counter()
-        try:
-            answers, pieces = self.worker.submit(sequences, asked.stops)
-        except Full:
-            raise _overloaded() from None
-        except Stopped as stopped:
-            raise Refused(str(stopped), status=503) from None
-        reply = Reply(asked, self.settings.name, prompt_tokens, self.form)
+        async with self.bodies.read(request) as body:
+            asked = parse(body, chat=chat)
+            self._check_name(asked.model)
+            if asked.answers > self.worker.limit:
+                message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"
+                raise Refused(f"{message} at once", param="n")
+            started = time.perf_counter()
+            with self._reserved(asked.answers):
+                sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
+                try:
+                    answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True)
+                except Stopped as stopped:
+                    raise Refused(str(stopped), status=503) from None
+        form = None if asked.tools is None else self.prompts.form
+        reply = Reply(asked, self.settings.name, prompt_tokens, form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
         return await self._whole(request, reply, timed, answers)
 
-    async def _body(self, request: Request) -> bytes:
-        limit, size, parts = self.settings.max_body, 0, []
-        try:
-            async with asyncio.timeout(0 if self._ended else BODY_SECONDS) as waiting, self._counted(waiting):
-                async for part in request.stream():
-                    size += len(part)
-                    if size <= limit:
-                        parts.append(part)
-                    elif size > limit + DISCARDED:
-                        break
-        except TimeoutError:
-            if self._ended:
-                raise Refused("the server is shutting down", status=503) from None
-            raise Refused(f"the body did not come within {BODY_SECONDS} s", status=408) from None
-        if size > limit:
-            raise Refused(f"the body has more than {limit} bytes (--max-body)", status=413)
-        return b"".join(parts)
-
-    @asynccontextmanager
-    async def _counted(self, body: asyncio.Timeout) -> AsyncIterator[None]:
-        self._bodies.add(body)
-        try:
-            yield
-        finally:
-            self._bodies.remove(body)
-
-    def _sequences(self, asked: Asked) -> tuple[list[EngineSequence], int]:
-        """What the engine is to do, and how many tokens the prompts have."""
-        llm = self.worker.llm
-        name = _field("prompt", asked) or ""
-        try:
-            if asked.messages is not None:
-                if asked.speaks_of_tools and self.form is None:
-                    raise Refused(
-                        "tools: the model's chat template knows none, or writes calls in a form that is not known here",
-                        param="tools" if asked.tools else "messages", code="unsupported_parameter",
-                    )  # fmt: skip
-                tools = None if asked.tools is None else asked.tools.defined
-                prompts = [llm.tokenizer.chat(asked.messages, asked.thinking, tools)]
-            else:
-                prompts = [llm.tokenizer.encode(p) if isinstance(p, str) else p for p in asked.prompts]
-            name, most = "", self.worker.limit
-            if (count := len(prompts) * asked.sampling.get("n", 1)) > most:
-                raise Refused(
-                    f"the request asks for {count} answers; {most} can be computed or wait at once", param="n"
-                )
-            stops = () if asked.ignore_eos else sorted(llm.tokenizer.stops)
-            base = SamplingParams(stop=stops, **asked.sampling)
-            rows = [
-                (prompt, replace(params, max_tokens=self._length(asked, prompt)))
-                for prompt in prompts
-                for params in copies(base)
-            ]
-            return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
-        except ValueError as error:  # a TemplateError or CheckpointError, too
-            raise Refused(str(error), param=_field(_named(error), asked, name)) from None
-
-    def _length(self, asked: Asked, prompt: list[int]) -> int:
-        context = self.worker.llm.max_context
-        room = context - len(prompt)
-        wanted = asked.max_tokens or max(room, 1)
-        if wanted > room:
-            cure = (
-                f"lower max_tokens to {room}, or shorten the prompt"
-                if room > 0
-                else f"shorten the prompt to {context - 1} tokens or less"
-            )
-            message = (
-                f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}; {cure}"
-            )
-            param = "max_tokens" if room > 0 else _field("prompt", asked)
-            raise Refused(message, param=param, code="context_length_exceeded")
-        return wanted
-
     async def _whole(
         self, request: Request, reply: Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
     ) -> Response:
-        gone = asyncio.create_task(_disconnected(request.receive))
-        work = asyncio.create_task(reply.whole(pieces))
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            return json_response(work.result())
+            return json_response(await _while_connected(request, reply.whole(pieces)))
         finally:
-            gone.cancel()
-            work.cancel()
             self.worker.cancel(answers)
 
 
@@ -318,32 +275,23 @@ async def _until_over(pieces: asyncio.Queue[Piece], count: int) -> AsyncIterator
             return
 
 
-def _named(error: ValueError) -> str:
-    return error.field if isinstance(error, ArgumentError) else ""
-
-
-def _field(what: str, asked: Asked, otherwise: str = "") -> str | None:
-    """The request's field for an argument of the engine or the tokenizer; `otherwise` where it has none."""
-    text = "prompt" if asked.messages is None else "messages"
-    forms = {"thinking": "chat_template_kwargs", "json_schema": "tools" if asked.tools else "response_format"}
-    if what in forms:
-        return forms[what]
-    if what == "prompt":
-        return text
-    return otherwise or (what if what in asked.sampling else None)
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _overloaded() -> Refused:
-    return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
-
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(dumps(value), status, headers, media_type="application/json")
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises ClientDisconnect, and cancels `work`, where the client goes before."""
+    gone = asyncio.create_task(_disconnected(request.receive))
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

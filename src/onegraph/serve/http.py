@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.connection import MAX_HEAD, Connection, connection_limit
 from onegraph.serve.worker import Stopped, Worker
 
 BACKLOG = 2048  # connections that wait until they are taken: all that come while the model is loaded
@@ -68,7 +69,17 @@ def listen(
     except Stopped as error:
         raise ValueError(str(error)) from None
     server = Server(worker, settings)
-    config = uvicorn.Config(server.app(), log_level="warning", access_log=False, server_header=False, backlog=BACKLOG)
+    config = uvicorn.Config(
+        server.app(),
+        http=type("Limited", (Connection,), {"limit": connection_limit()}),  # one parser, whatever is installed
+        loop="asyncio",
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        backlog=1,  # connections that asyncio accepts before it handles one: out of files, it would try so many times
+        log_level="error",
+        access_log=False,
+        server_header=False,
+    )
     listener = _Uvicorn(config, server, grace, ready, ending)
     with _handled(listener.handle_exit):
         listener.run(sockets=[found])
@@ -120,8 +131,18 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # asyncio has set it to its own
         if self.started:
             self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a second
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, Connection):
+                    connection.expire(now)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +11,13 @@ from typing import Any
 from onegraph.api.chat import THINKING
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import MAX_LOGPROBS
-from onegraph.serve.text import TokenText
+from onegraph.serve.text import PARTIAL, TokenText
 from onegraph.serve.tools import Tools, parse_call, parse_tools
 
 Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
 MAX_DIGITS = 1000  # of an integer
-PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
-DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
 
 
 class Refused(Exception):
@@ -33,12 +32,17 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def overloaded() -> Refused:
+    return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
     sampling: fields of SamplingParams. usage: whether a stream ends with token counts. tools: that the answer may call.
-    thinking: as `ChatTemplate.render` takes it. ignore_eos: the model's own stop tokens end nothing.
+    thinking: as `ChatTemplate.render` takes it. ignore_eos: the model's own stop tokens end nothing. stop_ids: tokens
+    that end the answer besides. keep: of longer prompts the last so many tokens; None for all.
     """
 
     model: str
@@ -52,6 +56,21 @@ class Asked:
     tools: Tools | None = None
     thinking: bool | None = None
     ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    keep: int | None = None
+
+    @property
+    def answers(self) -> int:
+        """How many it asks for."""
+        count: int = len(self.prompts) * self.sampling.get("n", 1)
+        return count
+
+    @property
+    def size(self) -> int:
+        """Characters of all texts, or token ids."""
+        if self.messages is None:
+            return sum(map(len, self.prompts))
+        return len(json.dumps([self.messages, None if self.tools is None else self.tools.defined]))
 
     @property
     def speaks_of_tools(self) -> bool:
@@ -62,6 +81,43 @@ class Asked:
 
 def parse(body: bytes, *, chat: bool) -> Asked:
     """Raises Refused for what is malformed, unknown or not supported."""
+    fields = _object(body)
+    if "best_of" in fields and _equal(fields["best_of"], fields.get("n", 1)):
+        del fields["best_of"]
+    for name in [name for name in fields if name in _OFF or name in _IGNORED]:
+        if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
+            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+        del fields[name]
+    _check(fields, {**_FIELDS, **(_CHAT if chat else _COMPLETION)})
+    return _asked(fields, chat)
+
+
+def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
+    """The model that a body of /tokenize names, its text or conversation, and whether the tokenizer adds its special
+    tokens. Raises Refused."""
+    fields = _object(body)
+    for name in ("add_generation_prompt", "return_token_strs", "continue_final_message"):
+        if _equal(fields.get(name, name == "add_generation_prompt"), name == "add_generation_prompt"):
+            fields.pop(name, None)
+    _check(fields, _TOKENIZE)
+    chat = "messages" in fields
+    if chat == ("prompt" in fields):
+        raise Refused("give either prompt or messages", param="messages" if chat else "prompt")
+    model, special = fields.pop("model", None), fields.pop("add_special_tokens", True)
+    return model, _asked({"model": model or "", **fields}, chat), special
+
+
+def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
+    """The model that a body of /detokenize names, and its tokens. Raises Refused."""
+    fields = _object(body)
+    _check(fields, _DETOKENIZE)
+    if "tokens" not in fields:
+        raise Refused("tokens is missing", param="tokens")
+    return fields.get("model"), fields["tokens"]
+
+
+def _object(body: bytes) -> dict[str, Json]:
+    """A JSON object without its fields that are null."""
     try:
         fields = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
@@ -69,27 +125,28 @@ def parse(body: bytes, *, chat: bool) -> Asked:
         raise Refused(f"the body is not JSON: {what}") from None
     if not isinstance(fields, dict):
         raise Refused(f"the body is {_shown(fields)}; a JSON object is expected")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    for name in [name for name in fields if name in _OFF or name in _IGNORED]:
-        if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
-            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-        del fields[name]
-    known = {**_FIELDS, **(_CHAT if chat else _COMPLETION)}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check(fields: Mapping[str, Json], known: Mapping[str, _Check]) -> None:
     if unknown := sorted(fields.keys() - known.keys()):
         raise Refused(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])
     for name, value in fields.items():
         fine, allowed = known[name]
         if not fine(value):
             raise Refused(f"{name}: got {_shown(value)}; allowed is {allowed}", param=name)
-    return _asked(fields, chat)
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
-    """As a choice of a chat has them."""
+    """As a choice of a chat has them: a part of a character is its bytes, as in \\xe2\\x82."""
 
     def one(told: TokenText) -> Json:
-        bytes_ = None if PARTIAL in told.text else list(told.text.encode())
-        return {"token": told.text, "logprob": told.logprob, "bytes": bytes_}
+        text, data = told.text, told.text.encode()
+        if PARTIAL in text and told.data is None:
+            return {"token": text, "logprob": told.logprob, "bytes": None}
+        if told.data is not None:
+            text, data = told.data.decode("utf-8", "backslashreplace"), told.data
+        return {"token": text, "logprob": told.logprob, "bytes": list(data)}
 
     return {"content": [one(told) | {"top_logprobs": list(map(one, told.top))} for told in tokens]}
 
@@ -143,13 +200,15 @@ def _asked(fields: dict[str, Json], chat: bool) -> Asked:
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
         sampling=sampling,
-        max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
+        max_tokens=length,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
         tools=tools,
         thinking=next(iter(fields.get("chat_template_kwargs", {}).values()), None),
         ignore_eos=fields.get("ignore_eos", False),
+        stop_ids=tuple(fields.get("stop_token_ids", ())),
+        keep=fields.get("truncate_prompt_tokens"),
     )
 
 
@@ -167,9 +226,11 @@ def _message(at: int, message: Json) -> dict[str, Any]:
         raise Refused(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
     message = {name: value for name, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise Refused(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
     calls = message.get("tool_calls", []) if role == "assistant" else []
+    if message.get("annotations") == []:  # of OpenAI's own answers
+        del message["annotations"]
     if unknown := sorted(message.keys() - {"role", "content", "name", *_ROLES[role]}):
         raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if calls else content
@@ -251,6 +312,21 @@ def _is_format(value: Json) -> bool:
     return isinstance(value.get("json_schema"), dict) and isinstance(value["json_schema"].get("schema"), dict)
 
 
+_GUIDED: Mapping[str, Callable[[Json], bool]] = {
+    "json": lambda v: isinstance(v, dict | str),
+    "regex": lambda v: isinstance(v, str),
+    "choice": lambda v: isinstance(v, list) and 0 < len(v) <= 1000 and all(isinstance(each, str) for each in v),
+}
+
+
+def _is_guided(value: Json) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) == 1
+        and all(name in _GUIDED and _GUIDED[name](each) for name, each in value.items())
+    )
+
+
 def _is_thinking(value: Json) -> bool:
     return isinstance(value, dict) and len(value) == 1 and value.keys() <= {*THINKING} and _is_flag(*value.values())
 
@@ -261,7 +337,7 @@ def _is_flag(value: Json) -> bool:
 
 def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     """Fields of SamplingParams."""
-    found = {"temperature": 1.0} | {name: fields[name] for name in _SAMPLING if name in fields}
+    found = {name: fields[name] for name in _SAMPLING if name in fields}
     if found.get("top_k") == -1:  # vLLM's word for all tokens
         found["top_k"] = 0
     if chat and fields.get("logprobs"):
@@ -273,6 +349,14 @@ def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     wanted = fields.get("response_format", {"type": "text"})
     if wanted["type"] != "text":
         found["json_schema"] = wanted["json_schema"]["schema"] if "json_schema" in wanted else {"type": "object"}
+    guided = [(name, fields[f"guided_{name}"], f"guided_{name}") for name in _GUIDED if f"guided_{name}" in fields]
+    guided += [(name, value, "structured_outputs") for name, value in fields.get("structured_outputs", {}).items()]
+    for name, value, where in guided:
+        if "json_schema" in found or "regex" in found:
+            raise Refused(f"{where}: the request constrains the answer in another way too; give one", param=where)
+        if name == "choice":
+            value = "|".join(map(re.escape, value))
+        found["json_schema" if name == "json" else "regex"] = value
     return found
 
 
@@ -299,6 +383,12 @@ _FIELDS: Mapping[str, _Check] = {
     "top_k": (lambda v: _is_int(v) and -1 <= v < 1 << 31, "a whole number up to 2147483647, 0 or -1 for all tokens"),
     "seed": (lambda v: _is_int(v) and -(1 << 63) <= v <= MAX_SEED, f"a whole number from {-(1 << 63)} to {MAX_SEED}"),
     "ignore_eos": _FLAG,
+    "stop_token_ids": (lambda v: isinstance(v, list) and len(v) <= 64 and all(map(_is_int, v)), "up to 64 token ids"),
+    "truncate_prompt_tokens": _COUNT,
+    "guided_json": (_GUIDED["json"], "a JSON schema"),
+    "guided_regex": (_GUIDED["regex"], "a regular expression"),
+    "guided_choice": (_GUIDED["choice"], "a list of up to 1000 texts"),
+    "structured_outputs": (_is_guided, "an object with json, regex or choice"),
     "stop": (_is_stop, f"a text, or up to {MAX_STOPS} texts of at most {MAX_STOP} characters"),
     "n": (lambda v: _is_int(v) and 1 <= v <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
     "stream": _FLAG,
@@ -319,6 +409,16 @@ _CHAT: Mapping[str, _Check] = {
     "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required, or an object that names a function"),
     "parallel_tool_calls": _FLAG,
 }
+_TOKENIZE: Mapping[str, _Check] = {
+    "model": _FIELDS["model"],
+    "prompt": (lambda v: isinstance(v, str), "a text"),
+    "add_special_tokens": _FLAG,
+    **{name: _CHAT[name] for name in ("messages", "tools", "chat_template_kwargs")},
+}
+_DETOKENIZE: Mapping[str, _Check] = {
+    "model": _FIELDS["model"],
+    "tokens": (lambda v: isinstance(v, list) and all(_is_int(i) and 0 <= i < 1 << 31 for i in v), "token ids"),
+}
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
 _THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; models are not shown their old thoughts
@@ -326,7 +426,7 @@ _THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; mod
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "system": (), "developer": (), "user": (), "assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",),
 }  # fmt: skip
-# What we do not do, and the values that ask for nothing; clients send those of their own accord.
+# What is not supported, and the values that ask for nothing; clients send those of their own accord.
 _OFF: Mapping[str, tuple[Json, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
@@ -338,5 +438,30 @@ _OFF: Mapping[str, tuple[Json, ...]] = {
     "prediction": (),
     "modalities": (["text"],),
     "store": (False,),
+    # vLLM's and others'
+    "min_tokens": (0,),
+    "priority": (0,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "prompt_logprobs": (False,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+    "mirostat": (0,),
+    "repeat_penalty": (1,),
 }
-_IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",
+    "cache_prompt",
+}  # fmt: skip

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from functools import cached_property
 from typing import Any
 
+from starlette.responses import Response
+
 from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs
 from onegraph.serve.text import Piece
 from onegraph.serve.tools import FORCED, CallForm, CallText
@@ -92,6 +94,10 @@ class Reply:
 def dumps(value: Any) -> bytes:
     """A lone surrogate, which a client may send as an escape, has no UTF-8: it comes back as '?'."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumps(value), status, headers, media_type="application/json")
 
 
 def event(value: Any) -> bytes:

@@ -14,19 +14,22 @@ from onegraph.api.tokenizer import TextStream, Tokenizer, advance
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
+PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
 TOGETHER = 8  # tokens of one answer that become text in one call
 
 
 @dataclass(frozen=True)
 class TokenText:
     """A token, its text alone, its log-probability, and the likeliest in its place. offset: characters of the answer in
-    front of it; parts of one character have the same."""
+    front of it; parts of one character have the same. data: the bytes of a part of a character, where they are known.
+    """
 
     token: int
     text: str
     logprob: float
     top: tuple[TokenText, ...] = ()
     offset: int = 0
+    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Writer:
 
     def __init__(self, tokenizer: Tokenizer, on_stop: Callable[[Answer], None]) -> None:
         self.tokenizer, self._on_stop = tokenizer, on_stop
+        self._alone: dict[int, tuple[str, bytes | None]] = {}  # see `_learn`
         self._drawn: queue.SimpleQueue[list[tuple[Answer, list[int], bool]] | None] = queue.SimpleQueue()
 
     def put(self, drawn: list[tuple[Answer, list[int], bool]] | None) -> None:
@@ -159,18 +163,23 @@ class Writer:
             return ()
         found = answer.sequence.logprobs[answer.told : answer.told + count]
         answer.told += count
-        ids = [i for each in found for i in (each.token, *(token for token, _ in each.top))]
-        texts = iter(self.tokenizer.decode_all([[i] for i in ids], special=True))
-        return tuple(
-            TokenText(
-                each.token,
-                next(texts),
-                each.logprob,
-                tuple(TokenText(token, next(texts), logprob) for token, logprob in each.top),
-                answer.written,
-            )
-            for each in found
-        )
+        self._learn({i for each in found for i in (each.token, *(token for token, _ in each.top))} - self._alone.keys())
+
+        def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = (), offset: int = 0) -> TokenText:
+            text, data = self._alone[token]
+            return TokenText(token, text, logprob, tuple(told(*each) for each in top), offset, data)
+
+        return tuple(told(each.token, each.logprob, each.top, answer.written) for each in found)
+
+    def _learn(self, tokens: set[int]) -> None:
+        """The text of each token alone, and the bytes of those that are a part of a character."""
+        ids = sorted(tokens)
+        texts = self.tokenizer.decode_all([[i] for i in ids], special=True) if ids else []
+        parts = [i for i, text in zip(ids, texts, strict=True) if PARTIAL in text]
+        data: dict[int, bytes] = {}
+        with contextlib.suppress(CheckpointError):  # the tokenizer's decoder is of another kind
+            data = dict(zip(parts, self.tokenizer.bytes_of(parts) if parts else [], strict=True))
+        self._alone |= {i: (text, data.get(i)) for i, text in zip(ids, texts, strict=True)}
 
 
 def _stopped(sequence: EngineSequence, last: int) -> bool:

@@ -15,6 +15,7 @@ from onegraph.engine.arguments import ArgumentError
 
 Json = Any  # what json.loads gives
 MAX_TOOLS = 128
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}  # of a function without parameters
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -100,7 +101,7 @@ def forced_schema(functions: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object", "properties": {}},
+                "arguments": function.get("parameters") or NO_ARGUMENTS,
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
@@ -116,7 +117,8 @@ def parse_call(where: str, call: Json) -> dict[str, Json]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: an object with id, type and a function of name and arguments is expected")
     try:
-        arguments = json.loads(function.get("arguments", ""))
+        text = function.get("arguments", "missing")
+        arguments = {} if text in ("", None) else json.loads(text)  # "" and null: of a function without parameters
     except (TypeError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -68,12 +68,27 @@ class Worker:
         if self.failure is not None:
             raise Stopped(self.failure)
 
+    def reserve(self, count: int) -> None:
+        """Counts `count` answers, whose prompts are yet to be tokenized, among those that wait, until `release`. Raises
+        Full, Stopped."""
+        with self._lock:
+            if self.failure is not None:
+                raise Stopped(self.failure)
+            if self._live + count > self.limit:
+                raise Full
+            self._live += count
+
+    def release(self, count: int) -> None:
+        with self._lock:
+            self._live -= count
+
     def submit(
-        self, sequences: Sequence[EngineSequence], stops: Sequence[str]
+        self, sequences: Sequence[EngineSequence], stops: Sequence[str], *, reserved: bool = False
     ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
         """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
 
-        Their pieces come through one queue of the running event loop. Raises Full, Stopped.
+        Their pieces come through one queue of the running event loop. reserved: `reserve` has found places for as
+        many, which the caller then releases. Raises Full, Stopped.
         """
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
@@ -83,7 +98,7 @@ class Worker:
         with self._lock:
             if self.failure is not None:
                 raise Stopped(self.failure)
-            if self._live + len(answers) > self.limit:
+            if self._live + len(answers) > self.limit and not reserved:
                 raise Full
             self._live += len(answers)
             self.counts["submitted"] += len(answers)
@@ -104,10 +119,6 @@ class Worker:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(seconds / len(self._threads))
-
-    @property
-    def full(self) -> bool:
-        return self._live >= self.limit
 
     @property
     def running(self) -> int:

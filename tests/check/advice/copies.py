@@ -376,6 +376,23 @@ def good_CG307_compile():
     return lambda x: compiled(x), rows
 
 
+def bad_CG307_graph():
+    static, graph = torch.zeros(4, 4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = static * 2
+
+    def step(x):
+        static.copy_(x)
+        graph.replay()
+        return doubled
+
+    return step, rows
+
+
+def good_CG307_graph():
+    return lambda x: x * 2, rows
+
+
 def bad_CG307_mode():
     compiled = torch.compile(double, mode="reduce-overhead")
     return lambda x: compiled(x), rows

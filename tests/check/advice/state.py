@@ -61,6 +61,49 @@ def good_CG202_optimizer():
     return learning(*trained(capturable=True))
 
 
+def falling(lr, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, device="cuda")
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+    def step(x):
+        sgd.zero_grad(set_to_none=True)
+        loss = model(x).sum()
+        loss.backward()
+        sgd.step()
+        return loss
+
+    return step, sgd.param_groups[0]
+
+
+def bad_CG202_learning_rate():
+    step, group = falling(0.1)
+
+    def inputs(i):
+        group["lr"] = 0.1 / (i + 1)
+        return ones(i)
+
+    return step, inputs
+
+
+def good_CG202_learning_rate():
+    step, group = falling(torch.tensor(0.1, device="cuda"), fused=True)
+
+    def inputs(i):
+        group["lr"].fill_(0.1 / (i + 1))
+        return ones(i)
+
+    return step, inputs
+
+
+def bad_CG202_fill_value():
+    return lambda x, count: x + torch.full((4,), count, device="cuda"), with_number
+
+
+def good_CG202_fill_value():
+    return lambda x, count: x + count.expand(4), with_tensor
+
+
 def bad_CG202_random():
     return lambda x: x * random.random(), ones
 

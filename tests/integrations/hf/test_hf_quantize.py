@@ -23,7 +23,9 @@ from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedLinear
 from onegraph.integrations.hf.skeleton import Skeleton
 from onegraph.integrations.hf.source import ModulesSource
+from onegraph.models.families import FAMILIES as OWN
 from onegraph.models.llama import Llama
+from onegraph.models.load import parse_config
 
 assert onegraph.integrations.hf is not None
 WORDS = 128
@@ -38,6 +40,8 @@ MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_exp
        "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
 MLA = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
        "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+DSA = {"index_n_heads": 2, "index_head_dim": 32, "index_topk": 16}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 # family -> what differs from SIZES
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -45,8 +49,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": MOE | MLA, "DeepseekV3": MOE | MLA | {"q_lora_rank": 24}, "Gemma2": {"head_dim": 16},
     "Gemma3": {"head_dim": 16, "sliding_window": 16}, "GPTNeoX": {}, "Olmo2": {}, "Phi3": {}, "Granite": {},
     "Cohere": {}, "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2}, "StableLm": {}, "GPT2": GPT2,
+    "Bamba": MAMBA | {"attn_layer_indices": [1]}, "FalconH1": MAMBA | {"mamba_d_ssm": 128},
+    "GraniteMoeHybrid": MOE | MAMBA | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2},
+    "NemotronH": {
+        "hybrid_override_pattern": "M*", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 1, "head_dim": 16,
+    },
+    "Gemma4": {
+        "head_dim": 16, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "sliding_window": 16,
+    },
+    "GlmMoeDsa": MOE | MLA | DSA | {"q_lora_rank": 24},
 }  # fmt: skip
-ROUTERS = {"Olmoe", "Qwen2Moe", "GraniteMoe", "DeepseekV2", "DeepseekV3"}
+ROUTERS = {"Olmoe", "Qwen2Moe", "GraniteMoe", "DeepseekV2", "DeepseekV3", "GraniteMoeHybrid", "GlmMoeDsa"}
 
 
 def source(family: str, path: Path) -> Any:
@@ -122,6 +138,12 @@ def test_the_checkpoint_is_the_model_with_its_weights_rounded(family: str, tmp_p
             assert name in told.left or name.removesuffix(".weight") in told.left, name
     assert left <= set(told.left)
     assert bool(told.experts) == (family in ROUTERS)
+    config = Checkpoint.open(tmp_path / "out").config
+    if config["model_type"] not in OWN:
+        with pytest.raises(
+            ValueError, match=r"not supported.*runs in transformers: `import onegraph\.integrations\.hf`"
+        ):
+            parse_config(config)
     quantized.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(load(tmp_path / "again")), got)
     torch.testing.assert_close(logits(load(tmp_path / "out").dequantize()), got, atol=1e-4, rtol=0)

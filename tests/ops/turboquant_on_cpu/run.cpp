@@ -28,6 +28,14 @@ static void thread() {
 extern "C" void run(const Arguments* given, int function, int x, int y, int threads, int bytes, int step) {
   arguments = *given, which = function;
   readable = {{nullptr, (size_t)-1}};  // the sizes of tensors are not known here
+#ifndef WRITE
+  static u8 rotation[2 * DIM * DIM * 4];
+  const size_t size = DIM * DIM * (DTYPE == 2 ? 4 : 2);
+  if (given->rotation) {
+    memcpy(rotation, given->rotation, size);
+    arguments.rotation = rotation, nobodys = rotation + size, nobodys_end = rotation + sizeof rotation;
+  }
+#endif
   gridDim.x = x, gridDim.y = y, gridDim.z = 1, blockDim.x = threads;
   for (int i = 0; i < x * y; ++i) {
     const int at = (long long)i * step % (x * y);

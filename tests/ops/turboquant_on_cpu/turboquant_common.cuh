@@ -27,7 +27,11 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float rsqrtf(float v) { return 1.f / sqrtf(v); }
 static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 static int __ffs(u32 v) { return __builtin_ffs(v); }
-template <class T> static T __ldg(const T* p) { return *p; }
+static const u8 *nobodys, *nobodys_end;  // what may not be read: behind the copy of the rotation
+template <class T> static T __ldg(const T* p) {
+  if ((const u8*)p >= nobodys && (const u8*)p < nobodys_end) fail("read behind the rotation");
+  return *p;
+}
 template <class T> static T __ldcg(const T* p) { return *p; }
 static u32 __ballot_sync(u32, bool v) {
   return of_lanes<u32>(v, [](int warp) {

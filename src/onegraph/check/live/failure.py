@@ -1,7 +1,9 @@
 """A capture that broke: which op, at which line, and how to leave torch fit for the next capture."""
 
+import gc
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -77,13 +79,25 @@ def forget(error: BaseException, outer: BaseException | None) -> None:
         cause = cause.__context__
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside of a capture: a graph that a collection destroys there voids it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def recover(stream: Any) -> None:
     """A capture that breaks leaves the default generator in capture mode, where the next random number is an error; a
     capture that ends well takes it out again."""
     with suppress(RuntimeError), torch.cuda.stream(stream):
         torch.cuda.synchronize()
         one = torch.ones(1, device="cuda")
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        with uncollected(), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
             one.add_(1)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.live.buffers import junk, poison, refill
 from onegraph.check.live.buffers import static as static_of
-from onegraph.check.live.failure import blame, first_error, forget, recover
+from onegraph.check.live.failure import blame, first_error, forget, recover, uncollected
 from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted, recorded
 from onegraph.check.protocol import Given, StepCheck, checked_count
@@ -108,7 +108,7 @@ class _Live(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return self.storages.of(tensor, phase, index) if tensor.is_cuda else None
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
         self.before = before
         self.versions = {f"input {path}": _version(t) for path, t in leaves.items()}
         self.versions |= {name: _version(t) for name, t in before.tensors.items()}
@@ -179,7 +179,7 @@ class _Live(StepCheck):
                         options["check_input_liveness"] = True
                     # What is compiled is captured in its compiled form, which runs where no recorder listens.
                     listening = ExitStack() if self.compiled else recorded(recorder)
-                    with torch.cuda.graph(graph, stream=stream, **options), listening:
+                    with uncollected(), torch.cuda.graph(graph, stream=stream, **options), listening:
                         result = call_step(step, *static)
                 empty = any("is empty" in str(w.message) for w in said)
             except Exception as error:
@@ -307,7 +307,7 @@ class _Live(StepCheck):
         try:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with uncollected(), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     call_step(step, *arguments)
             if any("is empty" in str(w.message) for w in said):
                 self._add("CG303", "captured without stream= the graph is empty: it works on another GPU", chain)

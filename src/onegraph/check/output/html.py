@@ -1,4 +1,5 @@
-"""A report as one self-contained HTML page: no network, no other file. The page is `page.html`; this fills in the data.
+"""A report as one self-contained HTML page: no network, no other file. The page is `page.html`; this fills in the data:
+the report, and where it is of several targets that of each of them.
 
 The page keeps its filters in the address (`#q=item&kind=sync&flagged=1`), so that a link shows what its sender saw.
 """
@@ -17,7 +18,12 @@ PAGE = Path(__file__).with_name("page.html")
 
 def render(report: Report) -> str:
     """The page as text."""
-    data = json.dumps(_data(report), separators=(",", ":"), default=str, allow_nan=False)
+    data = json.dumps(
+        [_data(one) for one in (report, *report.each * bool(report.parts))],
+        separators=(",", ":"),
+        default=str,
+        allow_nan=False,
+    )
     # A script element ends at the first "</script"; in JSON "<" stands only inside strings, where it may be escaped.
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     title = _escape(f"{verdict_words(report)}: {report.target}")

@@ -4,6 +4,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from onegraph.check.output import plural, verdict_words
@@ -20,9 +21,12 @@ _MARKS = {
 
 
 def render(report: Report, *, color: bool = False) -> str:
-    """The whole report, ending in the verdict."""
+    """The whole report, ending in the verdict: that of each target, then the worst."""
     parts = [finding(f, color=color, following=report.following(f)) for f in report.counted]
-    return "\n".join([*parts, summary(report, color=color)])
+    told = [summary(each, color=color) for each in report.each]
+    if report.parts:
+        told.append(summary(replace(report, target=f"{len(report.parts)} targets"), color=color, ran=False))
+    return "\n".join([*parts, "".join(told)])
 
 
 def finding(f: Finding, *, color: bool = False, following: Sequence[Finding] = ()) -> str:
@@ -61,8 +65,8 @@ def finding(f: Finding, *, color: bool = False, following: Sequence[Finding] = (
     return "\n".join(lines) + "\n"
 
 
-def summary(report: Report, *, color: bool = False) -> str:
-    """The verdict and the counts in one or two lines."""
+def summary(report: Report, *, color: bool = False, ran: bool = True) -> str:
+    """The verdict and the counts in one or two lines. ran: and how the target was looked at."""
     paint = _painter(color)
     counts = Counter(f.severity for f in report.counted)
     words = [f"{counts[s]} {plural(s, counts[s])}" for s in Severity if counts[s]]
@@ -73,7 +77,7 @@ def summary(report: Report, *, color: bool = False) -> str:
     line = f"{report.target}: {verdict}"
     if words:
         line += f" ({', '.join(words)})"
-    tail = [f"  {said}"] if said else []
+    tail = [f"  {said}"] if said and ran else []
     memory = memory_line(report.facts.get("memory", {}))
     if memory and report.verdict is not Verdict.NOT_CAPTURABLE:  # no graph that anybody will hold
         tail.append(f"  {memory}")

@@ -204,7 +204,7 @@ class _Eager(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return None  # it is given nothing, and what it returned is known by name
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
         world, capture = self.world, self.capture
         self.made = dict.fromkeys(world.storages.alive(), ("build", -1))
         world.alone()
@@ -215,7 +215,8 @@ class _Eager(StepCheck):
         world.asked_capturing = []
         world.running = capture
         self.seen, self.rng = len(world.raw_findings), torch.get_rng_state()
-        self.generators = [(g, g.get_state()) for g in world.randomness.generators]
+        with world.off():
+            self.generators = [(g, g.get_state()) for g in world.randomness.generators]
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
         with _modes(self.capture):

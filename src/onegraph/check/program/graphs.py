@@ -1,12 +1,6 @@
 """`torch.cuda.CUDAGraph`, `graph` and memory pools of the simulated machine."""
 
 import ast
-import itertools
-import sys
-import weakref
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -16,18 +10,17 @@ from onegraph.check import compat, containers
 from onegraph.check.program import region as regions
 from onegraph.check.program.comparison import EagerComparison
 from onegraph.check.program.held import Gone, let_go
+from onegraph.check.program.ordering import Ordering
 from onegraph.check.program.replays import freed, replay, tell_freed
 from onegraph.check.program.statements import own_nodes
 from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
-from onegraph.check.rules.errors import ON_DEFAULT
+from onegraph.check.rules.errors import NOT_PERMITTED, ON_DEFAULT
 from onegraph.check.simulate import frames, memory
-from onegraph.check.simulate.cuda import _swapped
 from onegraph.check.simulate.device import plain_of
+from onegraph.check.simulate.graphs import user_frame
 from onegraph.check.simulate.records import UNWRITTEN, Step
 from onegraph.check.simulate.state import Snapshot
-
-NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and capture_end(), or torch.cuda.graph"
 
 
 class Recorder:
@@ -36,6 +29,8 @@ class Recorder:
     def __init__(self, world: ProgramWorld, comparison: EagerComparison) -> None:
         self.world, self.comparison = world, comparison
         self.suite: Any = None
+        self.ordering = world.ordering = Ordering(world)
+        world.streams.order = self.ordering.order
 
     def begin(self, pool: Any, generators: list[Any], mode: str, frame: FrameType) -> Capture:
         """A capture starts in `frame`, on its current stream, when no other thread captures."""
@@ -59,7 +54,7 @@ class Recorder:
         """The capture that starts in `frame`, with the statements that it will hold."""
         world = self.world
         number = len(world.captures) + 1
-        home = _user_frame(frame)
+        home = user_frame(frame)
         at = frames.place(home.f_code, home.f_lasti)
         capture = Capture(number, Step(number), at, pool=pool, generators=generators, mode=mode)
         capture.chain = frames.chain_from(home, world.stop)
@@ -96,7 +91,8 @@ class Recorder:
         """What the capture made, and the statements that it was."""
         world = self.world
         made = {number for number, nbytes, _ in capture.step.memory if nbytes >= 0}
-        capture.kept = made & world.storages.alive()
+        capture.kept = made & (world.storages.alive() | {record.number for record in world.storages.weak.values()})
+        self.ordering.captured(capture)
         world.made_by.update(dict.fromkeys(capture.kept, capture))
         world.made_inside |= made
         self._charge(capture)
@@ -148,14 +144,26 @@ class Recorder:
             return
         capture.names = Snapshot(function, self.world.roots).storages
 
+    def drop(self, capture: Capture) -> None:
+        """The graph is reset or gone: during a capture of this thread the driver refuses to destroy it."""
+        world = self.world
+        running = world.running
+        if running is not None and running is not capture and world.phase == "step":
+            text = "a graph is reset, or dies, while another one is captured"
+            chain = frames.chain(world.stop, 2)
+            world.flag(running, "CG313", text, chain, happens=NOT_PERMITTED)
+        capture.release()
+
     def replay(self, capture: Capture, frame: FrameType) -> None:
         """Compare with the region run again, then do what the graph does. Other threads wait."""
+        capture.callable |= frame.f_code.co_filename == torch.cuda.graphs.__file__
         with self.world.threads.lock:
             self._replay(capture, frame)
 
     def _replay(self, capture: Capture, frame: FrameType) -> None:
         world = self.world
         self._pool_at_once(capture, frame)
+        self.ordering.replayed(capture, frames.chain_from(user_frame(frame), world.stop))
         let_go()
         dead = freed(world, capture)
         if dead:
@@ -172,7 +180,7 @@ class Recorder:
         stream, before = current.id, world.replayed.get(capture.pool)
         unwaited = before is not None and before[1] != stream and before[2] == world.waits
         if before is not None and unwaited and share_memory(capture, before[0]):
-            chain = frames.chain_from(_user_frame(frame), world.stop)
+            chain = frames.chain_from(user_frame(frame), world.stop)
             text = "two graphs of one pool are replayed on two streams, and nothing waits in between"
             if before[0] is capture:
                 text = "a graph is replayed on a second stream before its last replay is waited for"
@@ -194,14 +202,6 @@ def _backward(region: regions.Region) -> bool:
     return ours and any(isinstance(n, ast.Attribute) and n.attr == "autograd" for n in own_nodes(region.body))
 
 
-def _user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that people see, from `frame` on outwards."""
-    found: FrameType | None = frame
-    while found is not None and frames._skipped(found.f_code.co_filename):
-        found = found.f_back
-    return found or frame
-
-
 def _modes() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
@@ -210,135 +210,3 @@ def _modes() -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype("cuda"),
         "cache": torch.is_autocast_cache_enabled(),
     }
-
-
-def _caller() -> FrameType:
-    """The frame outside of this package that called."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(frames.HERE):
-        frame = frame.f_back
-    assert frame is not None
-    return frame
-
-
-_ERROR_MODES = ("global", "thread_local", "relaxed")
-
-_FIGURES = (
-    "max_memory_reserved", "max_memory_cached", "memory_cached", "host_memory_stats", "reset_max_memory_allocated",
-    "reset_max_memory_cached", "reset_accumulated_memory_stats", "reset_peak_host_memory_stats", "ipc_collect",
-)  # fmt: skip
-"""What a program asks of an allocator that is not there, or tells it."""
-
-_TOLD: dict[str, Any] = {
-    "memory_stats": lambda *_, **__: defaultdict(int),
-    "memory_summary": lambda *_, **__: "(simulated)",
-    "memory_snapshot": lambda *_, **__: [],
-}
-
-
-def stand_ins(recorder: Recorder) -> dict[str, Any]:
-    """Stand-ins for the names of `torch.cuda` and `torch.cuda.graphs` that make graphs."""
-    handles = ((0, number) for number in itertools.count(1))
-
-    class CUDAGraph:
-        def __init__(self, keep_graph: bool = False) -> None:
-            self._capture: Capture | None = None
-            self._pool: Any = None
-            self._generators: list[Any] = []
-
-        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-            if capture_error_mode not in _ERROR_MODES:
-                raise RuntimeError(f"capture_error_mode: got {capture_error_mode!r}, allowed {', '.join(_ERROR_MODES)}")
-            self._pool = next(handles) if pool is None else getattr(pool, "id", pool)
-            capture = recorder.begin(self._pool, self._generators, capture_error_mode, _caller())
-            self.reset()
-            self._capture = capture
-            weakref.finalize(self, capture.release).atexit = False
-
-        def capture_end(self) -> None:
-            recorder.end(_caller())
-
-        def replay(self) -> None:
-            if self._capture is None:
-                raise RuntimeError(NO_GRAPH)
-            caller = _caller()
-            self._capture.callable |= caller.f_code.co_filename == torch.cuda.graphs.__file__
-            recorder.replay(self._capture, caller)
-
-        def pool(self) -> Any:
-            if self._pool is None:
-                self._pool = next(handles)
-            return self._pool
-
-        def reset(self) -> None:
-            if self._capture is not None:
-                self._capture.release()
-            self._capture = None
-
-        def register_generator_state(self, generator: Any) -> None:
-            self._generators.append(generator)
-
-        def instantiate(self) -> None:
-            """A graph that is simulated is ready once it is captured."""
-
-        def enable_debug_mode(self) -> None:
-            """Nothing of the driver's is there to be written out."""
-
-        def debug_dump(self, debug_path: str) -> None:
-            """Likewise."""
-
-    class graph:
-        default_capture_stream: Any = None
-
-        def __init__(
-            self, cuda_graph: Any, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
-        ) -> None:
-            if stream is None:
-                if graph.default_capture_stream is None:
-                    graph.default_capture_stream = torch.cuda.Stream()
-                stream = graph.default_capture_stream
-            self.cuda_graph, self.pool, self.capture_stream = cuda_graph, pool, stream
-            self.context, self.mode = torch.cuda.stream(stream), capture_error_mode
-
-        def __enter__(self) -> None:
-            torch.cuda.synchronize()
-            self.context.__enter__()
-            self.cuda_graph.capture_begin(self.pool, capture_error_mode=self.mode)
-
-        def __exit__(self, *raised: Any) -> None:
-            self.cuda_graph.capture_end()
-            self.context.__exit__(*raised)
-
-    class MemPool:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self.id = next(handles)
-
-    @contextmanager
-    def use_mem_pool(pool: Any, device: Any = None) -> Iterator[None]:
-        yield
-
-    return (
-        {
-            "CUDAGraph": CUDAGraph,
-            "graph": graph,
-            "graph_pool_handle": lambda: next(handles),
-            "MemPool": MemPool,
-            "use_mem_pool": use_mem_pool,
-        }
-        | dict.fromkeys(_FIGURES, lambda *_, **__: 0)
-        | _TOLD
-    )
-
-
-@contextmanager
-def graphs(recorder: Recorder) -> Iterator[None]:
-    """Inside of `machine`: graphs can be captured, and work outside of them goes to the default stream."""
-    world = recorder.world
-    default = torch.cuda.default_stream()
-    world.streams.start_on(default, 64)
-    with ExitStack() as stack:
-        for name, value in stand_ins(recorder).items():
-            for module in (torch.cuda, torch.cuda.graphs, getattr(torch.cuda, "memory", None)):
-                if module is not None and hasattr(module, name):
-                    stack.enter_context(_swapped(module, name, value))
-        yield

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.calling import internal, line
+from onegraph.check.simulate.calling import internal, line, raised
 
 FORM = "--run script.py [args] or --run -m module [args]"
 
@@ -51,7 +51,7 @@ def call_program(words: Sequence[str]) -> None:
         if isinstance(error, ImportError) and _before_it(error):  # no such module, or one that cannot be run
             raise CheckError(f"--run {' '.join(words[:2])}: {line(error)}") from error
         _show(error)
-        raise Ended(f"the program raised {type(error).__name__}: {line(error)}") from error
+        raise Ended(f"the program {raised(error)}") from error
 
 
 def _run_file(path: str) -> None:

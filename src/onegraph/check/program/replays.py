@@ -9,8 +9,7 @@ from onegraph.check.simulate.compare import short
 from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import flat_bytes
 from onegraph.check.simulate.records import OpRecord, RawFinding, map_tensors
-from onegraph.check.simulate.replay import REFUSALS, again, told
-from onegraph.check.simulate.run import _alive, _view
+from onegraph.check.simulate.replay import REFUSALS, again, refresh, told
 
 REFUSED = "CUDA error: device-side assert triggered; or memory past the tensor is read or written, without an error"
 
@@ -35,15 +34,7 @@ def tell_freed(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
 
 def refreshed(capture: Capture) -> set[int]:
     """Positions of copies from pinned memory that is still there: a replay reads it again."""
-    found = set()
-    for position, op in enumerate(capture.step.ops):
-        if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
-            continue
-        storage = _alive(op.source)
-        if storage is not None:
-            op.frozen = _view(storage, op).clone()
-            found.add(position)
-    return found
+    return {position for position, op in enumerate(capture.step.ops) if refresh(op)}
 
 
 def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:

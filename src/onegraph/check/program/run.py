@@ -11,7 +11,7 @@ import torch
 
 from onegraph.check.program import launch
 from onegraph.check.program.comparison import AGAIN, EagerComparison, findings_of
-from onegraph.check.program.graphs import Recorder, graphs
+from onegraph.check.program.graphs import Recorder
 from onegraph.check.program.world import FUNCTIONS, Capture, ProgramWorld
 from onegraph.check.report import CheckError, Finding, Report, Severity, one_per_place
 from onegraph.check.simulate import compiled, frames, memory, threads
@@ -38,7 +38,8 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
     comparison = EagerComparison(world)
     rng, ended = torch.get_rng_state(), ""
     try:
-        with launch.as_program(words), machine(world), graphs(Recorder(world, comparison)):
+        with launch.as_program(words), machine(world, Recorder(world, comparison)):
+            world.streams.start_on(torch.cuda.default_stream(), 64)  # work outside of captures
             torch.default_generator.manual_seed(0)
             try:
                 launch.call_program(words)

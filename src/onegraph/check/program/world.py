@@ -13,9 +13,10 @@ from torch import Tensor
 from onegraph.check import compat, containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
-from onegraph.check.rules.errors import NOT_PERMITTED, PREVIOUS_ERROR
+from onegraph.check.rules.errors import PREVIOUS_ERROR
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
+from onegraph.check.simulate.graphs import NESTED
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import RawFinding, Step, tensors_in
 from onegraph.check.simulate.replay import REFUSALS
@@ -31,7 +32,6 @@ MOST_VALUES = 6
 MOST_SIZES = 100_000
 """Storages after which what is kept of those that are gone is dropped."""
 
-NESTED = f"{NOT_PERMITTED} (a capture in a capture)"
 UNSAFE = f"{PREVIOUS_ERROR}, or no error: by what else it does then"
 _LOOK_AGAIN = 0.1
 """Seconds after which a thread that waits for the end of a capture asks whether the thread of that still lives."""
@@ -116,6 +116,7 @@ class ProgramWorld(World):
     builds_at_once = False
 
     def __init__(self, stop: CodeType, roots: frames.Roots, gpus: int) -> None:
+        self.ordering: Any = None  # of work between captures, once there is a recorder
         self.recording = False  # whether a thread captures, or runs a function that torch compiles with graphs
         super().__init__(stop, roots, gpus)
         self.turn = threading.Condition(self.threads.lock)
@@ -201,6 +202,8 @@ class ProgramWorld(World):
             self.current, self.recording = None, False
             self.step = self.captured_step = OUTSIDE
             self.streams.main, self.streams.reached = None, set()
+            if self.ordering is not None:
+                self.streams.order = self.ordering.order
             self.turn.notify_all()
 
     def _meanwhile(self) -> None:
@@ -311,6 +314,8 @@ class ProgramWorld(World):
                 self.warm.add(func)
             if graphs:
                 self._outputs_used(func, args, graphs, out)
+            if self.ordering is not None and self.captures:
+                self.ordering.ran(func, args, kwargs, out, lambda: frames.chain(self.stop, 4))
         return out
 
     def _late(self, tensor: DeviceTensor) -> None:
@@ -326,6 +331,10 @@ class ProgramWorld(World):
         text = "an output of a compiled function is read after the function ran again, which overwrites it"
         happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
         self.late.append(RawFinding(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
+
+    def host_reads(self, tensor: Tensor) -> None:
+        if self.phase != "step" and not self.muted and self.ordering is not None:
+            self.ordering.read(tensor, lambda: frames.chain(self.stop, 3))
 
     def host_read(self, kind: str, message: str, tensor: DeviceTensor) -> None:
         if self.phase != "step" and not self.muted and tensor.record.number in self.made_by:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from onegraph.check import containers
 from onegraph.check.places import package_of
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
+
+_LONGEST = 200
 
 NOTHING = 'nothing of the step ran on device "cuda": there is nothing to capture; build model, buffers and inputs there'
 NO_GPU_YET = "there is a simulated GPU inside of the factory; while a file is imported there is none yet"
@@ -87,7 +90,22 @@ def guarded(what: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:
         if internal(error):
             raise  # not to be read as one of the step
-        raise CheckError(f"{what} raised {type(error).__name__}: {line(error)}{where(error)}") from error
+        raise CheckError(f"{what} {raised(error, where(error))}") from error
+
+
+_NO_CUDA = re.compile(
+    r"Could not run 'aten|not compiled with CUDA|compiled without CUDA|dummy base class|NVIDIA driver|libcuda|libnvrtc|"
+    r"has no attribute '_(cuda|CUDA)|CUDA_HOME"
+)
+"""What torch and others say where a build without CUDA has not got what a GPU would have: no error of the user's."""
+
+
+def raised(error: BaseException, at: str = "") -> str:
+    """How an error of the user's code reads, or a limit of the simulator that it ran into. `at`: where."""
+    told = f"{type(error).__name__}: {line(error)}"
+    if _NO_CUDA.search(str(error)):
+        return f"needs what the simulator does not have{at}; check with --live ({told[:_LONGEST]})"
+    return f"raised {told}{at}"
 
 
 @contextmanager

@@ -311,7 +311,7 @@ def _contents(
     position: int, ours: OpRecord, theirs: OpRecord, at: tuple[str, str], refreshed: set[int]
 ) -> tuple[str, str, Values] | None:
     """What a copy from the host brings is another thing, and the caller does not bring it to the replay."""
-    if position in refreshed or ours.contents is None or theirs.contents is None:
+    if position in refreshed or ours.fed or ours.contents is None or theirs.contents is None:
         return None
     if same(ours.contents, theirs.contents):
         return None

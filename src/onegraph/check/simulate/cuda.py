@@ -17,7 +17,9 @@ from onegraph.check import compat
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate import (
     aliases,
+    collectives,
     frames,
+    graphs,
     hazards,
     loading,
     streams,
@@ -28,6 +30,7 @@ from onegraph.check.simulate import (
 )
 from onegraph.check.simulate.backward import Backward
 from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.generators import Generators
 from onegraph.check.simulate.guard import device_guard
 from onegraph.check.simulate.imports import when_imported
 from onegraph.check.simulate.modes import modes
@@ -39,11 +42,14 @@ _H200 = {
     "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "L2_cache_size": 62914560,
     "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0,
 }  # fmt: skip
+_CUDA = "13.0"
+"""The version of CUDA that a CPU build says it has while it runs on the simulated machine."""
+
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 
-def _stand_ins(world: World) -> dict[str, Any]:
+def _stand_ins(world: World, recorder: graphs.Recorder, made_generators: Generators) -> dict[str, Any]:
     made = streams.make(world)
     world.streams_main = made.pop("main")
 
@@ -60,20 +66,11 @@ def _stand_ins(world: World) -> dict[str, Any]:
             world.asked_capturing.append(chain)
         return world.step == world.captured_step
 
-    def random_state(*_: Any, **__: Any) -> Tensor:
-        world.see("CG302", "the generator's state is read inside the step", SILENT, severity=Severity.WARNING)
-        with world.off():
-            return torch.get_rng_state()
-
-    def set_random_state(state: Tensor, *_: Any, **__: Any) -> None:
-        world.see("CG302", "the generator's state is set inside the step, once, at capture", SILENT)
-        with world.off():
-            torch.set_rng_state(state)
+    def generator(device: Any = "cuda") -> Any:
+        return made_generators.defaults[streams._index(device, world)]
 
     def seed(value: int = 0, *_: Any) -> None:
-        world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
-        with world.off():
-            torch.default_generator.manual_seed(int(value))
+        generator().manual_seed(int(value))
 
     def set_device(device: Any) -> None:
         world.device_index = streams._index(device, world)
@@ -89,40 +86,50 @@ def _stand_ins(world: World) -> dict[str, Any]:
             world.device_index = self.before
 
     properties = SimpleNamespace(**_H200)
-    return made | {
-        compat.LAZY_INIT: lambda: None,
-        "init": lambda: None,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "device_count": lambda: world.gpus,
-        "current_device": lambda: world.device_index,
-        "set_device": set_device,
-        "device": device_context,
-        "synchronize": synchronize,
-        "is_current_stream_capturing": capturing,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: properties.name,
-        "mem_get_info": lambda device=None: (140_000_000_000, 150_000_000_000),
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
-        "set_per_process_memory_fraction": lambda fraction, device=None: None,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "manual_seed": seed,
-        "manual_seed_all": seed,
-        "get_rng_state": random_state,
-        "set_rng_state": set_random_state,
-        "can_device_access_peer": lambda a, b: True,
-    }
+    return (
+        made
+        | graphs.stand_ins(recorder)
+        | {
+            compat.LAZY_INIT: lambda: None,
+            compat.SLEEP: lambda cycles: None,
+            "init": lambda: None,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "is_bf16_supported": lambda including_emulation=True: True,
+            "device_count": lambda: world.gpus,
+            "current_device": lambda: world.device_index,
+            "set_device": set_device,
+            "device": device_context,
+            "synchronize": synchronize,
+            "is_current_stream_capturing": capturing,
+            "get_device_properties": lambda device=None: properties,
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_name": lambda device=None: properties.name,
+            "mem_get_info": lambda device=None: (140_000_000_000, 150_000_000_000),
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
+            "get_per_process_memory_fraction": lambda device=None: 1.0,
+            "set_per_process_memory_fraction": lambda fraction, device=None: None,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "default_generators": made_generators.defaults,
+            "manual_seed": seed,
+            "manual_seed_all": seed,
+            "initial_seed": lambda: generator().initial_seed(),
+            "get_rng_state": lambda device="cuda": generator(device).get_state(),
+            "get_rng_state_all": lambda: [known.get_state() for known in made_generators.defaults],
+            "set_rng_state": lambda state, device="cuda": generator(device).set_state(state),
+            "set_rng_state_all": lambda states: [generator(i).set_state(s) for i, s in enumerate(states)] and None,
+            "can_device_access_peer": lambda a, b: True,
+        }
+    )
 
 
 @contextmanager
-def machine(world: World) -> Iterator[None]:
-    """Inside this context torch believes that it has a GPU, and everything that it does with it goes to `world`."""
+def machine(world: World, recorder: graphs.Recorder | None = None) -> Iterator[None]:
+    """Inside this context torch believes that it has a GPU, and everything that it does with it goes to `world`;
+    captures that the code makes itself go to `recorder`."""
     with ExitStack() as stack:
         stack.enter_context(device_guard())
         # What is compiled already runs as it is written, and torch does not learn to leave it uncompiled for good.
@@ -130,20 +137,26 @@ def machine(world: World) -> Iterator[None]:
         stance = functools.partial(torch.compiler.set_stance, "force_eager")
         compiler = when_imported("torch._dynamo", lambda: eager.enter_context(stance()), lambda: _as_it_is(world))
         stack.enter_context(compiler)
-        stand_ins = _stand_ins(world)
+        generators = Generators(world)
+        stand_ins = _stand_ins(world, recorder or graphs.StepRecorder(world), generators)
         taken = []
         for name, value in stand_ins.items():
             if hasattr(torch.cuda, name):
                 taken.append((getattr(torch.cuda, name), value))
-                stack.enter_context(_swapped(torch.cuda, name, value))
+            for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
+                if hasattr(module, name):
+                    stack.enter_context(_swapped(module, name, value))
         for name in ("synchronize", "current_stream", "set_stream"):
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
                 stack.enter_context(_swapped(torch.accelerator, name, stand_ins[name]))
-        if hasattr(torch.cuda, "graphs"):
-            capturing = stand_ins["is_current_stream_capturing"]
-            stack.enter_context(_swapped(torch.cuda.graphs, "is_current_stream_capturing", capturing))
+        if torch.version.cuda is None:
+            stack.enter_context(_swapped(torch.version, "cuda", _CUDA))
         stack.enter_context(_swapped(torch.cuda.nvtx, compat.NVTX, _NoRanges()))
-        stack.enter_context(_swapped(torch, "Generator", _generator_class(world)))
+        stack.enter_context(_swapped(torch, "Generator", generators.kind))
+        for owner, name, value in collectives.stand_ins(world):
+            taken.append((getattr(owner, name), value))
+            stack.enter_context(_swapped(owner, name, value))
+        stack.enter_context(collectives.ended())
         compile = _compile(world, torch.compile)
         taken.append((torch.compile, compile))
         stack.enter_context(_swapped(torch, "compile", compile))
@@ -246,36 +259,6 @@ def _only_lift_cpu_tensors() -> Iterator[None]:
         yield
     finally:
         compat.set_only_lift_cpu_tensors(before)
-
-
-def _new_generator(cls: Any) -> Any:
-    """A generator of the CPU of a class derived from torch's own, whatever stands in for that now."""
-    return compat.GeneratorBase.__new__(cls, "cpu")
-
-
-def _generator_class(world: World) -> type:
-    class Generator(torch.Generator):
-        """A generator of the simulated device is one of the CPU, known to the world by its identity."""
-
-        def __new__(cls, device: Any = "cpu") -> Any:
-            virtual = torch.device(device).type == "cuda"
-            made: Any = _new_generator(cls if virtual else Plain)
-            if virtual:
-                world.randomness.generators.add(made)
-            return made
-
-        def manual_seed(self, seed: int) -> Any:
-            if type(self) is Generator:
-                world.see("CG302", "a generator is seeded inside the step", SILENT, severity=Severity.WARNING)
-            return super().manual_seed(seed)
-
-    class Plain(Generator):
-        """A generator of the CPU."""
-
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return _new_generator(cls)
-
-    return Generator
 
 
 def _compile(world: World, real: Any) -> Any:

@@ -136,6 +136,11 @@ def asks_itself(depth: int = 1) -> bool:
     return not _skipped(sys._getframe(depth).f_code.co_filename)
 
 
+def in_file(path: str, depth: int) -> bool:
+    """Whether the frame so many calls up is of this file."""
+    return sys._getframe(depth).f_code.co_filename == path
+
+
 def compiled() -> bool:
     """Whether a function that torch compiles is running."""
     frame: FrameType | None = sys._getframe(1)
@@ -366,6 +371,16 @@ def _header(
             if leaves and isinstance(node, ast.If) and start <= node.lineno < line:
                 best = max(best or (0, 0), (node.lineno, node.col_offset + 1))
     return best
+
+
+def branches_around(calls: Chain) -> list[ast.If]:
+    """The `if` statements that lie around the calls of a chain, in the functions that make them."""
+    found = []
+    for code, lasti in calls:
+        module, line = tree(code.co_filename), place(code, lasti).line
+        nodes = _inside(module, code) if module is not None else ()
+        found += [node for node in nodes if isinstance(node, ast.If) and _arm(node, line) is not None]
+    return found
 
 
 def _arm(node: ast.AST, line: int) -> int | None:

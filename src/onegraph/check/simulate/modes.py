@@ -1,5 +1,6 @@
 """The two modes that route torch through the simulated world: one below its functions' arguments, one at its ops."""
 
+import builtins
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -121,7 +122,11 @@ class _Functions(TorchFunctionMode):
             Tensor.data.__set__: self.set_data,  # type: ignore[attr-defined]  # a C descriptor, to stubs a tensor
             Tensor.type: self.type,
             Tensor.new_tensor: self.new_tensor,
+            Tensor.tolist: self.reads,
+            Tensor.numpy: self.reads,
             torch.tensor: self.tensor,
+            torch.as_tensor: self.array,
+            torch.asarray: self.array,
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
@@ -135,8 +140,10 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.device(kwargs["device"])}
-        if isinstance(kwargs.get("generator"), self.generator):
-            self.draws(kwargs["generator"], args, kwargs)
+        if isinstance(given := kwargs.get("generator"), self.generator):
+            self.draws(given, args, kwargs)
+            if any(given is known for known in self.world.randomness.defaults):  # what draws where none is named
+                kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         pinned = kwargs.get("pin_memory") is True
         if pinned:  # some ask the driver for the memory themselves, past the dispatcher
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
@@ -147,7 +154,10 @@ class _Functions(TorchFunctionMode):
 
     def draws(self, generator: torch.Generator, args: Any, kwargs: Any) -> None:
         """A generator of the device is one that a graph must know; what one of the host draws is a number like any."""
+        if any(generator is known for known in self.world.randomness.defaults):
+            return
         if any(generator is known for known in self.world.randomness.generators):
+            self.world.randomness.draw(generator)
             self.world.unregistered(generator)
             return
         device = kwargs.get("device")
@@ -171,6 +181,11 @@ class _Functions(TorchFunctionMode):
         device = args[1] if len(args) > 1 else kwargs.get("device")
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         return args[0].to(self.device("cuda" if device is None else device), non_blocking=non_blocking)
+
+    def reads(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(args[0], DeviceTensor):
+            self.world.host_reads(args[0])
+        return func(*args, **kwargs)
 
     def pin_memory(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.world.storages.is_pinned(args[0]):
@@ -217,6 +232,27 @@ class _Functions(TorchFunctionMode):
         if args and isinstance(args[0], list | tuple):
             args = numbers(args[0]), *args[1:]
         return func(*args, **kwargs)
+
+    def array(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A view of what an object with `__cuda_array_interface__` points to, where that is memory of this machine."""
+        told = None if not args or isinstance(args[0], Tensor) else getattr(args[0], "__cuda_array_interface__", None)
+        if not isinstance(told, dict):
+            return func(*args, **kwargs)
+        import numpy
+
+        address, kind = told["data"][0], torch.from_numpy(numpy.empty(0, told["typestr"])).dtype
+        whole = kernels._owner(self.world, address)
+        if whole is None:
+            text = f"{builtins.type(args[0]).__name__}.__cuda_array_interface__ points to memory that no tensor holds"
+            raise CheckError(f"{text}: it cannot be simulated; check with --live")
+        steps = told.get("strides")
+        offset = (address - whole.data_ptr()) // kind.itemsize
+        flat: Tensor = torch.empty(0, dtype=kind).set_(whole.untyped_storage())
+        shape = tuple(told["shape"])
+        strides = torch.empty(shape, device="meta").stride() if steps is None else [s // kind.itemsize for s in steps]
+        view = self.world.wrap(flat.as_strided(shape, strides, offset))
+        view.record = self.world.storages.weakly(view.inner) or view.record
+        return view
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)

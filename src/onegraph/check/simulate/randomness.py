@@ -10,16 +10,26 @@ from onegraph.check.simulate.records import Step
 
 
 class Randomness:
-    """generators: of the device; asked: how often steps asked the system for random bytes."""
+    """generators: of the device, `defaults` among them; asked: how often steps asked the system for random bytes."""
 
     def __init__(self) -> None:
         self.generators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.defaults: tuple[Any, ...] = ()
         self.asked = 0
+        self._drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._states: list[Tensor] = []  # of the generator, as the running step has read them
 
     def begin(self) -> None:
         """A step begins."""
         self._states.clear()
+
+    def drawn(self, generator: Any) -> int:
+        """How often an op drew from a generator of the device."""
+        return self._drawn.get(generator, 0)
+
+    def draw(self, generator: Any) -> None:
+        """An op draws from it."""
+        self._drawn[generator] = self.drawn(generator) + 1
 
     def note(self, step: Step, state: Tensor, *, read: bool) -> None:
         """The generator's state was read, or is set to one that this step read before (`torch.utils.checkpoint` draws

@@ -109,6 +109,11 @@ def record(
         op.frozen = op.contents
         values = block(source)
         op.source_view = (values.shape, values.stride(), values.storage_offset())
+        for other in step.ops:
+            if other.kind == "d2h" and other.captured and storage_of(source) in other.lands:
+                op.fed = other.feeds = True
+    if kind == "d2h":
+        op.lands = tuple(storage_of(t) for t in (*hosts, *outs))
     if world.step == world.captured_step:
         _remember(world, op, args, kwargs, virtual, hosts, outs, fresh)
     elif world.reference is not None and not step.parted:
@@ -187,11 +192,22 @@ def compare(world: Machine, op: OpRecord, step: Step, outs: list[Tensor]) -> Non
     if other.func is not op.func or other.chain != op.chain:
         step.parted = True
         return
-    differs = other.scalars != op.scalars or other.externals != op.externals or other.shapes != op.shapes
+    differs = other.scalars != op.scalars or other.shapes != op.shapes or other.out_shapes != op.out_shapes
+    differs = differs or not _same_storages(world.reference, other, step, op)
     if not differs and op.kind == "h2d" and other.contents is not None and op.contents is not None:
-        differs = not same(other.contents, op.contents)
+        differs = not op.fed and not same(other.contents, op.contents)
     if differs:
         op.evidence = tuple(o.detach().clone() for o in outs)
+
+
+def _same_storages(captured: Step, ours: OpRecord, step: Step, theirs: OpRecord) -> bool:
+    """Whether two ops use the same storages from outside, those of one input taken for one."""
+    if ours.externals == theirs.externals:
+        return True
+    pairs = zip(ours.externals, theirs.externals, strict=False)
+    inputs, others = captured.inputs, step.inputs
+    same_inputs = all(a == b or (a in inputs and inputs[a] == others.get(b)) for a, b in pairs)
+    return same_inputs and len(ours.externals) == len(theirs.externals)
 
 
 def convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
@@ -204,6 +220,6 @@ def convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalar
         return value
     if isinstance(value, list | tuple):
         return type(value)([convert(v, virtual, hosts, scalars) for v in value])
-    if not isinstance(value, torch.Generator):
+    if not isinstance(value, torch.Generator | torch.ScriptObject):  # process groups and their options are objects
         scalars.append(value)
     return value

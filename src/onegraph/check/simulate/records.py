@@ -15,6 +15,7 @@ from onegraph.check import compat
 from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.addresses import Addresses
+from onegraph.check.tables import WRITING_COLLECTIVES
 
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 UNWRITTEN = frozenset(f"aten::{name}" for name in _EMPTY)
@@ -35,7 +36,8 @@ class OpRecord:
     kind: "op", "h2d", "d2h", "launch", "view". externals: per device argument the storage number, or -1 where the
     step made it. captured: false for work on a stream that the capture does not see. again: runs a launch on the
     recorded storages once more, told of each storage before it is written; false where that cannot be. A launch that
-    has none was not looked into.
+    has none was not looked into. lands: storages of the host that a copy writes. fed: a copy from host memory that an
+    earlier op of the step, which `feeds`, wrote: a replay writes it too.
     """
 
     func: Any
@@ -57,6 +59,9 @@ class OpRecord:
     source: StorageWeakRef | None = None
     source_view: tuple[Any, Any, Any] = ((), (), 0)
     contents: Tensor | None = None
+    fed: bool = False
+    feeds: bool = False
+    lands: tuple[int, ...] = ()
     captured: bool = True
     writes: tuple[int, ...] = ()
     reads: tuple[int, ...] = ()
@@ -123,7 +128,8 @@ class Writes:
 _UNSAID = {
     f"aten::{name}": ("running_mean", "running_var")
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-}
+} | {f"c10d::{name}": ("tensors", "output", *(f"output{s}" for s in ("s", "_tensor", "_tensors", "_lists")))
+     for name in WRITING_COLLECTIVES}  # fmt: skip
 """Arguments that an op writes although its schema does not say so."""
 
 

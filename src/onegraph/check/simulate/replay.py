@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from onegraph.check import containers
+from onegraph.check import compat, containers
 from onegraph.check.simulate.addresses import point_alike
 from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
@@ -104,7 +104,7 @@ def replay(
         if op.captured and op.again is not None:
             if not op.again(op, lambda t: None if storage_of(t) in made else keep(t)):
                 verdict.failed = verdict.failed or f"{op.name} cannot run again on what it was captured with"
-        elif op.captured and op.kind in ("op", "h2d"):
+        elif op.captured and (op.kind in ("op", "h2d") or op.feeds):
             _protect(op, made, keep)
             try:
                 failed = "" if again(op) else f"{op.name} gives another shape"
@@ -220,12 +220,31 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {short}" if text else type(error).__name__
 
 
+def refresh(op: OpRecord) -> bool:
+    """A captured copy from pinned memory reads it again at every replay; whether that memory is still there."""
+    if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
+        return False
+    storage = compat.storage_by_address(op.source.cdata)
+    if storage is not None:
+        op.frozen = source_of(storage, op).clone()
+    return storage is not None
+
+
+def source_of(storage: torch.UntypedStorage, op: OpRecord) -> Tensor:
+    """What a copy from the host reads of a storage."""
+    assert op.contents is not None
+    whole: Tensor = torch.empty(0, dtype=op.contents.dtype).set_(storage)
+    return whole.as_strided(*op.source_view)
+
+
 def again(op: OpRecord) -> bool:
     """Run one recorded op again, into the storages that it had; whether what it gives has the same shapes.
 
     Raises one of REFUSALS where the op does on the values that it finds.
     """
     if op.kind == "h2d":
+        if op.fed:
+            refresh(op)
         assert op.frozen is not None
         target = op.args[0] if op.args else op.outs[0]
         target.copy_(op.frozen)

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,30 +14,43 @@ from onegraph.check.declared import nameless
 from onegraph.check.protocol import Given, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, guarded
+from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
 from onegraph.check.simulate.compare import StorageTable
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, plain_of, storage_of
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.kernels import Code
-from onegraph.check.simulate.records import Step, same
-from onegraph.check.simulate.replay import replay
+from onegraph.check.simulate.records import OpRecord, RawFinding, Step, same
+from onegraph.check.simulate.replay import replay as run_again
+from onegraph.check.simulate.replay import source_of
 from onegraph.check.simulate.state import Snapshot, random_state
+from onegraph.check.simulate.sweep import Variation, variations
 from onegraph.check.simulate.unknown import told
 from onegraph.check.simulate.world import World
 
 DEFAULT_STEPS = 4
 """One warm-up, one captured, two replayed: the fewest that show a number changing more than once."""
 
-PROBES = ((40, 130), (1000, 18))
-"""Where host state changes from step to step, four neighbours may not show it: a page index is `position // 16`, a
-table grows at a power of two. (ops of a step at most, steps that it is then run): past 128, past 16."""
+MOST_STEPS = 256
+"""Steps run where nobody says how many: a page index is `position // 16`, a queue empties at the ninth step."""
 
-FEWEST_PROBES = 9
-"""Steps that a larger one is run: what changes every sixth step changes in them."""
+FEWEST_STEPS = 18
+"""The same where Python values differ from step to step, whatever it takes, up to LONGEST_SCAN: past 16."""
 
-LONGEST_PROBE = 4.0
-"""Seconds of this thread for the further steps: a guard, seldom met, for tensors of a gigabyte."""
+SCAN = 0.6
+"""Seconds of this thread for all further steps."""
+
+WAITED = 5.0
+"""The same by the clock: a step may wait for something."""
+
+SWEEP = 0.4
+"""Seconds of this thread for variations of the inputs."""
+
+LONGEST_SCAN = 4.0
+"""Seconds of this thread for FEWEST_STEPS: a guard, seldom met, for tensors of a gigabyte."""
+
+STALE_STEPS = 3
+"""Steps with another result than a replay after which the further ones show nothing new."""
 
 TRIES = 3
 """How often a simulation may begin again without the kernels that it had to give up too late."""
@@ -52,8 +66,8 @@ def simulate_step(
 ) -> Report:
     """Run `factory`'s step `steps` times on a simulated GPU, replay the second one against the later ones.
 
-    `gpus` is what `torch.cuda.device_count()` gives. With `probe` the step is run more often (`PROBES`); None: where it
-    finds other Python values each time.
+    `gpus` is what `torch.cuda.device_count()` gives. With `probe` the step is run FEWEST_STEPS times at least; None:
+    where it finds other Python values each time; False: `steps` times alone.
 
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
@@ -76,13 +90,14 @@ class _Simulation(StepCheck):
         super().__init__(roots, self.world)
         self.factory, self.count, self.target, self.probing = factory, steps, target, probe
         self.names: dict[int, str] = {}
-        self.made: dict[int, tuple[str, int]] = {}
         self.refreshed: dict[int, set[int]] = {}
         self.told: dict[int, str] = {}  # what Python values a step finds when it begins
         self.drew: dict[int, bool] = {}  # whether a step itself took random numbers of the host's
         self.probe_ended = ""  # what a step raised that the factory was not made for
         self.pinned: dict[int, Tensor] = {}  # what captured copies read from pinned memory, before the inputs came
         self.rng = torch.get_rng_state()  # of the host, as the running step found it
+        self.varied: dict[int, Variation] = {}  # steps on inputs that `inputs` never gave
+        self.lean = False  # whether the running step is one of the further ones
 
     def run(self, *, last: bool) -> Report | None:
         """The report; None where a kernel of the captured step could not be run again, unless this try is the last."""
@@ -98,43 +113,107 @@ class _Simulation(StepCheck):
                     if self.world.kernels.late and not last:
                         return None
                 self.world.phase = "idle"
-                if self._should_probe(step):
-                    self._probe(step, inputs)
+                if self.count == DEFAULT_STEPS and self.probing is not False and self._is_clean(step):
+                    self._scan(step, inputs)
+                    self.world.phase = "idle"  # a step that raised has left it where it was
+                    if self._is_clean(step):
+                        self._sweep(step, inputs)
                     self.world.phase = "idle"
             return self._report(step, time.perf_counter() - begin)
         finally:
             torch.set_rng_state(rng)
             gc.unfreeze()
 
-    def _probe(self, step: Callable[..., Any], inputs: Callable[[int], Any]) -> None:
-        """More steps: past boundaries that so few do not reach."""
-        started = time.thread_time()  # other work of the machine must not decide what is found
-        known, seen = self.count, len(self.world.raw_findings)
-        size = max(len(record.ops) for record in self.steps.values())
-        most = next((steps for ops, steps in PROBES if size <= ops), FEWEST_PROBES)
-        for index in range(known, most):
-            if time.thread_time() - started > LONGEST_PROBE:
+    def _scan(self, step: Callable[..., Any], inputs: Callable[[int], Any]) -> None:
+        """More steps, past boundaries that so few do not reach: what they do is compared with the captured step, and
+        judged where it differs."""
+        started, clock = time.thread_time(), time.perf_counter()  # other work of the machine should decide little
+        first, changes = self.count, self._host_changes() if self.probing is None else self.probing
+        known = {(raw.code, raw.chain) for raw in self.world.raw_findings}
+        for index in range(first, MOST_STEPS):
+            spent = time.thread_time() - started
+            late = spent > SCAN or time.perf_counter() - clock > WAITED
+            if spent > LONGEST_SCAN or (late and not (changes and index < FEWEST_STEPS)):
                 break
+            seen = len(self.world.raw_findings)
             try:
-                self._one(step, inputs, index)
+                self._one(step, inputs, index, lean=True)
                 ended = "; ".join(self.world.kernels.late.values())
             except CheckError as error:  # a cache is full, a queue is empty: the step was not made for so many
                 ended = str(error)
             if ended:
-                self.probe_ended = f"{ended}; judged on the first {self.count} steps"
+                if changes:
+                    self.probe_ended = f"{ended}; judged on the first {index} steps"
                 del self.world.raw_findings[seen:]
-                self.steps.pop(index, None)
-                self.verdicts.pop(index, None)
+                self._forget(index)
                 break
-            for raw in self.world.raw_findings[seen:]:  # it may never be captured there: whoever captures chooses
+            new = [raw for raw in self.world.raw_findings[seen:] if (raw.code, raw.chain) not in known]
+            for raw in new:  # it may never be captured there: whoever captures chooses
                 raw.severity = min(raw.severity, Severity.WARNING, key=lambda s: s.rank)
-                raw.message += f" (in step {index}, in none of the first {known})"
-            self.count, seen = index + 1, len(self.world.raw_findings)
+                raw.message += f" (in step {index}, in none of the first {first})"
+            self.world.raw_findings[seen:] = new
+            self.count = index + 1
+            if sum(v.stale for v in self.verdicts.values()) >= STALE_STEPS:
+                break
 
-    def _should_probe(self, step: Callable[..., Any]) -> bool:
-        """Where nobody said how many steps, the host tells them apart, and the first ones show no error."""
-        if self.count != DEFAULT_STEPS or not (self._host_changes() if self.probing is None else self.probing):
-            return False
+    def _sweep(self, step: Callable[..., Any], inputs: Callable[[int], Any]) -> None:
+        """Steps on variations of the last inputs; what a replay gives for each is compared with eager."""
+        started = time.thread_time()
+        try:
+            given = given_by(inputs, self.world.captured_step)
+        except CheckError:  # each of its inputs can be had once
+            return
+        for leaf in variations(step, inputs, given):
+            for varied in leaf:
+                if time.thread_time() - started > SWEEP:
+                    return
+                index, seen = max(self.steps) + 1, len(self.world.raw_findings)
+                anew = containers.replaced(given, varied.path, varied.value)
+                try:
+                    self._one(step, lambda i, anew=anew: anew[1] or anew[0], index, lean=True)  # type: ignore[misc]
+                except CheckError:  # no value that the step can be given
+                    self._forget(index)
+                    continue
+                finally:
+                    self.world.phase = "idle"
+                    del self.world.raw_findings[seen:]
+                self.numbers.pop(index, None)
+                if index in self.steps and self.verdicts[index].stale:
+                    self.varied[index] = varied
+                    if not varied.said:
+                        del self.verdicts[index]
+                    break  # the smallest that differs
+                self._forget(index)
+
+    def qualified(self, raw: RawFinding) -> RawFinding:
+        varied = self.varied.get(raw.step)
+        if varied is None:
+            return raw
+        where = f"{varied.name} {varied.text}"
+        severity = raw.severity if varied.said else min(raw.severity, Severity.WARNING, key=lambda s: s.rank)
+        values = tuple(value.replace(f"step {raw.step}", where) for value in raw.values)
+        return replace(raw, message=f"{raw.message}, where {where}", severity=severity, values=values)
+
+    def _forget(self, index: int) -> None:
+        """A step that is not looked at any further."""
+        for known in (self.steps, self.verdicts, self.numbers, self.changed, self.refreshed):
+            known.pop(index, None)
+
+    def _differs(self, record: Step) -> bool:
+        """Whether a step did, read or returned anything else than the captured one: else a replay does the same."""
+        captured = self.steps[self.world.captured_step]
+        mine, other = (self.numbers.get(i, {}) for i in (captured.index, record.index))
+        return (
+            record.parted
+            or len(record.ops) != len(captured.ops)
+            or any(op.evidence is not None for op in record.ops)
+            or [(chain, repr(value)) for chain, value, _ in record.reads]
+            != [(chain, repr(value)) for chain, value, _ in captured.reads]
+            or repr(mine) != repr(other)
+        )
+
+    def _is_clean(self, step: Callable[..., Any]) -> bool:
+        """Whether the steps so far show no error."""
         with compat.no_torch_function(), self.world.off():
             try:
                 return not self._report(step, 0.0).errors
@@ -153,15 +232,17 @@ class _Simulation(StepCheck):
         self.world.threads.raise_refused()
         return built
 
-    def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int) -> None:
+    def _one(self, step: Callable[..., Any], inputs: Callable[[int], Any], index: int, *, lean: bool = False) -> None:
         world = self.world
         world.step, world.phase, world.current = index, "inputs", None
         self.pinned = self._pinned_contents()
-        seen = self.observe(step, inputs, index)
+        seen = self.observe(step, inputs, index, lean=lean)
         record, leaves, outputs = seen.record, seen.inputs, seen.outputs
+        if lean and not self._differs(record):
+            self._forget(index)
+            return
         named = {**seen.before.storages, **seen.after.storages}
         self.names.update({n: name for n, name in named.items() if n not in self.names})
-        self._note_storages()
         plain = {path: plain_of(out) for path, out in outputs.items()}
         inner_leaves = {path: plain_of(leaf) for path, leaf in leaves.items()}
         if index == world.captured_step:
@@ -174,7 +255,7 @@ class _Simulation(StepCheck):
             captured = self.steps[world.captured_step]
             # Inference mode may write every tensor; outside of it, those that were made in it cannot be written.
             with compat.no_torch_function(), world.off(), torch.inference_mode():
-                self.verdicts[index] = replay(
+                self.verdicts[index] = run_again(
                     world, captured, record, self.captured_outputs, self.static_inputs, inner_leaves, plain,
                     self._dead(captured), self.rng,
                 )  # fmt: skip
@@ -187,27 +268,29 @@ class _Simulation(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return tensor.record.number if isinstance(tensor, DeviceTensor) else None
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot) -> None:
+    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
         world = self.world
         for path, tensor in containers.tensors(given).items():
             if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
                 name = f"inputs(i){path[3:]}, in an object that nobody copies tensors from,"
                 self.names.setdefault(tensor.record.number, name)
-        self.told[record.index] = repr((before.values, containers.numbers(given)))
-        if record.index >= world.captured_step:
-            self._note_storages()
+        if not lean:
+            self.told[record.index] = repr((before.values, containers.numbers(given)))
         if record.index > world.captured_step:
             self._refresh(leaves, self.pinned, record.index)
-        self.rng = torch.get_rng_state()
+        self.lean = lean
+        with compat.no_torch_function(), compat.no_modes():
+            self.rng = torch.default_generator.get_state()
         world.begin(record, world.streams_main.id)
 
     def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
         world = self.world
-        drawn = random_state(), world.randomness.asked
+        drawn = None if self.lean else (random_state(), world.randomness.asked)
         world.phase = "step"
         result = guarded(f"step {record.index}", call_step, step, *given)
         world.threads.raise_refused()
-        self.drew[record.index] = drawn != (random_state(), world.randomness.asked)
+        if drawn is not None:
+            self.drew[record.index] = drawn != (random_state(), world.randomness.asked)
         world.end(record)
         return result
 
@@ -220,8 +303,8 @@ class _Simulation(StepCheck):
         captured = self.steps.get(self.world.captured_step)
         found = {}
         for position, op in enumerate(captured.ops if captured else ()):
-            if op.kind == "h2d" and op.source is not None and (storage := _alive(op.source)) is not None:
-                found[position] = _view(storage, op)
+            if op.kind == "h2d" and op.source is not None and (storage := _storage(op)) is not None:
+                found[position] = source_of(storage, op)
         return {position: tensor.clone() for position, tensor in found.items()}
 
     def _refresh(self, leaves: dict[str, Tensor], before: dict[int, Tensor], index: int) -> None:
@@ -245,25 +328,21 @@ class _Simulation(StepCheck):
         world = self.world
         record.memory_end = len(record.memory)
         for op in record.ops:
-            if op.kind != "h2d" or op.source is None or op.codes or op.contents is None:
+            if op.kind != "h2d" or op.source is None or op.codes or op.contents is None or op.fed:
                 continue
-            storage = _alive(op.source)
+            storage = _storage(op)
             message, severity = "", Severity.WARNING
             if storage is None:  # torch 2.11 keeps it for the graph; other allocators and older versions do not
                 message = "the pinned source of a captured copy is freed when the step ends"
-            elif not same(_view(storage, op), op.contents):
+            elif not same(source_of(storage, op), op.contents):
                 message = "the pinned source of a captured copy is written again in the same step"
-                op.frozen, severity = _view(storage, op).clone(), Severity.ERROR
+                op.frozen, severity = source_of(storage, op).clone(), Severity.ERROR
             if message:
                 world.phase = "step"
                 world.see("CG207", message, SILENT, chain=op.chain, severity=severity)
                 world.phase = "idle"
 
     # storages
-
-    def _note_storages(self) -> None:
-        for record in list(self.world.storages.records.values()):
-            self.made.setdefault(record.number, (record.phase, record.born))
 
     def _alive(self) -> set[int]:
         return {record.number for record in list(self.world.storages.records.values())}
@@ -274,7 +353,8 @@ class _Simulation(StepCheck):
         dead = outside - self._alive()
         # Only what was made since the build can be in a cycle that nobody refers to, and inputs are held here anyway:
         # to collect takes longer than a small step.
-        if not dead and any(self.made.get(n, ("build", -1))[1] >= 0 for n in outside - captured.inputs.keys()):
+        made = self.world.storages.made
+        if not dead and any(made.get(n, ("build", -1))[1] >= 0 for n in outside - captured.inputs.keys()):
             gc.collect()
             dead = outside - self._alive()
         return dead
@@ -286,8 +366,9 @@ class _Simulation(StepCheck):
         captured = self.steps[world.captured_step]
         if not (world.raw_findings or self.returned or any(s.ops for s in self.steps.values())):
             raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
-        later = [self.steps[i] for i in range(world.captured_step + 1, self.count)]
-        table = StorageTable(self.names, self._alive() - self._dead(captured), self.made, self.returned)
+        later = [self.steps[i] for i in range(world.captured_step + 1, self.count) if i in self.steps]
+        later += [self.steps[i] for i in self.varied if i in self.steps]
+        table = StorageTable(self.names, self._alive() - self._dead(captured), world.storages.made, self.returned)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         raw = (*world.raw_findings, *compiled.skips(world.calls, world.captured_step))
         self.conclude(findings, raw, captured, later, table, self.refreshed)
@@ -303,11 +384,6 @@ class _Simulation(StepCheck):
         return report
 
 
-def _alive(source: Any) -> Any:
-    return compat.storage_by_address(source.cdata)
-
-
-def _view(storage: Any, op: Any) -> Tensor:
-    assert op.contents is not None
-    whole: Tensor = torch.empty(0, dtype=op.contents.dtype).set_(storage)
-    return whole.as_strided(*op.source_view)
+def _storage(op: OpRecord) -> torch.UntypedStorage | None:
+    """The memory of the host that a copy reads, None where it was freed."""
+    return compat.storage_by_address(op.source.cdata) if op.source is not None else None

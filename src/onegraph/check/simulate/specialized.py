@@ -121,7 +121,7 @@ def _tuned(world: Machine, tuner: Any, kwargs: dict[str, Any]) -> Any:
         raise ValueError(
             f"Conflicting meta-parameters: {', '.join(twice)}. Make sure that you don't re-define auto-tuned symbols."
         )
-    if world.phase == "step" and world.step == world.captured_step:
+    if world.phase == "step" and world.step >= world.captured_step:
         _tuned_in_capture(world, tuner, key, list(known))
     known[key] = config
     full = {**tuner.nargs, **kwargs, **config.all_kwargs()}
@@ -144,6 +144,8 @@ def _tuned_in_capture(world: Machine, tuner: Any, key: tuple[Any, ...], known: l
     why = "no earlier step launches it" if not known else "its key is not one that an earlier step had"
     values = (f"key: {known[-1]}, now {key}",) if known else ()
     text = f"Triton kernel {name} is tuned inside the capture: {why}; tuning waits for the device"
+    if world.step > world.captured_step:
+        text = f"Triton kernel {name} is tuned again in step {world.step}: a replay launches what was captured"
     world.see(
         "CG307",
         text,

@@ -93,7 +93,8 @@ class Streams:
             f"work on two streams that nothing orders uses the same memory: {lines[0]} on one stream, this line "
             f"{lines[1].split(' ', 1)[1]} on another"
         )
-        world.see("CG305", text, RACE, chain=race.later.chain, values=tuple(lines))
+        both = frozenset((race.earlier.stream, race.later.stream))
+        world.see("CG305", text, RACE, chain=race.later.chain, values=tuple(lines), note=both)
 
     def wait(self, world: Machine, waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
@@ -110,7 +111,11 @@ class Streams:
         self.open.pop(source, None)
 
     def end(self, world: Machine) -> None:
-        """The step is over: work on a side stream that nobody waited for breaks the capture."""
+        """The step is over: work on a side stream that nobody waited for breaks the capture, which is why it races."""
+        alone = set(self.open)
+        world.raw_findings[:] = [
+            raw for raw in world.raw_findings if raw.happens != RACE or raw.step != world.step or not alone & raw.note
+        ]
         for chain in self.open.values():
             world.see("CG305", "a side stream is not joined before the step ends", UNJOINED, chain=chain)
 
@@ -144,10 +149,10 @@ def make(world: Machine) -> dict[str, Any]:
 
         def wait_event(self, event: "Event") -> None:
             if event.stream >= 0:  # one that was never recorded is waited for by nobody
-                now = event.reached and event.step == world.step and event.phase == world.phase
+                now = event.step == world.step and event.phase == world.phase
                 if now:
                     streams.order.wait(self.id, event.clock)
-                streams.wait(world, self.id, now, event.stream, "an event recorded before it")
+                streams.wait(world, self.id, now and event.reached, event.stream, "an event recorded before it")
 
         def record_event(self, event: "Event | None" = None) -> "Event":
             event = event or Event()
@@ -186,12 +191,17 @@ def make(world: Machine) -> dict[str, Any]:
 
         def query(self) -> bool:
             world.see("CG107", "an event is queried inside the step", hazards.NOT_PERMITTED)
+            self._over()
             return True
+
+        def _over(self) -> None:
+            """The host has learnt that what came before the event is over."""
+            if self.step == world.step and self.phase == world.phase:
+                streams.host_waits(self.stream, self.clock)
 
         def synchronize(self) -> None:
             world.see("CG106", "the host waits for an event inside the step", hazards.NOT_PERMITTED)
-            if self.step == world.step and self.phase == world.phase:
-                streams.host_waits(self.stream, self.clock)
+            self._over()
 
         def elapsed_time(self, end: "Event") -> float:
             world.see("CG107", "the time between events is read inside the step", hazards.NOT_PERMITTED)

@@ -176,6 +176,9 @@ class World:
             for value in tensor.inner.detach().flatten().tolist():
                 self.current.reads.append((chain, value, len(self.current.ops)))
 
+    def host_reads(self, tensor: Tensor) -> None:
+        """The host reads a tensor of its own, past the dispatcher."""
+
     def random_state(self, state: Tensor, *, read: bool) -> None:
         """See `Randomness.note`."""
         if self.phase == "step" and not self.muted and self.current is not None:
@@ -220,7 +223,7 @@ class World:
         if self.current is not None and record.born == self.step and record.phase == self.phase == "step":
             self.current.addresses.told(record.number, flat_bytes(tensor.inner).data_ptr(), record.nbytes)
         chain = self.chain()
-        if chain and self.roots.owns(chain[0][0]):
+        if chain and self.roots.owns(chain[0][0]) and not frames.in_file(torch.cuda.graphs.__file__, 3):
             recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
             self.unknown([tensor], "a pointer that is handed out", chain, exposed=True)
             self.see(
@@ -326,6 +329,8 @@ class World:
             recording.keep(self, args, kwargs, writes)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
+        if torch.Tag.nondeterministic_seeded in func.tags and self.randomness.defaults and "generator" not in kwargs:
+            self.randomness.draw(self.randomness.defaults[self.device_index])
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
         given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
         out, opaque = fake_results.result(self, func, args, kwargs, chain)
@@ -371,14 +376,9 @@ class World:
 
     def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
         namespace = name.split("::")[0]
-        if namespace in ("c10d", "_c10d_functional"):
-            self.see(
-                "CG310",
-                f"collective {name} in the step",
-                "hangs unless every rank captures alike",
-                chain=chain,
-                severity=Severity.WARNING,
-            )
+        if namespace == "_c10d_functional" and not name.endswith("wait_tensor"):
+            text = f"collective {name} in the step: every rank has to capture it, in the same order"
+            self.see("CG310", text, "hangs where one does not", chain=chain, severity=Severity.WARNING)
         elif _UNSAFE is not None and _UNSAFE in func.tags:
             text = f"{name} is tagged cudagraph_unsafe by its author"
             self.see("CG105", text, hazards.NOT_PERMITTED, chain=chain)

@@ -1,12 +1,15 @@
 """Statements: execute a block, join what its branches leave behind."""
 
 import ast
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
 from onegraph.check.source.expressions import capturing, condition, evaluate
+from onegraph.check.source.files import SourceFile
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
@@ -22,6 +25,7 @@ from onegraph.check.source.values import (
     Seq,
     Tensor,
     Value,
+    is_plain,
     join,
     truth,
     varies,
@@ -145,7 +149,60 @@ def augment(machine: Machine, node: ast.AugAssign) -> None:
 # ---- control flow
 
 
+def _set_elsewhere(machine: Machine, node: ast.expr, work: Sequence[ast.stmt]) -> None:
+    """A test, or what a loop goes through, reads an attribute that code outside of the step assigns: whenever that
+    runs, the path changes."""
+    if not (machine.at.in_step and machine.at.reporting) or not _matters(list(work)):
+        return
+    for read in ast.walk(node):
+        if not isinstance(read, ast.Attribute) or not isinstance(read.ctx, ast.Load):
+            continue
+        with machine.at.aside(machine.at.stack[-1], in_step=machine.at.in_step):
+            owner, value = evaluate(machine, read.value), evaluate(machine, read)
+        if not isinstance(owner, Obj) or owner.in_step or not is_plain(value) or varies(value):
+            continue
+        line = _assigned_at(machine, owner.cls.file, read.attr)
+        if line:
+            text = f"`{short(node)}` decides which work is done, and code outside of the step assigns .{read.attr}"
+            source = owner.cls.file.line(line).strip()
+            at = f"{os.path.basename(owner.cls.file.path)}:{line}"
+            machine.report("CG201", node, text, sure=False, values=(f"assigned at {at}: {source}",))
+            return
+
+
+def _assigned_at(machine: Machine, file: SourceFile, name: str) -> int:
+    """The first line, of a file and the one that is read, in a function that no step enters, that assigns an attribute;
+    0 where none does. What makes an object runs before every step."""
+    for line, first, function in assignments(file.tree).get(name, ()):
+        within = any(path == file.path and begin <= line <= end for path, begin, end in machine.found.read)
+        if not within and function not in _MAKERS and first:
+            return line
+    return 0
+
+
+_MAKERS = ("__init__", "__post_init__", "__new__", "setup", "build", "reset_parameters")
+
+
+@functools.lru_cache(maxsize=64)
+def assignments(tree: ast.Module) -> dict[str, list[tuple[int, bool, str]]]:
+    """Where a file assigns attributes: by name (line, whether in a function of a function or of a class, which)."""
+    found: dict[str, list[tuple[int, bool, str]]] = {}
+
+    def walk(node: ast.AST, function: str, inner: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+                found.setdefault(child.attr, []).append((child.lineno, inner, function))
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                walk(child, child.name, bool(function) or isinstance(node, ast.ClassDef))
+            else:
+                walk(child, function, inner)
+
+    walk(tree, "", False)
+    return found
+
+
 def branch(machine: Machine, node: ast.If) -> bool:
+    _set_elsewhere(machine, node.test, [*node.body, *node.orelse])
     test = condition(machine, node.test, "if")
     known = truth(test)
     if known is not None and not varies(test):
@@ -226,6 +283,8 @@ def branches(machine: Machine, bodies: list[list[ast.stmt]]) -> bool:
 
 
 def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
+    if isinstance(node.iter, ast.Call):  # range(self.rounds); an attribute that is a list is the same one in all steps
+        _set_elsewhere(machine, node.iter, node.body)
     iterable = evaluate(machine, node.iter)
     element = iterate(iterable)
     work = machine.step.tensor_work
@@ -251,6 +310,7 @@ def while_loop(machine: Machine, node: ast.While) -> None:
     variables = machine.at.scope.variables
     before = dict(variables)
     work = machine.step.tensor_work
+    _set_elsewhere(machine, node.test, node.body)
     test = condition(machine, node.test, "while")
     if truth(test) is False:
         return

@@ -133,19 +133,42 @@ class CodedLinear(_Coded):
 
 
 class CodedEmbedding(_Coded):
-    """ids int [...] -> rows [..., D] in the model's dtype. Raises ValueError for a format without a lookup."""
+    """ids int [...] -> rows [..., D] in the model's dtype. Raises ValueError for a format without a lookup.
 
-    def __init__(self, format: WeightFormat, *args: Any) -> None:
+    Attributes:
+        factor: of the rows, rounded to the dtype (Gemma's root of the hidden size).
+    """
+
+    def __init__(self, format: WeightFormat, *args: Any, factor: float = 1.0) -> None:
         super().__init__(format, *args)
+        self.factor = factor
         self._look_up = self._ops.embedding
         if self._look_up is None:
             raise ValueError(f"an embedding cannot be stored as {format}; keep it dense")
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self._look_up is not None
-        return self._look_up(self.format, ids, self.given).to(self.dtype)
+        rows = self._look_up(self.format, ids, self.given).to(self.dtype)
+        return rows if self.factor == 1 else rows * _rounded(self.factor, rows.dtype)
 
     def plain(self, dtype: torch.dtype) -> nn.Embedding:
-        """transformers' own layer with the decoded rows."""
-        rows = self(torch.arange(self.out_features, device=self.device))
-        return nn.Embedding.from_pretrained(rows.to(dtype))
+        """A layer as transformers' own with the decoded rows."""
+        assert self._look_up is not None
+        rows = self._look_up(self.format, torch.arange(self.out_features, device=self.device), self.given)
+        made = ScaledEmbedding.from_pretrained(rows.to(dtype))
+        made.factor = self.factor
+        return made
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Rows of an embedding times `factor`, rounded to their dtype."""
+
+    factor = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows if self.factor == 1 else rows * _rounded(self.factor, rows.dtype)
+
+
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(factor, dtype=dtype))

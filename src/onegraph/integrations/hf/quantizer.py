@@ -176,7 +176,8 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
         stored = {name.removeprefix(f"{full}."): (shape, tensors[name].dtype) for name, (shape, _) in wanted.items()}
         names = {key: name.removeprefix(f"{full}.") for key, name in format.names(tensors, full).items()}
         with torch.device("meta"):
-            model.set_submodule(name, kind(format, n, k, names, stored, dtype))
+            more = {"factor": float(getattr(module, "scalar_embed_scale", 1.0))} if module is embedding else {}
+            model.set_submodule(name, kind(format, n, k, names, stored, dtype, **more))
         taken.add(full)
     own = tuple(f"{inner}{child}." for child, _ in model.named_children())
     for name in tensors:

@@ -147,8 +147,6 @@ def outline_of(checkpoint: Checkpoint) -> dict[str, Any]:
     text = skeleton.text
     shapes = [skeleton.shapes(i) for i in range(len(skeleton.blocks))]
     widest = max((max(shape[-2:]) for names in shapes for shape in names.values()), default=1)
-    wide = text.num_attention_heads
-    heads, dim = getattr(text, "num_key_value_heads", None) or wide, getattr(text, "head_dim", None)
     return {
         "blocks": {skeleton.prefix(i): names for i, names in enumerate(shapes)},
         "layer_of": skeleton.layer_of,
@@ -156,12 +154,27 @@ def outline_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "inner": widest,
         "vocab": text.vocab_size,
         "positions": int(getattr(text, "max_position_embeddings", None) or 1 << 20),
-        "cached": 2 * len(shapes) * heads * (dim or text.hidden_size // wide),
+        "cached": 2 * sum(_width_of_keys(layer) for layer in _layers_of(text, len(shapes))),
         "weights": max(sum(p.numel() for p in block.parameters()) for block in skeleton.blocks),
         "left": skeleton.left,
         "kept": skeleton.kept,
         "check": skeleton.check,
     }
+
+
+def _layers_of(text: Any, count: int) -> list[Any]:
+    """The config of each layer: another one where layers differ in attributes (Gemma 4's head_dim)."""
+    apart = getattr(text, "is_heterogeneous", False)
+    return [text.per_layer_config[i] for i in range(count)] if apart else [text] * count
+
+
+def _width_of_keys(config: Any) -> int:
+    """Numbers of a token's keys in a layer's cache; 0 where no layer attends."""
+    wide = getattr(config, "num_attention_heads", None)
+    if not isinstance(wide, int):
+        return 0
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // wide
+    return dim * int(getattr(config, "num_key_value_heads", None) or wide)
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

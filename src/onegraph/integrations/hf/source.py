@@ -167,7 +167,7 @@ class ModulesSource:
         `hidden` is what the last one returns; None: whatever."""
         parent, _, leaf = self.skeleton.path.rpartition(".")
         owner = self._model.get_submodule(parent)
-        for wrapped in (self._returns_tuple,) if self._returns_tuple is not None else (False, True):
+        for wrapped in (self._tuple_size,) if self._tuple_size is not None else (0, 1, 2):
             stand_ins = [_StandIn(block, wrapped) for block in self._empty]
             stand_ins[-1].result = hidden
             setattr(owner, leaf, nn.ModuleList(stand_ins))
@@ -175,13 +175,13 @@ class ModulesSource:
                 logits = self._model(input_ids=tokens, use_cache=False).logits
                 fits = all(later.given is earlier.returned for earlier, later in pairwise(stand_ins))
             except (IndexError, TypeError, AttributeError, RuntimeError, ValueError):
-                if wrapped:
+                if wrapped == 2:
                     raise
                 fits = False
             finally:
                 setattr(owner, leaf, self.skeleton.blocks)
             if fits:
-                self._returns_tuple = wrapped
+                self._tuple_size = wrapped
                 first = stand_ins[0].given
                 assert first is not None
                 return first, logits, [(each.args, each.kwargs) for each in stand_ins]
@@ -190,7 +190,7 @@ class ModulesSource:
             "be quantized block by block"
         )
 
-    _returns_tuple: bool | None = None
+    _tuple_size: int | None = None  # of what a block returns, the stream first; 0: the stream alone
 
     def _shared_inputs(self, block: Any, i: int) -> list[list[str]]:
         """Linears of a block that read the same tensor, in the order in which they run. Those that do not run on a few
@@ -220,9 +220,9 @@ class ModulesSource:
 
 
 class _StandIn(nn.Module):
-    """In the place of a block: keeps what it is given, and returns it."""
+    """In the place of a block: keeps what it is given, and returns it; `wrapped`: at the head of a tuple of so many."""
 
-    def __init__(self, block: nn.Module, wrapped: bool) -> None:
+    def __init__(self, block: nn.Module, wrapped: int) -> None:
         super().__init__()
         for name in ("attention_type", "layer_type", "layer_idx", "is_sliding", "sliding_window", "block_type"):
             if hasattr(block, name):  # what models look at to choose a mask
@@ -237,7 +237,7 @@ class _StandIn(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.given, self.args, self.kwargs = hidden_states, args, kwargs
         self.returned = hidden_states if self.result is None else self.result
-        return (self.returned,) if self.wrapped else self.returned
+        return (self.returned, *[None] * (self.wrapped - 1)) if self.wrapped else self.returned
 
 
 def _same(one: Any, two: Any) -> bool:

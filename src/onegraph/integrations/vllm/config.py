@@ -145,6 +145,8 @@ class OnegraphConfig(QuantizationConfig):
         if isinstance(layer, GateLinear):
             return UnquantizedLinearMethod()  # routers keep their file's dtype
         if isinstance(layer, LinearBase):
+            if self._of_a_tower(prefix):
+                return UnquantizedLinearMethod()
             parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
             if any(format.coded for format in parts.values()):
                 self.taken.update(parts)
@@ -153,6 +155,13 @@ class OnegraphConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         return None
+
+    def _of_a_tower(self, prefix: str) -> bool:
+        """Whether a layer is of another modality's tower or projector: those of the text model lie in the same list of
+        blocks as what the checkpoint holds in codes."""
+        roots = {block[0].rstrip(".0123456789") for name in self.coded if (block := BLOCK.match(name))}
+        own = BLOCK.match(prefix.removeprefix(DRAFT))
+        return bool(roots) and (own is None or own[0].rstrip(".0123456789") not in roots)
 
     def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""

@@ -7,10 +7,13 @@ from torch import Tensor
 
 from onegraph.ops.attention import head_norm, paged_attention, rope_cache_write
 from onegraph.ops.calls import Heads, PagedDecode
+from onegraph.ops.gate import gate_heads, split_gates
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `ops.decode_attention.paged_decode`."""
+    if call.gated:
+        return call.ungated(paged_decode, split_gates, gate_heads)
     if call.qkv.shape[1] > 1:
         return call.composed(rope_cache_write, paged_attention)
     _, page_size, kv_heads, dim = call.k_cache.shape

@@ -2,15 +2,18 @@
 
 NVRTC and the driver come through `cuda.bindings`, which CUDA builds of torch bring along. A cubin is cached by the hash
 of source, options, architecture and NVRTC version, so that only the first process compiles (a second or two a
-variant). Nothing here may run for the first time inside a capture: loading a module is not allowed there.
+variant); of several that ask at once the others wait. Nothing here may run for the first time inside a capture:
+loading a module is not allowed there.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -78,19 +81,40 @@ def compile_cubin(
         "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
     ).hexdigest()[:32]
     cached = cache_dir() / f"{source.stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
-    try:
-        return cached.read_bytes()
-    except OSError:
-        pass
-    cubin, _ = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-            file.write(cubin)
-        os.replace(file.name, cached)  # another process may do the same at the same time: both write the same bytes
-    except OSError:
-        pass  # a read-only home costs the compilation each time, nothing else
+    if (found := _read(cached)) is not None:
+        return found
+    with _alone(cached.parent, int(key[:8], 16)):  # ranks and test workers ask for the same variant at once
+        if (found := _read(cached)) is not None:
+            return found
+        cubin, _ = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+                file.write(cubin)
+            os.replace(file.name, cached)  # where locks are none, two processes write the same bytes
+        except OSError:
+            pass  # a read-only home costs the compilation each time, nothing else
     return cubin
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+@contextmanager
+def _alone(folder: Path, number: int) -> Iterator[None]:
+    """Other processes wait here for this number until the context ends; where files cannot be locked, they do not."""
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / "lock").open("ab"))
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, number)  # a byte of the file for each number; closing it unlocks
+        except OSError:
+            pass
+        yield
 
 
 def _compile(

@@ -15,7 +15,7 @@
 // The kernel: decode_attention.cuh, which decode_portable.cu has too.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), PAGE (tokens),
-// NORM, ROPE, EARLY, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and strides of the cache
-// and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+// NORM, ROPE (DIM, or 0: none), EARLY, WARPS (of a block), SIZE (blocks of a cluster), KV_HEADS, WINDOW (0: none), and
+// strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
 
 #include "decode_attention.cuh"

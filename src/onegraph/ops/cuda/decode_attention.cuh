@@ -17,7 +17,7 @@ struct Arguments {
   const u16* qkv;           // [rows, (GROUP + 2) kv_heads, DIM]
   const u16* q_norm;        // [DIM] if NORM
   const u16* k_norm;
-  const float* cos;         // [max_position + 1, DIM / 2] if ROPE, rows turn_stride apart
+  const float* cos;         // [max_position + 1, ROPE / 2] if ROPE, rows turn_stride apart
   const float* sin;
   const int* positions;     // [rows], too large by `ahead`
   const int* counts;        // [rows]
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
     if (!EARLY) issue(true, place, start);                         // behind q, which would be late behind them
     issue_own(start);
     commit();
-    turn(q, (const uint4*)(with_key ? p.k_norm : p.q_norm) + t, p.eps, cosine, sine);
+    turn(q, with_key ? p.k_norm : p.q_norm, p.eps, cosine, sine);
     const float factor = p.scale * 1.4426950408889634f;
 
 #pragma unroll 1
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
         if (GROUP == 8) {
           float4 c[STEPS], d[STEPS];
           angles(c, d);
-          turn(key, (const uint4*)p.k_norm + t, p.eps, c, d);
+          turn(key, p.k_norm, p.eps, c, d);
         }
         if (g == GROUP % 8) {
 #pragma unroll

@@ -1,6 +1,6 @@
 """Launches `decode_attention.cu`, where there are no clusters `decode_portable.cu`, and for several tokens a row, or
-any number where results must not depend on what runs beside them, `decode_round.cu`; what they do not take goes to
-Triton's kernels."""
+any number where results must not depend on what runs beside them or heads are more than those take, `decode_round.cu`;
+what none of them takes goes to Triton's kernels."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def supports_input(dtype: torch.dtype, dim: int, group: int, page: int, *read: T
     )
 
 
-EXAMPLE = Plan(False, 128, 4, 16, False, True, False, 16, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = Plan(False, 128, 4, 16, False, 128, False, 16, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_attention",
     ops=("paged_decode", "strided_decode"),
@@ -64,23 +64,30 @@ def share(groups: int, device: build.Device) -> tuple[int, int]:
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
-    heads, scale, window, early, sinks, softcap = numbers
+    heads, scale, window, early, sinks, softcap, gated = numbers
     rows, tokens, _ = qkv.shape
     kv_heads, dim = k_cache.shape[2:]
-    group = heads // kv_heads
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
-    # The kernel knows neither sinks nor bounds of scores, and turns whole heads: the others are for Triton's.
-    plain = sinks is None and softcap == 0 and (cos is None or 2 * cos.shape[1] == dim)
-    usable = qkv.is_cuda and rows > 0 and plain and supports_input(qkv.dtype, dim, group, k_cache.shape[1], *read)
-    in_rounds = tokens > 1 or invariant.on()
-    built = decode_round.KERNEL.is_built if in_rounds else available
-    if not usable or any(t.dtype != qkv.dtype for t in norms) or not built(qkv.device.index):
+    # The kernels for one token know neither sinks, bounds of scores nor gates, and turn whole heads.
+    plain = sinks is None and softcap == 0 and not gated and (cos is None or 2 * cos.shape[1] == dim)
+    alone = (
+        qkv.is_cuda
+        and rows > 0
+        and tokens == 1
+        and not invariant.on()
+        and plain
+        and supports_input(qkv.dtype, dim, heads // kv_heads, k_cache.shape[1], *read)
+        and all(t.dtype == qkv.dtype for t in norms)
+        and available(qkv.device.index)
+    )
+    if not alone:
+        on_gpu = qkv.is_cuda and rows > 0 and decode_round.KERNEL.is_built(qkv.device.index)
+        if on_gpu and decode_round.supports_input(call):
+            return decode_round.attend(call)
         from onegraph.ops.triton.decode_attention import paged_decode as fallback  # compiled as of its import
 
         return fallback(call)
-    if in_rounds:
-        return decode_round.attend(call)
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
@@ -149,8 +156,8 @@ def _launch(
         warps, size = decode_portable.share(pairs, dim, build.device(device))
     page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
     plan = Plan(
-        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, cos is not None, early, warps, size,
-        kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
+        qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, 0 if cos is None else dim, early, warps,
+        size, kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip
     arguments = {
         "qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "positions": positions,

@@ -8,7 +8,10 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int TILE = 16;                           // keys
 constexpr int CHUNKS = DIM / 8;                    // of 16 bytes, of a key
 constexpr int STEPS = DIM / 32;                    // chunks 4 i + t of a head are with lane (g, t) = (lane / 4, lane % 4)
-constexpr int KEYS = 32 / CHUNKS;                  // that a warp's fetch of 16 bytes a lane takes
+constexpr int TURNS = (ROPE ? ROPE : DIM) / 64;    // steps i that rotate with i + TURNS; the head's rest does not rotate
+constexpr int PARTS = CHUNKS > 32 ? CHUNKS / 32 : 1;  // fetches of a warp, of 16 bytes a lane, for a key
+constexpr int KEYS = 32 * PARTS / CHUNKS;          // that it takes in so many
+static_assert(ROPE % 64 == 0 && ROPE <= DIM, "a lane holds both of what rotates together");
 static_assert(PAGE % TILE == 0, "a tile lies in one page");
 constexpr float NONE = -1e30f;                     // below every score; finite, so that a difference is never NaN
 
@@ -38,10 +41,13 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 }
 
 // A head, of which four lanes hold STEPS chunks each: normed and rotated in float32, rounded as the composition's q and k
-// are. Chunks i and i + STEPS / 2 are half a head apart.
-__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, float eps, const float4 (&cosine)[STEPS],
-                                     const float4 (&sine)[STEPS]) {
+// are. Chunks i and i + TURNS are half of what rotates apart. `weight` [DIM]: of 16 bits with NORM 1, float32 with NORM 2.
+// load(i) is called before angles 2 i and 2 i + 1 are used.
+template <class Load>
+__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, float eps, const float4 (&cosine)[2 * TURNS],
+                                     const float4 (&sine)[2 * TURNS], const Load& load) {
   if (!NORM && !ROPE) return;
+  const int t = threadIdx.x % 4;
   float gain = 1.f;
   if (NORM) {
     float squares = 0.f;
@@ -54,10 +60,22 @@ __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, flo
     for (int o = 1; o < 4; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
     gain = rsqrtf(squares / DIM + eps);
   }
-  auto turn2 = [&](u32& lower, u32& upper, u32 w, u32 w2, float c0, float c1, float s0, float s1) {
+  struct Weights { uint4 narrow, wide[2]; };                       // of a chunk, as NORM says
+  auto weights = [&](int i) {
+    Weights w = {x[i], {}};
+    if (NORM == 1) w.narrow = ((const uint4*)weight)[i * 4 + t];
+    if (NORM == 2) w.wide[0] = ((const uint4*)weight)[(i * 4 + t) * 2], w.wide[1] = ((const uint4*)weight)[(i * 4 + t) * 2 + 1];
+    return w;
+  };
+  auto of_pair = [&](const Weights& w, int k) {
+    if (NORM == 1) return widen(k < 2 ? k ? w.narrow.y : w.narrow.x : k > 2 ? w.narrow.w : w.narrow.z);
+    const uint4& v = w.wide[k / 2];
+    return make_float2(__uint_as_float(k % 2 ? v.z : v.x), __uint_as_float(k % 2 ? v.w : v.y));
+  };
+  auto turn2 = [&](u32& lower, u32& upper, const Weights& w, const Weights& w2, int k, float c0, float c1, float s0, float s1) {
     float2 a = widen(lower), b = widen(upper);
     if (NORM) {
-      const float2 f = widen(w), f2 = widen(w2);
+      const float2 f = of_pair(w, k), f2 = of_pair(w2, k);
       a.x *= gain * f.x, a.y *= gain * f.y, b.x *= gain * f2.x, b.y *= gain * f2.y;
     }
     if (ROPE) {
@@ -68,15 +86,30 @@ __device__ __forceinline__ void turn(uint4 (&x)[STEPS], const uint4* weight, flo
     }
   };
 #pragma unroll
-  for (int i = 0; i < STEPS / 2; i++) {
+  for (int i = 0; i < TURNS; i++) {
+    load(i);
     const float4 c = cosine[2 * i], d = cosine[2 * i + 1], e = sine[2 * i], f = sine[2 * i + 1];
-    uint4 w = x[i], w2 = x[i];
-    if (NORM) w = weight[i * 4], w2 = weight[(i + STEPS / 2) * 4];
-    turn2(x[i].x, x[i + STEPS / 2].x, w.x, w2.x, c.x, c.y, e.x, e.y);
-    turn2(x[i].y, x[i + STEPS / 2].y, w.y, w2.y, c.z, c.w, e.z, e.w);
-    turn2(x[i].z, x[i + STEPS / 2].z, w.z, w2.z, d.x, d.y, f.x, f.y);
-    turn2(x[i].w, x[i + STEPS / 2].w, w.w, w2.w, d.z, d.w, f.z, f.w);
+    const Weights w = weights(i), w2 = weights(i + TURNS);
+    turn2(x[i].x, x[i + TURNS].x, w, w2, 0, c.x, c.y, e.x, e.y);
+    turn2(x[i].y, x[i + TURNS].y, w, w2, 1, c.z, c.w, e.z, e.w);
+    turn2(x[i].z, x[i + TURNS].z, w, w2, 2, d.x, d.y, f.x, f.y);
+    turn2(x[i].w, x[i + TURNS].w, w, w2, 3, d.z, d.w, f.z, f.w);
   }
+  if (!NORM) return;
+#pragma unroll
+  for (int i = 2 * TURNS; i < STEPS; i++) {                        // what does not rotate
+    const Weights w = weights(i);
+    auto keep = [&](u32& pair, int k) {
+      const float2 a = widen(pair), f = of_pair(w, k);
+      pair = narrow(a.x * gain * f.x, a.y * gain * f.y);
+    };
+    keep(x[i].x, 0), keep(x[i].y, 1), keep(x[i].z, 2), keep(x[i].w, 3);
+  }
+}
+
+__device__ __forceinline__ void turn(uint4 (&x)[STEPS], const void* weight, float eps, const float4 (&cosine)[2 * TURNS],
+                                     const float4 (&sine)[2 * TURNS]) {
+  turn(x, weight, eps, cosine, sine, [](int) {});
 }
 
 #if PORTABLE

@@ -25,7 +25,7 @@ def shared(plan: Plan) -> int:
     return -(-(2 * 4 * 8 * plan.warps + 4) // 128) * 128 + plan.warps * 2 * TILE * 2 * plan.dim
 
 
-EXAMPLE = Plan(False, 128, 4, 16, False, True, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = Plan(False, 128, 4, 16, False, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_portable",
     ops=("paged_decode", "strided_decode"),

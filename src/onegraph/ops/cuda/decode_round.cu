@@ -2,7 +2,7 @@
 // over the pages and over the round's own tokens, one launch. How tiles go: decode_attention.cu.
 //
 // A column of the products is a (token, head of the group) pair, so that the tokens share each load of a key: SETS sets of
-// eight columns are a warp's, and where there are more than four (registers) SLICES groups of blocks share the tokens.
+// eight columns are a warp's, and where there are more than its registers hold SLICES groups of blocks share the tokens.
 // The cache's keys are those before the round, in the same bits for each token. The round's own are a last tile behind them:
 // nothing orders the blocks of a launch, so the one that holds this tile makes its keys and values from qkv, and of the first
 // slice's also writes them, each once. Queries are turned once a block, into shared memory.
@@ -13,9 +13,13 @@
 // Blocks meet as those of a decode step do: through a cluster's shared memory, with PORTABLE through memory, where the last one
 // adds up, in a fixed order.
 //
-// Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64 or 128), GROUP (1 to 8 heads a kv head), TOKENS (1 to 8 that a
-// row brings), SLICES, STEADY, PAGE (tokens), NORM, ROPE, WARPS (of a block), SIZE (blocks that share keys), KV_HEADS, WINDOW
-// (0: none), and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of DIM), TURN_STRIDE.
+// With GATED each head's query has a gate behind it, whose sigmoid its result is multiplied by.
+//
+// Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64, 128, 256 or 512), GROUP (heads a kv head), TOKENS (1 to 8 that
+// a row brings), SLICES, STEADY, PAGE (tokens), NORM (0: none, 1: weights of 16 bits, 2: of float32), ROPE (how many of a
+// head's coordinates rotate, the first ones: a multiple of 64), GATED, WARPS (of a block), SIZE (blocks that share keys),
+// KV_HEADS, WINDOW (0: none), and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of
+// DIM), TURN_STRIDE.
 
 #include "decode_common.cuh"
 
@@ -23,16 +27,18 @@ constexpr int SPAN = (TOKENS + SLICES - 1) / SLICES;  // tokens of a slice
 constexpr int COLUMNS = SPAN * GROUP;
 constexpr int SETS = (COLUMNS + 7) / 8;
 constexpr int OUTPUTS = COLUMNS * DIM;
-constexpr int WIDTH = (GROUP + 2) * KV_HEADS;         // heads of q, k and v
+constexpr int EACH = 1 + GATED;                       // vectors of a query
+constexpr int KEY_AT = GROUP * EACH * KV_HEADS;       // of a token, the first vector that is a key
+constexpr int WIDTH = KEY_AT + 2 * KV_HEADS;          // vectors of q, k and v
 constexpr int WORKERS = SIZE * WARPS;
 constexpr int OWN_TILES = STEADY ? 2 : 1;             // that the round's own tokens may lie in
 static_assert(TOKENS <= 8 && SETS + 2 <= WARPS, "a warp turns a set, one the keys, one copies the values");
 
 struct Arguments {
-  const u16* qkv;        // [rows, TOKENS, (GROUP + 2) kv_heads, DIM]
-  const u16* q_norm;     // [DIM] if NORM
-  const u16* k_norm;
-  const float* cos;      // [max_position + 1, DIM / 2] if ROPE, rows turn_stride apart
+  const u16* qkv;        // [rows, TOKENS, WIDTH, DIM]
+  const void* q_norm;    // [DIM] if NORM
+  const void* k_norm;
+  const float* cos;      // [max_position + 1, ROPE / 2] if ROPE, rows turn_stride apart
   const float* sin;
   const int* positions;  // [rows], of the first token
   const int* counts;     // [rows], how many tokens are real
@@ -115,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
     const int chunk = lane % CHUNKS;
     const u16* from = (values ? p.values : p.keys) + (size_t)place * DIM + lane / CHUNKS * (PLACE_STRIDE * DIM) + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < TILE / KEYS; i++) {
-      const int key = i * KEYS + lane / CHUNKS;
-      fetch(&spot(warp, values, key, chunk), from + i * (KEYS * PLACE_STRIDE * DIM), start + key < end);
+    for (int i = 0; i < TILE / KEYS * PARTS; i++) {
+      const int key = i / PARTS * KEYS + lane / CHUNKS, part = i % PARTS * 32;
+      fetch(&spot(warp, values, key, chunk + part), from + i / PARTS * (KEYS * PLACE_STRIDE * DIM) + part * 8, start + key < end);
     }
   };
   int place = place_of(page, start);
@@ -139,15 +145,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   const bool queries = warp < SETS, keys = holds && warp == SETS;
   const int column = 8 * warp + g, token = queries ? begin + column / GROUP : g;
   const bool there = token < TOKENS && (keys || (queries && column < COLUMNS));
-  float4 cosine[STEPS], sine[STEPS];
-  if (queries || keys) {
-    const size_t turned = (size_t)min(max(position + token, 0), p.max_position) * TURN_STRIDE;
+  constexpr bool AHEAD = TURNS <= 4;                               // registers hold all angles, which are read before the wait
+  float4 cosine[2 * TURNS], sine[2 * TURNS];
+  auto turned_at = [&]() { return (size_t)min(max(position + token, 0), p.max_position) * TURN_STRIDE; };
+  auto angle = [&](size_t turned, int i) {
+    const size_t chunk = turned + (4 * (i / 2) + t) * 8 + i % 2 * 4;
+    cosine[i] = sine[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (ROPE) cosine[i] = *(const float4*)(p.cos + chunk), sine[i] = *(const float4*)(p.sin + chunk);
+  };
+  if (AHEAD && (queries || keys)) {
+    const size_t turned = turned_at();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-      const size_t chunk = turned + (4 * (i / 2) + t) * 8 + i % 2 * 4;
-      cosine[i] = sine[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (ROPE) cosine[i] = *(const float4*)(p.cos + chunk), sine[i] = *(const float4*)(p.sin + chunk);
-    }
+    for (int i = 0; i < 2 * TURNS; i++) angle(turned, i);
   }
 #if !PORTABLE
   if (SIZE > 1) all_begun();                                       // so that their memory can be written
@@ -163,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   const uint4* qkv = (const uint4*)p.qkv + (size_t)row * TOKENS * WIDTH * CHUNKS;
   uint4 x[STEPS];
   if (queries || keys) {
-    const int head = keys ? KV_HEADS * GROUP + kv_head : kv_head * GROUP + column % GROUP;
+    const int head = keys ? KEY_AT + kv_head : (kv_head * GROUP + column % GROUP) * EACH;
 #pragma unroll
     for (int i = 0; i < STEPS; i++)
       x[i] = there ? qkv[(token * WIDTH + head) * CHUNKS + i * 4 + t] : make_uint4(0, 0, 0, 0);
@@ -171,7 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   if (at < tiles) issue(true, place, start);                       // behind q, which would be late behind them
   commit();
   if (queries || keys) {
-    turn(x, (const uint4*)(keys ? p.k_norm : p.q_norm) + t, p.eps, cosine, sine);
+    turn(x, keys ? p.k_norm : p.q_norm, p.eps, cosine, sine, [&](int i) {
+      if (!AHEAD) __syncwarp(), angle(turned_at(), 2 * i), angle(turned_at(), 2 * i + 1);  // no load comes earlier
+    });
 #pragma unroll
     for (int i = 0; i < STEPS; i++) (keys ? own_spot(false, g, i * 4 + t) : s.q[warp][g][(i * 4 + t) ^ g % 2 * 4]) = x[i];
     if (keys && there && writes && slice == 0 && real(token)) {
@@ -185,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
       const int own = i / CHUNKS, chunk = i % CHUNKS;
       uint4 v = make_uint4(0, 0, 0, 0);                            // 0 * NaN would carry what is not real into the sum
       if (real(own)) {
-        v = qkv[(own * WIDTH + KV_HEADS * (GROUP + 1) + kv_head) * CHUNKS + chunk];
+        v = qkv[(own * WIDTH + KEY_AT + KV_HEADS + kv_head) * CHUNKS + chunk];
         if (writes && slice == 0) ((uint4*)p.values)[own_place(own) + chunk] = v;
       }
       own_spot(true, own, chunk) = v;
@@ -302,6 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
   };
   auto finish = [&](int column, int pair, float2 found) {
     const int token = begin + column / GROUP;
+    if (GATED && token < TOKENS) {
+      const float2 gate = widen(((const u32*)qkv)[(token * WIDTH + (kv_head * GROUP + column % GROUP) * 2 + 1) * (DIM / 2) + pair]);
+      found.x /= 1.f + exp2_fast(-1.4426950408889634f * gate.x), found.y /= 1.f + exp2_fast(-1.4426950408889634f * gate.y);
+    }
     if (token < TOKENS) ((u32*)p.out)[output(column) + pair] = real(token) ? narrow(found.x, found.y) : 0;
   };
 #pragma unroll 1

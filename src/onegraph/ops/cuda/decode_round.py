@@ -1,7 +1,7 @@
 """The attention of a round of several tokens a row in one launch: how `decode_round.cu` is cut over the GPU.
 
-One token is such a round too where its bits must not depend on what runs beside it (`ops/invariant.py`). Which calls it
-takes: `decode_attention.py`.
+One token is such a round too where its bits must not depend on what runs beside it (`ops/invariant.py`), and where its
+heads are more than the kernels for one token take: large, partly rotating, gated, many a kv head.
 """
 
 from dataclasses import asdict, dataclass
@@ -13,11 +13,13 @@ from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode
 from onegraph.ops.cuda import build, decode_portable
 from onegraph.ops.cuda.decode_plan import POINTERS, TILE
-from onegraph.ops.cuda.launcher import Launch, launch
+from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, launch
 
-SETS = 4  # of eight columns, a (token, head) pair each, that a warp's registers hold
+SETS = {64: 4, 128: 4, 256: 2, 512: 1}  # of eight columns, a (token, head) pair each, that a warp's registers hold
 SIZES = 8, 4, 2, 1  # blocks of a cluster
+WIDE = 16, *SIZES  # of heads beyond 128, whose blocks have fewer warps
 MOST_WARPS, WARPS = 16, 8  # of a block: for one set, whose warps take half of the registers, and for more
+RUN = 64  # coordinates: those that rotate are a multiple of it
 
 ARGUMENTS = build.Arguments(
     pointers=(*POINTERS, "partial", "sums", "arrived"),
@@ -29,7 +31,8 @@ ARGUMENTS = build.Arguments(
 @dataclass(frozen=True)
 class Plan:
     """What the kernel is compiled for: its defines, in lower case. `size` blocks of `warps` warps share the keys of a
-    row and kv head for a slice of its `tokens`, of which there are `slices`. Strides as those of `decode_plan.Plan`.
+    row and kv head for a slice of its `tokens`, of which there are `slices`. norm: 0 without, 1 with weights of q's
+    dtype, 2 of float32. rope: coordinates that rotate. Strides as those of `decode_plan.Plan`.
     `steady`: a token's bits do not depend on the tokens beside it; nor on the rows, if warps and size do not."""
 
     half: bool
@@ -38,8 +41,9 @@ class Plan:
     tokens: int
     slices: int
     page: int
-    norm: bool
-    rope: bool
+    norm: int
+    rope: int
+    gated: bool
     warps: int
     size: int
     kv_heads: int
@@ -67,12 +71,17 @@ class Plan:
         return -(-(sums + met) // 128) * 128 + 8 * sets * head + (self.warps + 1 + self.steady) * 2 * TILE * head
 
 
-def slices(tokens: int, group: int) -> int:
-    """How many blocks, at least, share a round's tokens."""
-    return -(-tokens // (8 * SETS // group))
+def most_sets(dim: int, clusters: bool, steady: bool) -> int:
+    """Sets of a block: where shared memory holds three warps' tiles, one, which a warp turns beside keys and values."""
+    return 1 if dim > 128 and steady and not clusters else SETS[dim]
 
 
-EXAMPLE = Plan(False, 128, 4, 8, 1, 16, False, True, WARPS, 8, 8, 0, 128, 8, 1, 64)
+def slices(tokens: int, group: int, sets: int) -> int:
+    """How many blocks, at least, share a round's tokens; `sets` that a block may have."""
+    return -(-tokens // (8 * sets // group))
+
+
+EXAMPLE = Plan(False, 128, 4, 8, 1, 16, 0, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_round",
     ops=("paged_decode",),
@@ -87,42 +96,74 @@ KERNEL = build.Source(
 )
 
 
-def share(groups: int, sets: int, device: build.Device, clusters: bool) -> tuple[int, int]:
+def supports_input(call: PagedDecode) -> bool:
+    """Whether `attend` computes this, of a GPU's tensors."""
+    qkv, norms = call.qkv, [t for t in (call.q_norm, call.k_norm) if t is not None]
+    _, page, kv_heads, dim = call.k_cache.shape
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or dim not in SETS or call.sinks is not None or call.softcap:
+        return False
+    clusters, turned = not KERNEL.is_portable(qkv.device.index), 0 if call.cos is None else 2 * call.cos.shape[1]
+    read = [t for t in (qkv, *norms, call.cos, call.sin, call.k_cache, call.v_cache) if t is not None]
+    return (
+        call.heads // kv_heads <= 8 * most_sets(dim, clusters, invariant.on())
+        and (dim <= 256 or clusters)  # two tiles of 512 and queries take more than a portable block has
+        and page % TILE == 0
+        and turned % RUN == 0
+        and len({t.dtype for t in norms}) <= 1
+        and all(t.dtype in (qkv.dtype, torch.float32) for t in norms)
+        and all(t.data_ptr() % ALIGNMENT == 0 for t in read)
+    )
+
+
+def warps_of(dim: int, sets: int, clusters: bool, steady: bool) -> int:
+    """Of a block: as many as shared memory has tiles for."""
+    if dim <= 128:
+        return MOST_WARPS if clusters and sets == 1 else WARPS
+    most = WARPS if clusters else WARPS // 2 - steady
+    return most if dim == 256 else most // 2
+
+
+def share(
+    groups: int, sets: int, device: build.Device, clusters: bool, dim: int = 128, steady: bool = False
+) -> tuple[int, int]:
     """(warps of a block, blocks that share the keys of one of `groups`), one block an SM.
 
     As many blocks as run at once; where there are more groups than that, as many as leave the fewest SMs idle in the
     end.
     """
     if clusters:
-        at_once = {size: device.clusters[size - 1] for size in SIZES}
+        at_once = {size: device.clusters[size - 1] for size in (SIZES if dim <= 128 else WIDE)}
     else:
         shared = decode_portable.SIZES if groups <= device.sms else ()  # what they leave goes through memory
         at_once = {size: device.sms // size for size in (*shared, 1)}
     at_once = {size: many for size, many in at_once.items() if many}
     size = next((size for size, many in at_once.items() if groups <= many), 0)
     size = size or min(reversed(at_once), key=lambda size: -(-groups // at_once[size]) / size)
-    return MOST_WARPS if clusters and sets == 1 else WARPS, size
+    return warps_of(dim, sets, clusters, steady), size
 
 
 def attend(call: PagedDecode) -> Tensor:
-    """The op, of a call that `decode_attention` supports."""
+    """The op, of a call that `supports_input`."""
     qkv, keys, table, cos = call.qkv, call.k_cache, call.block_table, call.cos
     device, (rows, tokens, _), (pages, page_size, kv_heads, dim) = qkv.device.index, qkv.shape, keys.shape
     group, in_clusters, found = call.heads // kv_heads, not KERNEL.is_portable(device), build.device(device)
-    parts = slices(tokens, group)
-    groups, columns, steady = rows * kv_heads * parts, -(-tokens // parts) * group, invariant.on()
+    steady = invariant.on()
+    most = most_sets(dim, in_clusters, steady)
+    parts = slices(tokens, group, most)
+    groups, columns = rows * kv_heads * parts, -(-tokens // parts) * group
     # What must not depend on rows and tokens is cut as for one row of many tokens.
-    cut = (kv_heads, SETS) if steady else (groups, -(-columns // 8))
-    warps, size = share(*cut, found, in_clusters)
+    cut = (kv_heads, most) if steady else (groups, -(-columns // 8))
+    warps, size = share(*cut, found, in_clusters, dim, steady)
     if steady and not in_clusters and size > 1 and groups > decode_portable.MAX_GROUPS:
         raise ValueError(
             f"batch_invariant: {rows} rows of {kv_heads} kv heads are {groups} groups of blocks; allowed without "
             f"clusters are {decode_portable.MAX_GROUPS}: give a smaller max_batch"
         )
     page_stride, place_stride, head_stride = (stride // dim for stride in keys.stride()[:3])
+    norm = 0 if call.q_norm is None else 1 if call.q_norm.dtype == qkv.dtype else 2
     plan = Plan(
-        qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, call.q_norm is not None, cos is not None,
-        warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
+        qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, norm, 0 if cos is None else 2 * cos.shape[1],
+        call.gated, warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
         0 if cos is None else cos.stride(0), steady,
     )  # fmt: skip
     out = torch.empty((rows, tokens, call.heads, dim), dtype=qkv.dtype, device=qkv.device)

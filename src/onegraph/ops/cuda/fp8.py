@@ -1,14 +1,15 @@
 """FP8 (E4M3) linears and routed experts on a GPU: variants of `fp8.cu`, blocks of scales, and which calls it takes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, stream
-from onegraph.ops.cuda.stream import GATE, GATE_UP, HALVES, LINEAR, ROWS, SIZES, Footprint, Stream, Variant, Weight
+from onegraph.ops.cuda.stream import GATE, GATE_UP, LINEAR, ROWS, SIZES, Footprint, Stream, Variant, Weight
 
 SLICE = 128  # columns of a unit where a warp does not take 256
 MAX_TOKENS = 64
@@ -89,6 +90,15 @@ class FP8(Stream):
     )
     max_tokens = MAX_TOKENS
 
+    def weight(
+        self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]
+    ) -> Weight | None:
+        scaled = blocks(*numbers, shape[2])
+        if scaled is None:
+            return None
+        shifts = dict(zip(BLOCKS, (scaled.row_shift, scaled.column_shift, scaled.pitch), strict=True))
+        return Weight(shape, tensors, shifts, {"GRAIN": scaled.grain})
+
     def linear_variant(self, tokens: int, few: bool, weight: Weight, portable: bool) -> Variant:
         return next(variants for most, variants in LINEARS.items() if tokens <= most)[few]
 
@@ -112,63 +122,3 @@ class FP8(Stream):
 
 
 STREAM = FP8()
-takes = STREAM.takes
-
-
-def weight_of(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Weight | None:
-    """codes [n, k] or [matrices, n, k]. None where the kernels do not know such blocks."""
-    scaled = blocks(rows, columns, codes.shape[-1])
-    if scaled is None:
-        return None
-    *lead, n, k = codes.shape
-    numbers = dict(zip(BLOCKS, (scaled.row_shift, scaled.column_shift, scaled.pitch), strict=True))
-    return Weight((prod(lead), n, k), {"codes": codes, "scale": scale}, numbers, {"GRAIN": scaled.grain})
-
-
-def takes_codes(codes: Tensor) -> bool:
-    """Whether they are decoded here."""
-    return codes.is_cuda and codes.numel() > 0 and STREAM.source.is_built(codes.device.index)
-
-
-def reads(rows: int, columns: int, k: int, dtype: torch.dtype, device: int) -> bool:
-    """Whether linears with scales of such blocks are computed here from the codes."""
-    return blocks(rows, columns, k) is not None and dtype in HALVES and STREAM.source.is_built(device)
-
-
-def linear(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, rows: int, columns: int, float32: bool
-) -> Tensor | None:
-    """x [..., k] -> [..., n]; see `ops.fp8.fp8_linear`. None: not here."""
-    weight = weight_of(codes, scale, rows, columns)
-    return None if weight is None else STREAM.linear(x, weight, bias, float32)
-
-
-def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor | None:
-    """x [..., G, k] -> [..., G, n]; see `ops.fp8.fp8_grouped_linear`. None: not here."""
-    weight = weight_of(codes, scale, rows, columns)
-    return None if weight is None else STREAM.grouped_linear(x, weight)
-
-
-def experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    rows: int,
-    columns: int,
-    *gate: float,
-) -> Tensor | None:
-    """x [T, D] -> [T, D]; see `ops.fp8.fp8_experts`. None: not here."""
-    first, second = weight_of(gate_up, gate_up_scale, rows, columns), weight_of(down, down_scale, rows, columns)
-    if first is None or second is None:
-        return None
-    return STREAM.experts(x, experts, weights, first, second, gate)
-
-
-def dequantize(codes: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """codes [..., n, k] -> [..., n, k] in bfloat16, float16 or float32, one launch. None: not here."""
-    weight = weight_of(codes, scale, rows, columns)
-    return None if weight is None else STREAM.decode(weight, dtype)

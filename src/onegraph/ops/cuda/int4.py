@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onegraph.ops.cuda import build, stream
 from onegraph.ops.cuda.launcher import Launch, aligned, launch
-from onegraph.ops.cuda.stream import HALVES, LINEAR, ROWS, WARPS, Footprint, Tiling, Variant
+from onegraph.ops.cuda.stream import HALVES, LINEAR, ROWS, WARPS, Footprint, Tiling, Variant, Weight
 from onegraph.ops.cuda.tensor_map import sliced_tensor_map
 
 SLICE = 256  # columns of a unit, as in the sources
@@ -134,44 +134,9 @@ def batch_plan(tiles: int, n: int, k: int, groups: int, device: build.Device, po
     return stream.plan(-(-n // ROWS), -(-k // SLICE), variant, footprint(tiles, groups), device.sms, device.shared)
 
 
-def takes(x: Tensor, scale: Tensor) -> bool:
-    """Whether a kernel here computes on `x`, with scales of this dtype."""
-    fits = x.is_cuda and x.numel() > 0 and x.dtype in HALVES and scale.dtype in HALVES
-    return fits and BATCH.is_built(x.device.index)
-
-
-def reads(n: int, k: int, columns: int, dtype: torch.dtype, device: int) -> bool:
-    """Whether linears with scales by groups of so many columns are computed here from the codes."""
-    if dtype not in HALVES or not BATCH.is_built(device):
-        return False
-    return batch_plan(1, n, k, max(1, k // columns), build.device(device), BATCH.is_portable(device)) is not None
-
-
 def _kind(dtype: torch.dtype, scale: Tensor, shift: int = ALL) -> dict[str, int]:
     half, wide_range = int(dtype == torch.float16), int(scale.dtype == torch.bfloat16)
     return {"HALF": half, "SCALE_BF16": wide_range, "GROUP": group_of(shift)}
-
-
-def linear(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, order: Tensor | None, bias: Tensor | None, float32: bool
-) -> Tensor:
-    """x [..., k] -> [..., n]; see `ops.int4.int4_linear`."""
-    n, k, groups = codes.shape[0], codes.shape[1] * 2, scale.shape[1]
-    tokens, index = x.numel() // k, x.device.index
-    if tokens <= MAX_TOKENS:
-        y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if float32 else x.dtype)
-        weight: dict[str, Any] = {"codes": aligned(codes), "scale": aligned(scale), "zero": aligned(zero)}
-        weight["bias"] = None if bias is None else bias.float()
-        device = build.device(index)
-        if tokens <= FEW and ONE.is_built(index) and (one := one_plan(tokens, n, k, groups, device)):
-            _one(aligned(x), weight, None if order is None else aligned(order), y, one)
-            return y
-        tiles = 1 if tokens <= 8 else 2
-        if batch := batch_plan(tiles, n, k, groups, device, BATCH.is_portable(index)):
-            _batch(aligned(x) if order is None else x.index_select(-1, order), weight, y, tiles, batch)
-            return y
-    x = x if order is None else x.index_select(-1, order)
-    return stream.dense_linear(x, dequantize(codes, scale, zero, x.dtype), bias, float32)
 
 
 def _sizes(x: Tensor, weight: Mapping[str, Any]) -> dict[str, int]:
@@ -216,3 +181,44 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -
     y = torch.empty(n, k, dtype=dtype, device=codes.device)
     tensors = {"codes": aligned(codes), "scale": scale, "zero": zero}
     return stream.dequantize(DEQUANTIZE, y, 8, _kind(dtype, scale), **tensors, n=n, k=k, groups=scale.shape[1])
+
+
+class INT4:
+    """Linears, by kernels of their own; see `ops.coded.Kernels`."""
+
+    def takes(self, x: Tensor) -> bool:
+        return x.is_cuda and x.numel() > 0 and x.dtype in HALVES and BATCH.is_built(x.device.index)
+
+    def weight(
+        self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]
+    ) -> Weight | None:
+        return None if tensors and tensors["scale"].dtype not in HALVES else Weight(shape, tensors)
+
+    def reads_linear(self, weight: Weight, format: Any, dtype: torch.dtype, device: int) -> bool:
+        if dtype not in HALVES or not BATCH.is_built(device):
+            return False
+        _, n, k = weight.shape
+        groups, portable = max(1, k // format.columns), BATCH.is_portable(device)
+        return batch_plan(1, n, k, groups, build.device(device), portable) is not None
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
+        """x [..., k] -> [..., n], in float32 where asked."""
+        (_, n, k), (codes, scale, zero, order) = weight.shape, weight.tensors.values()
+        groups, tokens, index = scale.shape[1], x.numel() // k, x.device.index
+        if tokens <= MAX_TOKENS:
+            y = x.new_empty(*x.shape[:-1], n, dtype=torch.float32 if float32 else x.dtype)
+            given: dict[str, Any] = {"codes": aligned(codes), "scale": aligned(scale), "zero": aligned(zero)}
+            given["bias"] = None if bias is None else bias.float()
+            device = build.device(index)
+            if tokens <= FEW and ONE.is_built(index) and (one := one_plan(tokens, n, k, groups, device)):
+                _one(aligned(x), given, None if order is None else aligned(order), y, one)
+                return y
+            tiles = 1 if tokens <= 8 else 2
+            if batch := batch_plan(tiles, n, k, groups, device, BATCH.is_portable(index)):
+                _batch(aligned(x) if order is None else x.index_select(-1, order), given, y, tiles, batch)
+                return y
+        x = x if order is None else x.index_select(-1, order)
+        return stream.dense_linear(x, dequantize(codes, scale, zero, x.dtype), bias, float32)
+
+
+KERNELS = INT4()

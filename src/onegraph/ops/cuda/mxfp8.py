@@ -4,14 +4,15 @@ Linears whose k is no multiple of 128 decode the weight once and multiply throug
 with their scales as float32.
 """
 
-from math import prod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.ops.cuda import build, fp8, stream
 from onegraph.ops.cuda.fp8 import BLOCKS, CODES, FP8, OUT, PLAIN
-from onegraph.ops.cuda.stream import GATE, HALVES, ROWS, SIZES, Footprint, Variant, Weight
+from onegraph.ops.cuda.stream import GATE, ROWS, SIZES, Footprint, Variant, Weight
 
 GROUP = 32  # columns that share a scale
 COLUMNS = 128  # of k, whose scales one copy of four bytes brings
@@ -34,6 +35,11 @@ class MXFP8(FP8):
     )
     aligned = "codes", "scale"
 
+    def weight(
+        self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]
+    ) -> Weight | None:
+        return None if shape[2] % CODES else Weight(shape, tensors)
+
     def reads(self, weight: Weight) -> bool:
         return weight.shape[2] % COLUMNS == 0
 
@@ -48,60 +54,21 @@ class MXFP8(FP8):
         arguments = {"codes": codes, "scale": scale, "matrices": matrices, "n": n, "k": k, **blocks}
         return stream.dequantize(self.dequantizer, y, 16, {"OUT": OUT[dtype], "BYTE_SCALES": 1}, **arguments)
 
+    def experts(
+        self, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight, gate: tuple[float, ...],
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor | None:  # fmt: skip
+        if self.reads(gate_up) and self.reads(down):
+            return super().experts(x, experts, weights, gate_up, down, gate, biases)
+        first, second = _as_fp8(gate_up), _as_fp8(down)
+        return None if first is None or second is None else fp8.STREAM.experts(x, experts, weights, first, second, gate)
+
+
+def _as_fp8(weight: Weight) -> Weight | None:
+    """With scales as float32."""
+    codes, scale = weight.tensors.values()
+    scales = scale.view(torch.float8_e8m0fnu).float()
+    return fp8.STREAM.weight(weight.shape, {"codes": codes, "scale": scales}, (1, GROUP))
+
 
 STREAM = MXFP8()
-takes = STREAM.takes
-
-
-def weight_of(codes: Tensor, scale: Tensor) -> Weight | None:
-    """codes [n, k] or [matrices, n, k]. None where k is no multiple of 16."""
-    *lead, n, k = codes.shape
-    return None if k % CODES else Weight((prod(lead), n, k), {"codes": codes, "scale": scale})
-
-
-def takes_codes(codes: Tensor) -> bool:
-    """Whether they are decoded here."""
-    return codes.is_cuda and codes.numel() > 0 and STREAM.dequantizer.is_built(codes.device.index)
-
-
-def reads(k: int, dtype: torch.dtype, device: int) -> bool:
-    """Whether linears of k inputs are computed here from the codes."""
-    return k % COLUMNS == 0 and dtype in HALVES and STREAM.source.is_built(device)
-
-
-def linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, float32: bool) -> Tensor | None:
-    """x [..., k] -> [..., n]; see `ops.mxfp8.mxfp8_linear`. None: not here."""
-    weight = weight_of(codes, scale)
-    return None if weight is None else STREAM.linear(x, weight, bias, float32)
-
-
-def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-    """x [..., G, k] -> [..., G, n]; see `ops.mxfp8.mxfp8_grouped_linear`. None: not here."""
-    weight = weight_of(codes, scale)
-    return None if weight is None else STREAM.grouped_linear(x, weight)
-
-
-def experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    *gate: float,
-) -> Tensor | None:
-    """x [T, D] -> [T, D]; see `ops.mxfp8.mxfp8_experts`. None: not here."""
-    first, second = weight_of(gate_up, gate_up_scale), weight_of(down, down_scale)
-    if first is None or second is None:
-        return None
-    if STREAM.reads(first) and STREAM.reads(second):
-        return STREAM.experts(x, experts, weights, first, second, gate)
-    scales = gate_up_scale.view(torch.float8_e8m0fnu).float(), down_scale.view(torch.float8_e8m0fnu).float()
-    return fp8.experts(x, experts, weights, gate_up, scales[0], down, scales[1], 1, GROUP, *gate)
-
-
-def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """codes [..., n, k] -> [..., n, k] in bfloat16, float16 or float32, one launch. None: not here."""
-    weight = weight_of(codes, scale)
-    return None if weight is None else STREAM.decode(weight, dtype)

@@ -6,7 +6,8 @@ multiple of 64 decode the weight once and multiply through cuBLAS.
 The two formats differ in scales alone: one source serves both (GROUP), and a weight without global_scale is MXFP4.
 """
 
-from math import prod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,9 @@ from onegraph.ops.cuda import build, nvfp4_one, stream
 from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.cuda.stream import (
     DOWN,
-    FEW_PASS,
     GATE,
     GATE_UP,
-    HALVES,
     LINEAR,
-    PAIRS,
     ROWS,
     SIZES,
     WARPS,
@@ -78,6 +76,9 @@ class NVFP4(Stream):
     )
     max_tokens = MAX_TOKENS
     aligned = "codes", "scale"
+
+    def weight(self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]) -> Weight:
+        return Weight(shape, tensors, {}, {"GROUP": 16})
 
     def reads(self, weight: Weight) -> bool:
         """Scales of MXFP4 are copied by the word, also the last ones of a matrix."""
@@ -147,56 +148,9 @@ class NVFP4(Stream):
         return stream.dequantize(self.dequantizer, y, 8, defines, **tensors, n=matrices * n, k=k)
 
 
-STREAM = NVFP4()
-takes = STREAM.takes
+class MXFP4(NVFP4):
+    def weight(self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]) -> Weight:
+        return Weight(shape, {**tensors, "global_scale": None}, {}, {"GROUP": 32})
 
 
-def weight_of(codes: Tensor, scale: Tensor, global_scale: Tensor | None) -> Weight:
-    """codes [n, k/2] or [matrices, n, k/2]."""
-    *lead, n, half = codes.shape
-    tensors = {"codes": codes, "scale": scale, "global_scale": global_scale}
-    return Weight((prod(lead), n, 2 * half), tensors, {}, {"GROUP": 32 if global_scale is None else 16})
-
-
-def takes_experts(x: Tensor, wide: int, top_k: int) -> bool:
-    """Whether a kernel here computes on `x`, routed experts of `wide` hidden numbers."""
-    return STREAM.takes(x) and x.shape[-1] % COLUMNS == 0 and wide % COLUMNS == 0 and top_k * FEW_PASS <= PAIRS
-
-
-def reads(n: int, k: int, dtype: torch.dtype, device: int, *, scaled: bool) -> bool:
-    """Whether linears n x k are computed here from the codes; `scaled`: NVFP4's, else MXFP4's."""
-    weight = Weight((1, n, k), {}, {}, {"GROUP": 16 if scaled else 32})
-    return STREAM.reads(weight) and dtype in HALVES and STREAM.source.is_built(device)
-
-
-def linear(
-    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None, float32: bool = False
-) -> Tensor:
-    """x [..., k] -> [..., n], in float32 where asked; see `ops.nvfp4_linear.nvfp4_linear`, `ops.mxfp4.mxfp4_linear`."""
-    return STREAM.linear(x, weight_of(codes, scale, global_scale), bias, float32)
-
-
-def grouped_linear(x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None) -> Tensor:
-    """x [..., G, k] -> [..., G, n]; see `ops.nvfp4_linear.nvfp4_grouped_linear`, `ops.mxfp4.mxfp4_grouped_linear`."""
-    return STREAM.grouped_linear(x, weight_of(codes, scale, global_scale))
-
-
-def experts(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global: Tensor | None,
-    *gate: float,
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:
-    """x [T, D] -> [T, D]; see `ops.nvfp4_linear.nvfp4_experts` and, with biases, `ops.mxfp4.mxfp4_experts`. Of calls
-    that `takes_experts` takes."""
-    layers = weight_of(gate_up, gate_up_scale, gate_up_global), weight_of(down, down_scale, down_global)
-    y = STREAM.experts(x, experts, weights, *layers, gate, biases)
-    assert y is not None
-    return y
+STREAM, MX_STREAM = NVFP4(), MXFP4()

@@ -78,7 +78,7 @@ class Footprint(NamedTuple):
 @dataclass(frozen=True)
 class Tiling:
     """How one shape is cut over the GPU: `blocks` blocks, one on each SM; in each, `across` warps side by side in k,
-    `down` times beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` units of
+    `down` times in parallel over the block's row tiles, `hold` of which are added up at a time; `depth` units of
     each warp are under way."""
 
     blocks: int
@@ -153,11 +153,18 @@ class Stream:
     """A format's linears and experts. A subclass says what differs."""
 
     source: ClassVar[build.Source]
+    dequantizer: ClassVar[build.Source]
     max_tokens: ClassVar[int]  # of a linear; above, decoding once is cheaper than reading the codes for every pass
     aligned: ClassVar[tuple[str, ...]] = ("codes",)  # tensors of a weight whose addresses are multiples of 16
     reserved: ClassVar[int] = ROUTES  # bytes of a block's shared memory that no tiling may take
 
     # ---------------------------------------------------------------------------------------------- of each format
+
+    def weight(
+        self, shape: tuple[int, int, int], tensors: Mapping[str, Any], numbers: tuple[int, ...]
+    ) -> Weight | None:
+        """See `ops.coded.Kernels`."""
+        return Weight(shape, tensors)
 
     def reads(self, weight: Weight) -> bool:
         """Whether the kernel computes from the codes of such a weight."""
@@ -206,6 +213,14 @@ class Stream:
     def takes(self, x: Tensor) -> bool:
         """Whether a kernel computes on `x`."""
         return x.is_cuda and x.numel() > 0 and x.dtype in HALVES and self.source.is_built(x.device.index)
+
+    def takes_codes(self, codes: Tensor) -> bool:
+        """Whether `codes` are decoded here."""
+        return codes.is_cuda and codes.numel() > 0 and self.dequantizer.is_built(codes.device.index)
+
+    def reads_linear(self, weight: Weight, format: Any, dtype: torch.dtype, device: int) -> bool:
+        """See `ops.coded.Kernels`."""
+        return self.reads(weight) and dtype in HALVES and self.source.is_built(device)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, float32: bool) -> Tensor:
         """x [..., k] -> [..., n], in float32 where asked."""

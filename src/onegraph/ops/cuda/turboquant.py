@@ -30,7 +30,7 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
-    example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0},
+    example={"DIM": 128, "KBITS": 4, "VBITS": 4, "GROUP": 4, "SCALE": 1, "DTYPE": 0, "TURNED": 128, "NORM32": 0},
     otherwise="Triton's writes TurboQuant codes",
 )
 
@@ -44,8 +44,7 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     _, kv_heads, page_bytes = cache.shape
     dim, group, tokens = turn.shape[0], heads // kv_heads, batch * length
     sizes_fit = dim <= MAX_DIM and group <= MAX_GROUP and length <= MAX_LENGTH and 0 < tokens <= MAX_TOKENS
-    alike = all(norm is None or norm.dtype == qkv.dtype for norm in (q_norm, k_norm))  # as the kernel reads them
-    supported = qkv.is_cuda and qkv.dtype in DTYPES and alike and sizes_fit and not exact
+    supported = qkv.is_cuda and qkv.dtype in DTYPES and sizes_fit and not exact
     if not supported or not KERNEL.is_built(qkv.device.index):
         from onegraph.ops.triton.turboquant import turboquant_write as fallback  # compiled as of its import
 
@@ -53,7 +52,8 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
     page_size = page_bytes * 8 // (dim * (k_bits + v_bits) + 32)
     out = torch.empty((batch, length, heads, dim), dtype=qkv.dtype, device=qkv.device)
     defines = {"DIM": dim, "KBITS": k_bits, "VBITS": v_bits, "GROUP": group}
-    defines |= {"SCALE": SCALES[kind], "DTYPE": DTYPES[qkv.dtype]}
+    defines |= {"SCALE": SCALES[kind], "DTYPE": DTYPES[qkv.dtype], "TURNED": dim if cos is None else 2 * cos.shape[1]}
+    defines["NORM32"] = int(q_norm is not None and q_norm.dtype == torch.float32)
     launch(
         KERNEL, defines, Launch((kv_heads, tokens, 1), dim * 2),
         qkv=qkv, q_norm=q_norm, k_norm=k_norm, cos=cos, sin=sin, positions=positions, counts=counts,

@@ -58,6 +58,7 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         and qkv.dtype in (torch.bfloat16, torch.float16)
         and all(norm is None or norm.dtype == qkv.dtype for norm in (call.q_norm, call.k_norm))
         and dim in DIMS
+        and (call.cos is None or 2 * call.cos.shape[1] == dim)
         and group <= MAX_GROUP
         and reach <= SHORT
         and all(t.data_ptr() % ALIGNMENT == 0 for t in read)

@@ -4,6 +4,7 @@
 
 constexpr int MERGERS = 8, OWN = (DIM + 31) / 32, AHEAD = 4;
 constexpr int PARTS = MERGERS * 32 / (DIM / 2), PART = (DIM + PARTS - 1) / PARTS;  // rows of the rotation, of a thread
+constexpr bool EVEN = DIM % PARTS == 0 && MERGERS * 32 % (DIM / 2) == 0;  // no thread has rows past the last
 // Part of the rotation, of a thread. No kernel of a step writes it: it may be read ahead.
 constexpr int TURNS = DTYPE < 2 ? PART : 1;
 __device__ __forceinline__ void load_rotation(const Arguments& p, u32 (&rotation)[TURNS]) {
@@ -11,7 +12,7 @@ __device__ __forceinline__ void load_rotation(const Arguments& p, u32 (&rotation
   if (DTYPE < 2 && p.rotation) {
 #pragma unroll
     for (int i = 0; i < PART; i++)
-      rotation[i] = DIM % PARTS == 0 || from + i < DIM ? __ldg((const u32*)p.rotation + (from * DIM + column) / 2 + i * (DIM / 2)) : 0;
+      rotation[i] = EVEN || from + i < DIM ? __ldg((const u32*)p.rotation + (from * DIM + column) / 2 + i * (DIM / 2)) : 0;
   }
 }
 // Rows of `result` times the rotation to `out`, row m as query(m), none from the first that is negative on.

@@ -7,16 +7,16 @@
 // How codes are packed: formats/turboquant_layout.py.
 //
 // Set when compiled: DIM, KBITS, VBITS, GROUP (queries of a kv head, up to 16), SCALE (0 norm, 1 matched, 2 unbiased),
-// DTYPE (0 bfloat16, 1 float16).
+// DTYPE (0 bfloat16, 1 float16), TURNED (coordinates that rotate, the first ones), NORM32 (1: norms are float32).
 
 #include "turboquant_common.cuh"
 #include "turboquant_quantize.cuh"
 
 struct Arguments {
   const u16* qkv;           // [tokens, (GROUP + 2) kv_heads, DIM]
-  const u16* q_norm;        // [DIM] or null
+  const u16* q_norm;        // [DIM] or null; with NORM32 of float32
   const u16* k_norm;
-  const float* cos;         // [max_position + 1, DIM / 2] or null
+  const float* cos;         // [max_position + 1, TURNED / 2] or null
   const float* sin;
   const int* positions;     // [batch]
   const int* counts;        // [batch]
@@ -34,8 +34,12 @@ struct Arguments {
 
 constexpr int WARPS = DIM / 16;
 constexpr int VECTORS = GROUP + 2, TILES = (VECTORS + 15) / 16;
-constexpr int PAIRS = (DIM + 63) / 64;                   // (d, d + DIM / 2), of a lane
+constexpr int PAIRS = (DIM + 63) / 64;                   // of coordinates, of a lane: what rotates together, then the rest
 constexpr int BLOCK_BYTES = 2 * DIM * (KBITS + VBITS) + 64;
+
+// The two coordinates of pair d: half of what rotates apart, or half of the rest.
+__device__ __forceinline__ int lower_of(int d) { return TURNED == DIM || d < TURNED / 2 ? d : d + TURNED / 2; }
+__device__ __forceinline__ int upper_of(int d) { return d + (TURNED == DIM || d < TURNED / 2 ? TURNED / 2 : DIM / 2); }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const __grid_constant__ Arguments p) {
   __shared__ __align__(16) u16 vectors[TILES * 16][DIM + 8];
@@ -65,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const int d = lane + 32 * i;
-    const size_t row = (size_t)min(max(position, 0), p.max_position) * (DIM / 2) + d;
-    const bool there = p.cos && d < DIM / 2;
+    const size_t row = (size_t)min(max(position, 0), p.max_position) * (TURNED / 2) + d;
+    const bool there = p.cos && d < TURNED / 2;
     cosine[i] = there ? p.cos[row] : 1.f, sine[i] = there ? p.sin[row] : 0.f;
   }
   for (int i = threadIdx.x; i < (TILES * 16 - VECTORS) * DIM; i += WARPS * 32) vectors[VECTORS + i / DIM][i % DIM] = 0;
@@ -80,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       const int d = lane + 32 * i;
-      low[i] = d < DIM / 2 ? widen(x[d]) : 0.f, high[i] = d < DIM / 2 ? widen(x[d + DIM / 2]) : 0.f;
+      low[i] = d < DIM / 2 ? widen(x[lower_of(d)]) : 0.f, high[i] = d < DIM / 2 ? widen(x[upper_of(d)]) : 0.f;
       squares += low[i] * low[i] + high[i] * high[i];
     }
     const bool turns = r <= GROUP;  // a value has neither norm nor position
@@ -91,13 +95,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
       if (d >= DIM / 2) continue;
       if (turns && p.q_norm) {
         const u16* weight = r < GROUP ? p.q_norm : p.k_norm;
-        low[i] *= gain * widen(weight[d]), high[i] *= gain * widen(weight[d + DIM / 2]);
+        auto at = [&](int c) { return NORM32 ? ((const float*)weight)[c] : widen(weight[c]); };
+        low[i] *= gain * at(lower_of(d)), high[i] *= gain * at(upper_of(d));
       }
       if (turns) {
         const float before = low[i];
         low[i] = before * cosine[i] - high[i] * sine[i], high[i] = high[i] * cosine[i] + before * sine[i];
       }
-      vectors[r][d] = (u16)narrow(low[i]), vectors[r][d + DIM / 2] = (u16)narrow(high[i]);
+      vectors[r][lower_of(d)] = (u16)narrow(low[i]), vectors[r][upper_of(d)] = (u16)narrow(high[i]);
     }
   }
   __syncthreads();

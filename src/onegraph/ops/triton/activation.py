@@ -8,7 +8,10 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 
 @triton.jit
-def _swiglu(gate_up, out, width, limit, alpha, shift, LIMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _swiglu(
+    gate_up, out, width, limit, alpha, shift, LIMIT: tl.constexpr, GELU: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -19,7 +22,11 @@ def _swiglu(gate_up, out, width, limit, alpha, shift, LIMIT: tl.constexpr, TILE:
     if LIMIT:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     # exp may overflow to infinity, for which the quotient is the right zero.
-    hidden = gate / (1.0 + tl.exp(-alpha * gate)) * (up + shift)
+    if GELU:  # by tanh, as in _geglu
+        exponent = -2.0 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        exponent = -alpha * gate
+    hidden = gate / (1.0 + tl.exp(exponent)) * (up + shift)
     tl.store(out + row * width + column, hidden.to(out.dtype.element_ty), mask=inside)
 
 
@@ -32,8 +39,8 @@ def swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shif
     tile = min(1024, triton.next_power_of_2(width))
     with on_device(gate_up):
         _swiglu[(out.numel() // width, triton.cdiv(width, tile))](
-            gate_up, out, width, limit or 0.0, alpha, shift, LIMIT=limit is not None, TILE=tile, num_warps=4,
-            **options(gate_up),
+            gate_up, out, width, limit or 0.0, alpha, shift, LIMIT=limit is not None, GELU=alpha == 0,
+            TILE=tile, num_warps=4, **options(gate_up),
         )  # fmt: skip
     return out
 

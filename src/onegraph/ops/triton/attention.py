@@ -105,7 +105,8 @@ def rope_cache_write(call: RopeCacheWrite) -> Tensor:
     turned = 2 * cos.shape[1] if rope else dim
     given = (call.counts, table, call.positions) if paged else (call.positions, call.positions, slots)
     with on_device(qkv):
-        _rope_cache_write[(batch * length, call.heads + 2 * kv_heads)](
+        vectors = call.heads if call.queries_alone else call.heads + 2 * kv_heads
+        _rope_cache_write[(batch * length, vectors)](
             qkv, call.q_norm if norm else qkv, call.k_norm if norm else qkv, call.eps,
             cos if rope else qkv, sin if rope else qkv, call.positions, *given, call.k_cache, call.v_cache, out,
             length, row_stride(qkv), cos.stride(0) if rope else 0, table.stride(0) if paged else 0,
@@ -257,10 +258,11 @@ def paged_attention(call: PagedAttention) -> Tensor:
         return out
     group = heads // kv_heads
     reach = block_table.shape[1] * page_size
-    rows = min(64, max(16, triton.next_power_of_2(length * group)))
-    tiles = triton.cdiv(length * group, rows)
     width = max(16, triton.next_power_of_2(dim))
-    keys = 64 if width <= 128 else 64 // q.element_size()  # two tiles of keys and values in shared memory
+    rows = min(64 if width <= 256 else 32, max(16, triton.next_power_of_2(length * group)))
+    tiles = triton.cdiv(length * group, rows)
+    # Two tiles of keys and values in shared memory.
+    keys = 64 if width <= 128 else max(16, 16384 // (width * q.element_size()))
     # Keys that a row of tiles can see at most, from shapes; a prefill chunk has tiles enough without splitting.
     span = reach if window == 0 else min(reach, window + length + MIN_SHARE)
     splits = 1 if tiles > 1 else min(SPLITS, triton.next_power_of_2(triton.cdiv(span, MIN_SHARE)))

@@ -14,9 +14,10 @@ from torch import Tensor
 from onegraph.ops import invariant
 from onegraph.ops.calls import PagedAttention, PagedDecode, RopeCacheWrite
 from onegraph.ops.triton.attention import capped, paged_attention, rope_cache_write, with_sink
+from onegraph.ops.triton.gate import gate_heads, split_gates
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
-KEYS = 64  # of a tile; half as many where a key has more than 128 numbers
+KEYS = 64  # of a tile; half as many where a key has more than 128 numbers, and again beyond 256
 STAGES = 5  # of Triton's pipeline, two of which hold tiles of keys and values
 WARPS = 4
 MERGED = 16384  # numbers of all splits that the last program merges: more than these do not stay in registers
@@ -196,6 +197,8 @@ def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do. To
     several tokens a row the kernels of the two ops attend; where results must not depend on what runs beside them, one
     token after the other, their keys cut as those of one row."""
+    if call.gated:
+        return call.ungated(paged_decode, split_gates, gate_heads)
     tokens, alike = call.qkv.shape[1], invariant.on()
     if tokens > 1 and alike:
         return torch.cat([paged_decode(call.token(i)) for i in range(tokens)], dim=1)
@@ -205,7 +208,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
             lambda *attention: paged_attention(PagedAttention(*attention)),
         )
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
-    heads, scale, window, _, sinks, softcap = numbers
+    heads, scale, window, _, sinks, softcap, _ = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -215,7 +218,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
     reach = block_table.shape[1] * page_size
-    keys = KEYS if width <= 128 else KEYS // 2
+    keys = KEYS if width <= 128 else KEYS // 2 if width <= 256 else KEYS // 4
     span = reach if window == 0 else min(reach, window + keys)
     splits = min(max(PROGRAMS // triton.next_power_of_2((1 if alike else batch) * kv_heads), SPLITS[0]), SPLITS[1])
     if not alike:  # nor on how long texts may be

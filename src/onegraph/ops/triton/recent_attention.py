@@ -98,7 +98,8 @@ def recent_attention(call: RecentAttention) -> Tensor:
             q, ring, slots, positions, q if history is None else history, q if history_lse is None else history_lse,
             rotation, out, scale, length,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, WIDTH=width, SIZE=size, ROWS=rows,
-            KEYS=32 if width * q.element_size() > 512 else 64, SLICE=64, WINDOW=window, SPARE=spare, LIMIT=limit,
-            HISTORY=history is not None, num_warps=4, num_stages=2, **options(q),
+            KEYS=16 if width > 256 else 32 if width * q.element_size() > 512 else 64, SLICE=64, WINDOW=window,
+            SPARE=spare, LIMIT=limit, HISTORY=history is not None, num_warps=4 if width <= 256 else 8, num_stages=2,
+            **options(q),
         )  # fmt: skip
     return out

@@ -100,8 +100,8 @@ def _write(
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table,
     turn, k_codebook, v_codebook, cache, ring, slots, out, kept,
     tokens, length, table_stride, reach, max_position, page_bytes, ring_size,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, SCALE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, SCALE: tl.constexpr,
     V_PLANE: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     QK_NORM: tl.constexpr, ROPE: tl.constexpr, RING: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
@@ -139,7 +139,8 @@ def _write(
         x = tl.load(source[:, None] + column[None, :], mask=there[:, None] & (column < DIM)[None, :], other=0.0)
         x = x.to(tl.float32)
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps)
-    at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * (DIM // 2)
+    HALF: tl.constexpr = TURNED // 2
+    at = tl.minimum(tl.maximum(position, 0), max_position).to(tl.int64) * HALF
     y = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for start in tl.static_range(0, WIDTH, SLICE):
         k = start + tl.arange(0, SLICE)
@@ -148,14 +149,15 @@ def _write(
         if QK_NORM and kind < 2:
             x *= tl.load(weight + k, mask=k < DIM, other=0.0).to(tl.float32)[None, :]
         if ROPE and kind < 2:
-            other = tl.where(k < DIM // 2, k + DIM // 2, k - DIM // 2)
-            angle = at[:, None] + tl.where(k < DIM // 2, k, other)[None, :]
+            other = tl.where(k < HALF, k + HALF, tl.where(k < TURNED, k - HALF, k))
+            angle = at[:, None] + tl.where(k < HALF, k, other)[None, :]
+            turns = inside & (k < TURNED)[None, :]
             partner = tl.load(source[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32) * scale[:, None]
             if QK_NORM:
                 partner *= tl.load(weight + other, mask=k < DIM, other=0.0).to(tl.float32)[None, :]
-            c = tl.load(cos + angle, mask=inside, other=0.0)
-            s = tl.load(sin + angle, mask=inside, other=0.0)
-            x = x * c + tl.where(k < DIM // 2, -partner, partner) * s
+            c = tl.load(cos + angle, mask=turns, other=1.0)
+            s = tl.load(sin + angle, mask=turns, other=0.0)
+            x = x * c + tl.where(k < HALF, -partner, partner) * s
         matrix = tl.load(
             turn + k[:, None] * DIM + column[None, :], mask=(k < DIM)[:, None] & (column < DIM)[None, :], other=0.0
         )
@@ -211,7 +213,8 @@ def turboquant_write(call: TurboQuantWrite) -> tuple[Tensor, Tensor]:
             qkv if ring is None else ring, positions if slots is None else slots, out, kept,
             tokens, length, block_table.stride(0), block_table.shape[1] * page, cos.shape[0] - 1 if rope else 0,
             page_bytes, 1 if ring is None else ring.shape[1],
-            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), PAGE=page,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TURNED=2 * cos.shape[1] if rope else dim,
+            WIDTH=triton.next_power_of_2(dim), PAGE=page,
             K_BITS=k_bits, V_BITS=v_bits, SCALE=SCALES[kind], V_PLANE=2 * dim * k_bits,
             K_NORM=2 * dim * (k_bits + v_bits), V_NORM=2 * dim * (k_bits + v_bits) + 32, BLOCK_BYTES=16 * token_bytes,
             QK_NORM=norm, ROPE=rope, RING=ring is not None, EXACT=exact,

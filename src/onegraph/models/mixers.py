@@ -1,0 +1,217 @@
+"""What stands in attention's place in some layers of a hybrid model, as config.json describes it.
+
+Meaning and defaults of the fields are transformers' own (5.17). Such a layer reads the residual stream through
+linears, mixes a token with those before it through a state of fixed size, and writes the result through one more
+linear. A record here says which linears and tensors that takes; `models/recurrent.py` makes the modules.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from onegraph.formats.weight import FLOATS, Dtypes, Shape
+from onegraph.models.fields import Fields, short
+from onegraph.models.windows import FULL
+
+LINEAR, CONV = "linear_attention", "conv"
+Size = tuple[int, int, bool]  # of a linear: outputs, inputs, whether it has a bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464) as Qwen3-Next and Qwen3.5 have it.
+
+    Args:
+        k_heads, v_heads: of queries and keys, and of values, of which each head of keys serves v_heads / k_heads.
+        k_dim, v_dim: sizes of a head. width: of the convolution over queries, keys and values.
+        grouped: files hold one linear of queries, keys, values and output gates, and one of beta and decay, rows of
+            each grouped by head of keys (Qwen3-Next).
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    width: int
+    grouped: bool
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a token."""
+        return self.k_heads * self.k_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values of a token."""
+        return self.v_heads * self.v_dim
+
+    @property
+    def channels(self) -> int:
+        """That the convolution runs over: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Within a block, the linears whose results side by side are queries, keys, values and output gates."""
+        names = ("in_proj_qkvz",) if self.grouped else ("in_proj_qkv", "in_proj_z")
+        return tuple(f"linear_attn.{name}" for name in names)
+
+    @property
+    def steady(self) -> tuple[str, ...]:
+        """Linears that are never rounded: of beta and decay, whose errors multiply over the whole sequence."""
+        names = ("in_proj_ba",) if self.grouped else ("in_proj_b", "in_proj_a")
+        return tuple(f"linear_attn.{name}" for name in names)
+
+    @property
+    def out(self) -> str:
+        return "linear_attn.out_proj"
+
+    @property
+    def order(self) -> list[int] | None:
+        """Row of the file's linear for each row of queries | keys | values | output gates; None where they agree."""
+        return self._ungrouped(self.k_dim, self.k_dim, *[self.v_dim * self.v_heads // self.k_heads] * 2)
+
+    @property
+    def steady_order(self) -> list[int] | None:
+        """The same for each row of beta | decay."""
+        return self._ungrouped(*[self.v_heads // self.k_heads] * 2)
+
+    def _ungrouped(self, *sizes: int) -> list[int] | None:
+        """Rows of pieces of `sizes`, which lie side by side for each head of keys: all of the first piece, then all of
+        the second, and so on."""
+        if not self.grouped:
+            return None
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        group = sum(sizes)
+        return [
+            head * group + start + row
+            for start, size in zip(starts, sizes, strict=True)
+            for head in range(self.k_heads)
+            for row in range(size)
+        ]
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """Name within a block and size of linears, which files may have in any format."""
+        sizes = (self.channels + self.values,) if self.grouped else (self.channels, self.values)
+        yield from ((name, (n, hidden, False)) for name, n in zip(self.inputs, sizes, strict=True))
+        each = 2 * self.v_heads // len(self.steady)
+        yield from ((name, (each, hidden, False)) for name in self.steady)
+        yield self.out, (hidden, self.values, False)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """Name within a block, shape and dtypes of everything else."""
+        shapes: dict[str, Shape] = {
+            "conv1d.weight": (self.channels, 1, self.width),
+            "A_log": (self.v_heads,),
+            "dt_bias": (self.v_heads,),
+            "norm.weight": (self.v_dim,),
+        }
+        return {f"linear_attn.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+
+    @classmethod
+    def parse(cls, fields: Fields, *, grouped: bool) -> "GatedDelta":
+        """Raises ValueError for sizes that do not go together."""
+        k_heads, v_heads = (fields.integer(f"linear_num_{each}_heads", high=4096) for each in ("key", "value"))
+        if v_heads % k_heads:
+            raise ValueError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
+        return cls(
+            k_heads=k_heads,
+            v_heads=v_heads,
+            k_dim=fields.integer("linear_key_head_dim", high=1024),
+            v_dim=fields.integer("linear_value_head_dim", high=1024),
+            width=_width(fields, "linear_conv_kernel_dim"),
+            grouped=grouped,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """LFM2's gated convolution of `width` tokens, over `size` channels; its linears and itself may have biases."""
+
+    size: int
+    width: int
+    bias: bool
+
+    inputs, steady, out = ("conv.in_proj",), (), "conv.out_proj"
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """As `GatedDelta.linears`."""
+        yield "conv.in_proj", (3 * self.size, hidden, self.bias)
+        yield self.out, (hidden, self.size, self.bias)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """As `GatedDelta.tensors`."""
+        found: dict[str, tuple[Shape, Dtypes]] = {"conv.conv.weight": ((self.size, 1, self.width), FLOATS)}
+        return found | ({"conv.conv.bias": ((self.size,), FLOATS)} if self.bias else {})
+
+    @classmethod
+    def parse(cls, fields: Fields) -> "ShortConv":
+        size = fields.integer("hidden_size", high=2**18)
+        return cls(size=size, width=_width(fields, "conv_L_cache"), bias=fields.flag("conv_bias"))
+
+
+Mixer = GatedDelta | ShortConv
+Mixers = tuple[Mixer | None, ...]  # of each layer; None: attention
+
+
+def none(fields: Fields, layers: int) -> Mixers:
+    """Every layer attends."""
+    return (None,) * layers
+
+
+def gated_delta(fields: Fields, layers: int) -> Mixers:
+    """All but each fourth layer, or as full_attention_interval or layer_types says (Qwen3.5)."""
+    return _of(_by_interval(fields, layers), GatedDelta.parse(fields, grouped=False))
+
+
+def grouped_gated_delta(fields: Fields, layers: int) -> Mixers:
+    """The same with joint linears (Qwen3-Next)."""
+    return _of(_by_interval(fields, layers), GatedDelta.parse(fields, grouped=True))
+
+
+def short_conv(fields: Fields, layers: int) -> Mixers:
+    """The layers that full_attn_idxs leaves out, or that layer_types says (LFM2)."""
+    given = fields.get("full_attn_idxs")
+    indices = list(range(layers)) if given is None else given
+    if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < layers for i in indices):
+        raise ValueError(f"full_attn_idxs is {short(given)}; it must list numbers of layers, 0 to {layers - 1}")
+    kinds = [FULL if i in indices else CONV for i in range(layers)]
+    listed = _kinds(fields, layers, CONV)
+    if listed is not None and given is not None and listed != kinds:
+        raise ValueError(f"full_attn_idxs is {short(given)} and layer_types {short(listed)}; they must agree")
+    return _of(listed or kinds, ShortConv.parse(fields))
+
+
+def _by_interval(fields: Fields, layers: int) -> list[str]:
+    given = fields.get("full_attention_interval")
+    every = 4 if given is None else fields.integer("full_attention_interval", high=4096)
+    kinds = [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    listed = _kinds(fields, layers, LINEAR)
+    if listed is not None and given is not None and listed != kinds:
+        raise ValueError(f"full_attention_interval is {every} and layer_types {short(listed)}; they must agree")
+    return listed or kinds
+
+
+def _kinds(fields: Fields, layers: int, other: str) -> list[str] | None:
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, other) for kind in kinds):
+        raise ValueError(f"layer_types is {short(kinds)}; it must list {layers} of {FULL}, {other}")
+    if FULL not in kinds:
+        raise ValueError(f"layer_types is {short(kinds)}; a model without a layer of {FULL} is not supported")
+    return kinds
+
+
+def _of(kinds: list[str], mixer: Mixer) -> Mixers:
+    return tuple(None if kind == FULL else mixer for kind in kinds)
+
+
+def _width(fields: Fields, key: str) -> int:
+    return fields.integer(key, low=2, high=16)
+
+
+def mixers_by_name(mixers: Mixers) -> Mapping[str, Mixer]:
+    """The mixers of a model by the first name within a block of what they are made of."""
+    return {mixer.out.partition(".")[0]: mixer for mixer in mixers if mixer is not None}

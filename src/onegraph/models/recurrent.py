@@ -1,0 +1,74 @@
+"""The recurrent layers of a hybrid model from the tensors of a checkpoint."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onegraph.models.loader import Loader
+from onegraph.models.mixers import GatedDelta, Mixer
+from onegraph.nn.block import Normed
+from onegraph.nn.linear import Linear, Siblings, join
+from onegraph.nn.recurrent import GatedDeltaNet, Inputs, Recurrent, Reordered, ShortConvolution
+
+
+def build_recurrent(
+    loader: Loader, mixer: Mixer, i: int, norm: Tensor, eps: float, device: torch.device, *, joined: bool, fused: bool
+) -> tuple[Inputs, Recurrent]:
+    """What stands in front of the recurrent layer of block `i`, behind a norm of weight `norm`, and the layer itself.
+
+    joined: linears of one input become one where that is exact, in the order in which the layer reads their rows.
+    fused: the norm runs inside a linear that can.
+    """
+    prefix = f"model.layers.{i}."
+    main = [loader.linear(prefix + name, device) for name in mixer.inputs]
+    order, steady = (mixer.order, mixer.steady_order) if isinstance(mixer, GatedDelta) else (None, None)
+    linear, after = _in_order(main, order, joined)
+    rates: Linear | None = None
+    if mixer.steady:
+        own = [Linear(*loader.weight(prefix + name, device)) for name in mixer.steady]  # neither packed nor in int8
+        one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
+        assert isinstance(one, Linear)  # dense linears are joined in any order
+        rates = one
+    inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
+    if isinstance(mixer, GatedDelta):
+        name = f"{prefix}linear_attn."
+        return inputs, GatedDeltaNet(
+            index=i,
+            heads=(mixer.k_heads, mixer.v_heads),
+            dims=(mixer.k_dim, mixer.v_dim),
+            conv=loader.tensor(f"{name}conv1d.weight", device).squeeze(1),
+            a_log=loader.float32(f"{name}A_log", device),
+            dt_bias=loader.float32(f"{name}dt_bias", device),
+            norm=loader.tensor(f"{name}norm.weight", device),
+            eps=eps,
+        )
+    name = f"{prefix}conv.conv."
+    bias = loader.tensor(f"{name}bias", device) if mixer.bias else None
+    return inputs, ShortConvolution(index=i, conv=loader.tensor(f"{name}weight", device).squeeze(1), bias=bias)
+
+
+def _in_order(
+    linears: Sequence[Linear], order: list[int] | None, joined: bool
+) -> tuple[Linear | Siblings, Reordered | None]:
+    """Linears of one input as one, with rows in the given order; where they stay apart or their format has no such
+    parts, as they are, and what brings their results into it."""
+    whole = join(linears) if joined else linears[0] if len(linears) == 1 else Siblings(linears)
+    if order is None:
+        return whole, None
+    if joined and isinstance(whole, Linear):
+        try:
+            pieces = join([whole.part(rows=run) for run in _runs(order)])
+        except ValueError:
+            pieces = None
+        if isinstance(pieces, Linear):
+            return pieces, None
+    device = next(whole.buffers()).device
+    return whole, Reordered(torch.tensor(order, device=device))
+
+
+def _runs(order: list[int]) -> list[tuple[int, int]]:
+    """First and last of rows that lie side by side."""
+    starts = [i for i, row in enumerate(order) if i == 0 or row != order[i - 1] + 1]
+    ends = [*starts[1:], len(order)]
+    return [(order[start], order[start] + end - start) for start, end in zip(starts, ends, strict=True)]

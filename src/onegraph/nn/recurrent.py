@@ -1,0 +1,192 @@
+"""Layers that mix a token with those before it through a state of fixed size: gated delta rule, short convolution.
+
+Such a layer stands in a block where `Attention` does. Its state lies in slots, one a sequence, and goes by positions: a
+text at position 0 begins with zeros whatever its slot holds, and to take back tokens is to move the position.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onegraph.nn.block import Normed, Stream
+from onegraph.nn.linear import Linear
+from onegraph.ops.calls import MAX_TOKENS
+from onegraph.ops.gated_delta import gated_delta
+from onegraph.ops.linear import normed_linear
+from onegraph.ops.short_conv import short_conv
+
+WAITING = 8  # records of a gated delta rule that may wait until they are applied to the state
+
+
+class Rows(Protocol):
+    """The sequences of a call: int32 [B] each. `slots` are theirs, 0 for a row without one; `counts` of the call's
+    tokens are real, from `positions` on."""
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def counts(self) -> Tensor: ...
+
+
+class _Rows(NamedTuple):
+    slots: Tensor
+    positions: Tensor
+    counts: Tensor
+
+
+class Recurrent(nn.Module):
+    """Such a layer. `index`: its number, by which a cache finds its state."""
+
+    index: int
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the tensors of one slot, where activations are of `dtype`. Of a decode step's tokens
+        `MAX_TOKENS` - 1 can be taken back."""
+        raise NotImplementedError
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        """What the block's linears gave [B, Q, ...] -> what its output linear takes [B, Q, n]; the state is written."""
+        raise NotImplementedError
+
+    def whole(self, *inputs: Tensor) -> Tensor:
+        """`run` of whole sequences from their first token, whose state nobody keeps."""
+        batch, length, _ = inputs[0].shape
+        device = inputs[0].device
+        sizes = self.state(inputs[0].dtype)
+        state = [torch.zeros(batch + 1, *shape, device=device, dtype=dtype) for shape, dtype in sizes]
+        slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
+        return self.run(state, _Rows(slots, torch.zeros_like(slots), torch.full_like(slots, length)), *inputs)
+
+
+class GatedDeltaNet(Recurrent):
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464) behind a convolution, with an output norm and gate: see
+    `ops.gated_delta.gated_delta`.
+
+    Args:
+        heads: of keys and of values. dims: of a key and of a value.
+        conv: weight [channels, width]. a_log, dt_bias: float32 [v_heads], of the decay. norm: weight [v_dim]; eps: its.
+
+    It is called with queries | keys | values | output gates and with beta | decay, both [B, Q, ...].
+    """
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        conv: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.index, self.heads, self.dims, self.eps = index, heads, dims, eps
+        for name, tensor in (("conv", conv), ("a_log", a_log), ("dt_bias", dt_bias), ("norm", norm)):
+            self.register_buffer(name, tensor)
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The convolution's ring; S and the position up to which it is applied; the ring of keys, deltas, decays."""
+        (k_heads, v_heads), (k_dim, v_dim), (channels, width) = self.heads, self.dims, self.conv.shape
+        depth = WAITING + MAX_TOKENS
+        return [
+            ((width - 1 + MAX_TOKENS, channels), dtype),
+            ((v_heads, v_dim, k_dim), torch.float32),
+            ((v_heads,), torch.int32),
+            ((depth, k_heads, k_dim), torch.float32),
+            ((depth, v_heads, v_dim), torch.float32),
+            ((depth, v_heads, 1), torch.float32),
+        ]
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        mixed, rates = inputs
+        channels = len(self.conv)
+        qkv, z = mixed.split((channels, mixed.shape[2] - channels), dim=2)
+        b, a = rates.chunk(2, dim=2)
+        out: Tensor = gated_delta(
+            qkv, z, b, a, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
+            rows.slots, rows.positions, rows.counts, WAITING,
+        )  # fmt: skip
+        return out
+
+
+class ShortConvolution(Recurrent):
+    """LFM2's gated convolution: of x [B, Q, 3 C] = before | after | input, see `ops.short_conv.short_conv`.
+
+    Args:
+        conv: weight [C, width]; bias: [C] or None.
+    """
+
+    conv: Tensor
+    bias: Tensor | None
+
+    def __init__(self, *, index: int, conv: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.index = index
+        self.register_buffer("conv", conv)
+        self.register_buffer("bias", bias)
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The ring of its latest inputs."""
+        channels, width = self.conv.shape
+        return [((width - 1 + MAX_TOKENS, channels), dtype)]
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        (ring,), (x,) = state, inputs
+        out: Tensor = short_conv(x, self.conv, self.bias, ring, rows.slots, rows.positions, rows.counts, False, True)
+        return out
+
+
+class Inputs(nn.Module):
+    """What stands in front of a `Recurrent`: a norm with one linear or, where beta and decay have one of their own that
+    is never rounded and has no bias, with two."""
+
+    norm: Tensor
+    fused = False
+
+    def __init__(self, main: Normed, rates: Linear | None, norm: Tensor) -> None:
+        super().__init__()
+        self.main, self.rates = main, rates
+        self.register_buffer("norm", norm)
+
+    @property
+    def linear(self) -> nn.Module:
+        """That may be in any format."""
+        return self.main.linear
+
+    @property
+    def eps(self) -> float:
+        return self.main.eps
+
+    def forward(self, stream: Stream) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What comes out of each linear [..., n], and the stream added up [..., D]."""
+        if self.rates is None or self.main.norm is None:
+            given, total = self.main(stream)
+            if self.rates is None:
+                return (given,), total
+            return (given, normed_linear(total, self.norm, self.eps, self.rates.tensors["weight"])), total
+        x, total = stream.normed(self.norm, self.eps)
+        return (self.main.after(self.main.linear(x)), self.rates(x)), total
+
+
+class Reordered(nn.Module):
+    """Numbers of a linear's result [..., n] in another order: number i is where `order` [n] says."""
+
+    order: Tensor
+
+    def __init__(self, order: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("order", order, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.index_select(-1, self.order)

@@ -1,0 +1,204 @@
+"""Hybrid models in the engine: pages for layers that attend, a slot for the others, whatever becomes of a row."""
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engines import MODES, maker
+from models import save_hf
+from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.engine import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.engine.snapshots import Snapshots
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
+from onegraph.nn.attention import PagedCache
+from onegraph.nn.hybrid_cache import SNAPSHOTS
+from onegraph.nn.state import StateKind
+from tiny_decoder import TinyDecoder
+
+# Each hybrid in captured graphs, and one in every mode.
+CASES = [("lfm2", "captured"), ("qwen3_5_moe", "captured"), *(("qwen3_5", mode) for mode in MODES)]
+PROMPTS = [[7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9], [2], [7, 1, 8, 2, 8, 1, 8, 2, 50, 51], [100, 0, 3], [5] * 20]
+PARAMS = [SamplingParams(max_tokens=14 + i, temperature=i % 2 * 1.0, seed=i) for i in range(len(PROMPTS))]
+NEW = 12
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model, the mode, what transformers generates, and what an engine does without drafts."""
+    variant, mode = request.param
+    path = tmp_path_factory.mktemp(variant)
+    hf = save_hf(variant, path)
+    with Checkpoint.open(path) as checkpoint:
+        model = Llama.load(checkpoint)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        alone = maker(mode, model, patch)().generate(PROMPTS, PARAMS)
+        return SimpleNamespace(model=model, mode=mode, greedy=[greedy(hf, p) for p in PROMPTS], alone=alone)
+
+
+def greedy(hf: Any, prompt: list[int]) -> list[int]:
+    """What transformers generates, through its own cache."""
+    tokens = torch.tensor([prompt])
+    made = hf.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False)
+    return made[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def make(case: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return maker(case.mode, case.model, monkeypatch)
+
+
+@pytest.fixture
+def alone(case: Any) -> list[list[int]]:
+    found: list[list[int]] = case.alone
+    return found
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_greedy_tokens_are_those_of_transformers(chunk: int, make: Any, case: Any) -> None:
+    """Chunks of 8 tokens become records, of 16 are solved at once."""
+    engine = make(chunk=chunk)
+    for _ in range(2):  # a second time, over what the first left in its slots
+        assert engine.generate(PROMPTS, SamplingParams(max_tokens=NEW)) == case.greedy
+
+
+def test_a_preempted_sequence_goes_on_with_the_same_tokens(make: Any, alone: list[list[int]]) -> None:
+    """Five texts in three rows and few pages, admitted while others decode: slots change hands."""
+    engine = make(max_batch=3, pages=1 + 11)
+    with engine.executor.running(), closing(engine.scheduler.open()) as scheduler:
+        requests = [engine.request(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        for request in requests:
+            scheduler.add(request)
+        while not scheduler.idle:
+            scheduler.step()
+    assert engine.stats.preemptions
+    assert [request.output for request in requests] == alone
+
+
+@pytest.mark.parametrize(("chance", "count"), [(0.0, 7), (0.6, 3), (1.0, 1)])
+def test_drafts_change_no_token(chance: float, count: int, make: Any, alone: list[list[int]]) -> None:
+    """Greedy and sampled; drafts that are wrong are taken back, from the recurrent states too."""
+    texts = [prompt + new for prompt, new in zip(PROMPTS, alone, strict=True)]
+    draft = partial(OracleDrafter, texts, chance, 131)
+    engine = make(draft=draft, draft_tokens=count, max_batch=3)
+    assert engine.generate(PROMPTS, PARAMS) == alone
+    accepted = engine.stats.accepted_tokens / max(1, engine.stats.drafted_tokens)
+    assert (accepted == 0) if chance == 0 else accepted > 0.1
+
+
+def test_drafts_found_in_the_text_change_no_token(make: Any, alone: list[list[int]]) -> None:
+    assert make(draft=NgramDrafter).generate(PROMPTS, PARAMS) == alone
+
+
+@pytest.mark.parametrize("length", [1, 8, 9])
+def test_a_prompt_as_short_as_a_round_is_read_as_a_prompt(length: int, make: Any) -> None:
+    """1 to k + 1 tokens: a prefill of them is of the shape of a verify pass, and begins with an empty state."""
+    engine = make(draft=NgramDrafter, draft_tokens=7)
+    engine.generate([[3, 4, 5] * 6], SamplingParams(max_tokens=4))  # leaves something in the slots
+    prompt = [(7 * i + length) % 131 for i in range(length)]
+    params = SamplingParams(max_tokens=6)
+    assert engine.generate([prompt] * 3, params) == make().generate([prompt], params) * 3
+
+
+def test_padding_changes_no_state(make: Any) -> None:
+    """Three rows in a bucket of four, and rows at their limit: slot 0 stays empty, and so does one without a text."""
+    engine = make()
+    engine.generate(PROMPTS[:3], PARAMS[:3])
+    states = [tensor for state in engine.executor.cache.states.values() for tensor in state]
+    assert states
+    used = {slot for slot in range(1, 5) if any(tensor[slot].any() for tensor in states)}
+    assert len(used) == 3
+    assert not any(tensor[0].any() for tensor in states)
+
+
+def turns(engine: Engine, share: bool, count: int = 2) -> tuple[list[list[int]], int]:
+    """Two conversations of so many turns at once, each turn behind all before; outputs, and tokens that were shared."""
+    texts, outputs, shared = [[7, 1, 8, 2] * 6, [7, 1, 8, 2] * 5 + [9]], [], 0
+    with engine.executor.running(), closing(engine.scheduler.open(share=share)) as scheduler:
+        for turn in range(count):
+            params = [SamplingParams(max_tokens=36, temperature=i * 1.0, seed=turn) for i in range(len(texts))]
+            requests = [engine.request(text, each) for text, each in zip(texts, params, strict=True)]
+            for request in requests:
+                scheduler.add(request)
+            while not scheduler.idle:
+                scheduler.step()
+            for text, request in zip(texts, requests, strict=True):
+                text += [*request.output, turn]
+            outputs += [request.output for request in requests]
+        shared = engine.stats.shared_tokens
+    return outputs, shared
+
+
+def test_a_prefix_that_is_shared_gives_the_same_tokens(make: Any, case: Any) -> None:
+    """Pages together with a snapshot of the other layers' states, at the ends of chunks and on the way."""
+    drafts = None if case.mode == "eager" else NgramDrafter
+    wanted, none = turns(make(max_context=256), share=False)
+    engine = make(max_context=256, draft=drafts)
+    outputs, shared = turns(engine, share=True)
+    assert outputs == wanted
+    assert none == 0
+    assert shared > 40
+    states = [tensor for state in engine.executor.cache.states.values() for tensor in state]
+    assert not any(tensor[0].any() for tensor in states)
+
+
+def test_a_snapshot_is_found_only_with_its_pages(make: Any) -> None:
+    """Few pages and few snapshots, both written over again and again."""
+    wanted, _ = turns(make(max_context=256), share=False, count=3)
+    engine = make(max_context=256, pages=1 + 70)
+    engine.scheduler.snapshots = Snapshots(engine.executor.snapshot_slots[:2])
+    outputs, shared = turns(engine, share=True, count=3)
+    assert outputs == wanted
+    assert shared
+
+
+def test_what_a_cache_takes_is_counted_before_it_is_made(case: Any) -> None:
+    cache = Engine(case.model, max_batch=3, max_context=64).executor.cache
+    assert cache.nbytes == sum(t.numel() * t.element_size() for t in cache.tensors())
+    states = sum(t[0].numel() * t.element_size() for state in cache.states.values() for t in state)
+    assert cache.nbytes == cache.attention.nbytes + (4 + SNAPSHOTS) * states, "three rows, slot 0 and copies"
+
+
+@pytest.mark.parametrize(
+    ("kv", "capture"), [("turboquant:4", "captured"), ("turboquant:4,mode=full", "captured"), ("turboquant:4", "eager")]
+)
+def test_keys_in_codes_stand_beside_states(
+    kv: str, capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts as without, and near what exact keys give."""
+    save_hf("qwen3_5", tmp_path, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        model = Llama.load(checkpoint)
+    make = maker(capture, model, monkeypatch, page_size=16, max_context=128, kv=kv)
+    plain = make().generate(PROMPTS, PARAMS)
+    for draft in (NgramDrafter, partial(OracleDrafter, [p + n for p, n in zip(PROMPTS, plain, strict=True)], 0.6, 131)):
+        assert make(draft=draft, draft_tokens=3).generate(PROMPTS, PARAMS) == plain
+    engine = make()
+    assert len(engine.executor.cache.attention.layers) == 1, "of the layer that attends"
+    assert engine.generate([PROMPTS[0]], PARAMS[:1]) == make(kv=None).generate([PROMPTS[0]], PARAMS[:1])
+
+
+class Fixed(PagedCache):
+    """A cache with a kind of state of which nothing can be taken back."""
+
+    @property
+    def kinds(self) -> list[StateKind]:
+        return [*super().kinds, StateKind([], 0)]
+
+
+class FixedDecoder(TinyDecoder):
+    def new_cache(self, *, kv: Any = None, spare: int = 0, **sizes: int) -> Fixed:
+        about = {"layers": len(self.layers), "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return Fixed(**about, **sizes, device="cpu", dtype=self.dtype)
+
+
+def test_drafts_are_refused_where_state_cannot_be_taken_back() -> None:
+    for draft in (NgramDrafter, partial(ModelDrafter, TinyDecoder())):
+        with pytest.raises(ValueError, match="draft: a round takes back up to 7 tokens; the model's state allows 0"):
+            Engine(FixedDecoder(), max_context=64, draft=draft)
