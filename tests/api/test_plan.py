@@ -417,7 +417,7 @@ def rounded(weights, h, bits, recipe, source):  # as large as the real thing, wi
     return [{key: torch.ones(shape).to(dtype) for key, (shape, dtype) in layer.items()} for layer in shapes]
 
 driver.quantize_group = rounded
-driver.dequantize = lambda tensors, bits, _: torch.ones(len(tensors["codes"]), 8 * tensors["codes"].shape[1])
+driver.dequantize = lambda tensors, bits, name: torch.ones(len(tensors["codes"]), 8 * tensors["codes"].shape[1])
 api.write_checkpoint = functools.partial(checkpoint.write_checkpoint, shard_bytes=2 << 20)
 model, out, headroom, kept = sys.argv[1:]
 if kept == "memory":

@@ -149,9 +149,7 @@ def test_mistakes_on_the_command_line_are_one_line(model: Path, text: Path, tmp_
     fails("generate", tmp_path / "none", "--prompt", "x", says="no such model")
     fails("generate", model, "--batch", tmp_path / "none", says="no such file")
     fails("generate", model, "--batch", "/dev/null", says="not a regular file")
-    fails(
-        *quantize(model, tmp_path / "o", text), "--bits", "5", says="--bits: got '5'; allowed is a number from 2 to 4"
-    )
+    fails(*quantize(model, tmp_path / "o", text), "--bits", "5", says="bits: got 5; allowed is a number from 2 to 4")
     fails(*quantize(model, tmp_path / "o", text), "--layer", "*.v_proj", says="is not PATTERN=BITS")
     fails(*quantize(model, tmp_path / "o", text), "--layer", "*.w_proj=2", says="'*.w_proj', which matches no linear")
     fails(*quantize(model, model, text), says="exists already")
@@ -478,7 +476,7 @@ def test_patterns_of_layers_come_last(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text('{"a": 2, "b": 3}')
     assert list(rates_of(str(tmp_path / "map.json"), [("a", 4)]).items()) == [("b", 3), ("a", 4)]
     assert layer_rate("*.a=b=3") == ("*.a=b", 3)
-    for content in ('{"a": 5}', '{"a": true}', '{"a": 4.0}', '{"a": [4]}', "[4]", "{", '{"a": 2, "a": 3}'):
+    for content in ('{"a": 9}', '{"a": true}', '{"a": 4.0}', '{"a": [4]}', "[4]", "{", '{"a": 2, "a": 3}'):
         (tmp_path / "map.json").write_text(content)
         with pytest.raises(ValueError, match=r"map\.json"):
             rates_of(str(tmp_path / "map.json"), [])

@@ -112,7 +112,7 @@ def test_the_gpus_kernel_finds_it_too(bits: int, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(build, "device", lambda index: replace(H200, sms=2))
     x, weights, outer = drawn(PARTS)
     for under in (outer, None):
-        codes, value = gpu.encode(x, bits, weights, under, 4)
+        codes, value = gpu.encode(x, bits, weights, under, 4, UNIT)
         assert torch.equal(value, value_of(codes, bits))
         want = trellis.encode_in_calls(x, bits, weights, under, 4)[1]
         flat = torch.ones_like(outer) if under is None else under

@@ -287,13 +287,14 @@ def rounded(weights, h, bits, recipe, source):  # as large as the real thing, wi
     shapes = [E8P[rate].layout(*w.shape) for w, rate in zip(weights, bits)]
     return [{key: torch.ones(shape).to(dtype) for key, (shape, dtype) in layer.items()} for layer in shapes]
 
-def decoded(tensors, bits):
+def decoded(tensors, bits, name):
     return torch.ones(len(tensors["codes"]), 8 * tensors["codes"].shape[1])
 
 for module in (driver, experts):
     module.quantize_group, module.dequantize = rounded, decoded
 model, out, held = sys.argv[1:]
-options = dict(tokens=16384, sequence=512, recipe="quick", device="cpu", activations=int(held))
+options = dict(num_calibration_tokens=16384, calibration_seq_len=512, recipe="quick", device="cpu")
+options["activation_memory"] = int(held)
 words = " ".join(f"w{i % 131}" for i in range(16384))
 found = api.survey(api.Checkpoint.open(model), model, api.choose(**options, calibration=words))
 def said(what):

@@ -26,7 +26,7 @@ from onegraph.quant.recipe import Recipe
 # A GPU's rounding waits for launches, at any rate: seconds for each step of eight columns, and where it is under two
 # factors for each wave and each vector of eight weights in it (H200). A CPU's encoder is probed as it will run.
 STEP, WAVE, VECTOR = 1.2e-4, 1.9e-4, 1.5e-8
-TILE = 4.5e-6  # of the trellis: seconds for each tile of 16 x 16, all SMs at work
+TILE, ROUND = 6.5e-6, 8.5e-4  # of the trellis (H200): seconds for each tile of 16 x 16, and for each step of LDLQ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,8 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
         seconds += sum(n * k * passes * each[bits] for n, k, bits in rounded)
         seconds += sum(n * k * each[bits] for n, k, bits in work.both)
     elif levers.format == "trellis":
-        seconds += sum(n * k / 256 * (passes * TILE) for n, k, _ in rounded)
-        seconds += sum(n * k / 256 * TILE + (k + n) / 16 * WAVE for n, k, _ in work.both)
+        seconds += sum((n * k / 256 * TILE + k / 16 * ROUND) * passes for n, k, _ in rounded)
+        seconds += sum(n * k / 256 * TILE + (k + n) / 16 * ROUND for n, k, _ in work.both)
     else:
         seconds += sum(k / 8 * passes * STEP for _, k, _ in rounded)
         for n, k, _ in work.both:

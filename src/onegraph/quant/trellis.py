@@ -52,7 +52,7 @@ def encode(
         from onegraph.ops.cuda import trellis_encode as gpu
 
         if gpu.supports(bits, x.device):
-            return gpu.encode(x, bits, weights.float(), None if outer is None else outer.float(), around)
+            return gpu.encode(x, bits, weights.float(), None if outer is None else outer.float(), around, UNIT)
     return encode_in_calls(x, bits, weights, outer, around)
 
 

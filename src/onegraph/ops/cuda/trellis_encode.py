@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from onegraph.formats.trellis import TILE, UNIT, WEIGHTS
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.launcher import Launch, launch
 
+TILE, WEIGHTS = 16, 256  # outputs and inputs of a tile, and their product
 THREADS = 512  # as in the kernel
 BESIDE = 2 * WEIGHTS * 4 + THREADS * 8 + WEIGHTS * 2 + 16  # bytes of `Shared`, rounded up
 ARGUMENTS = build.Arguments(
@@ -42,8 +42,10 @@ def supports(bits: int, device: torch.device) -> bool:
     return KERNEL.is_built(index) and shared(bits) <= build.device(index).shared
 
 
-def encode(x: Tensor, bits: int, weights: Tensor, outer: Tensor | None, around: int) -> tuple[Tensor, Tensor]:
-    """See `onegraph.quant.trellis.encode`."""
+def encode(
+    x: Tensor, bits: int, weights: Tensor, outer: Tensor | None, around: int, unit: float
+) -> tuple[Tensor, Tensor]:
+    """See `onegraph.quant.trellis.encode`; unit: integers of a weight of 1."""
     x, tiles = x.contiguous(), x.shape[1] // TILE
     value = torch.empty_like(x)
     codes = torch.empty(bits, x.shape[1], dtype=torch.int32, device=x.device)
@@ -54,6 +56,6 @@ def encode(x: Tensor, bits: int, weights: Tensor, outer: Tensor | None, around: 
     launch(
         KERNEL, {"BITS": bits}, Launch((blocks, 1, 1), THREADS, shared(bits)),
         x=x, weights=weights.contiguous(), outer=None if outer is None else outer.contiguous(), steps=steps,
-        codes=codes, value=value, unit=UNIT, tiles=tiles, part=tiles // len(weights), around=around,
+        codes=codes, value=value, unit=unit, tiles=tiles, part=tiles // len(weights), around=around,
     )  # fmt: skip
     return codes, value
