@@ -26,7 +26,8 @@ from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
-from onegraph.formats.e8p import E8P, KEEP, E8PConfig
+from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.rotated import KEEP
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama

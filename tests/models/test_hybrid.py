@@ -20,6 +20,9 @@ from onegraph.models.load import load_decoder
 from onegraph.models.loader import Loader
 from onegraph.models.mixers import GatedDelta
 from onegraph.models.shares import check_ranks
+from test_int4 import config as int4_config
+from test_int4 import packed as int4_packed
+from test_int4 import truth as int4_truth
 from test_moe_published import FP8_SAID, NVFP4_SAID, fp8, nvfp4
 
 ROWS = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (150, 37, 88)]
@@ -113,6 +116,35 @@ def test_published_checkpoints_are_what_their_codes_stand_for(
         assert model.blocks[0].qkv.rates.format is DENSE
         got = Decoder(model, rows=1, max_context=64).feed([row])[0]
         torch.testing.assert_close(got, truth(hf, row), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_5", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("layout", ["awq", "gptq", "packed asymmetric"])
+def test_int4_as_published_is_what_it_stands_for(variant: str, layout: str, tmp_path: Path) -> None:
+    """AWQ, GPTQ and compressed-tensors: beta, decay and experts in 16 bits beside linears of integers."""
+    sizes = {"qwen3_5": WIDE, "qwen3_next": WIDE | EXPERTS}.get(variant, {"hidden_size": 128, "head_dim": 32})
+    if variant == "lfm2":
+        sizes |= {"intermediate_size": 96, "block_auto_adjust_ff_dim": False}
+    hf = save_hf(variant, tmp_path / "dense", **sizes)
+    source = Checkpoint.open(tmp_path / "dense")
+    parsed = config_of(source)
+    tensors = {name: source.tensor(name) for name in source.names}
+    stand_in = dict(tensors)
+    for seed, (name, (n, k, _)) in enumerate(parsed.parts.linears.items()):
+        if name in parsed.steady or name == "lm_head" or ".experts." in name:
+            continue
+        numbers = int4_truth(n, k, 32, seed)
+        del tensors[f"{name}.weight"]
+        tensors |= int4_packed(layout, name, numbers)
+        stand_in[f"{name}.weight"] = numbers.weight.float()
+    write_checkpoint(tmp_path / "stand_in", source.config, stand_in.items())
+    write_checkpoint(
+        tmp_path / "coded", source.config | {"quantization_config": int4_config(layout, 32)}, tensors.items()
+    )
+    hf = type(hf).from_pretrained(tmp_path / "stand_in", attn_implementation="eager").eval()
+    for decode in (True, False):
+        got = Decoder(load(tmp_path / "coded", decode=decode), rows=1, max_context=64).feed([ROWS[1]])[0]
+        torch.testing.assert_close(got, truth(hf, ROWS[1]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

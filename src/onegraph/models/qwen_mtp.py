@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import E8PConfig
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.rotated import RotatedConfig
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
 from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
 from onegraph.models.chain import ChainedLlama
@@ -47,7 +47,7 @@ class DraftConfig(LlamaConfig):
         dense."""
         like = config.mixers.index(None)  # a layer that attends
         routed = config.routed and replace(config.routed, layers=(True,))
-        quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
+        quantization = None if isinstance(config.quantization, RotatedConfig) else config.quantization
         alone = {
             "layers": 1, "windows": (0,), "ropes": (config.ropes[like],), "attention": (config.attention[like],),
             "mixers": (None,), "routed": routed, "quantization": quantization,
