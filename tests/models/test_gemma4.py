@@ -80,12 +80,14 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
     ]
     assert 0 < errors[0] < 0.5 * errors[1] < 0.5, errors
     with Checkpoint.open(tmp_path) as checkpoint:
-        cache = Llama.load(checkpoint).new_cache(
-            rows=1, pages=3, page_size=16, pages_per_row=2, kv=TurboQuantConfig(k_bits=4, v_bits=4, window=16)
-        )
+        model = Llama.load(checkpoint)
+    kv = TurboQuantConfig(k_bits=4, v_bits=4, window=16)
+    cache = model.new_cache(rows=1, pages=3, page_size=16, pages_per_row=2, kv=kv)
     assert isinstance(cache, TurboQuantCache)
     sizes = {(layer.layout.head_dim, layer.codes.shape[1]) for layer in cache.layers if layer is not None}
     assert sizes == {(64, 2), (128, 1)}
+    page = 16 * cache.config.token_bytes_of(model.config.cached)
+    assert sum(layer.codes[0].numel() for layer in cache.layers if layer is not None) == page
 
 
 def test_ranks_do_not_share_it(tmp_path: Path) -> None:

@@ -104,14 +104,17 @@ def evaluate_checkpoint(
         progress=lambda done, total: progress("evaluating", done, total),
     )
     hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
-    sizes = {"layers": config.attention_layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
-    size_of_token = None if setting is None else setting.token_bytes(**sizes) + setting.sequence_bytes(**sizes) / window
+    size_of_token = None
+    if setting is not None:
+        size_of_token = setting.token_bytes_of(config.cached) + setting.sequence_bytes_of(config.cached) / window
+    exact = 2 * sum(kv_heads * dim for kv_heads, dim in config.cached)
+    exact = exact if config.latent is None else config.attention_layers * config.latent.width
     return {
         **found.as_dict(),
         "window": window,
         "kv": kv if setting is None else str(setting),
         "kv_bytes": None if size_of_token is None else round(size_of_token, 1),
-        "exact_kv_bytes": 4 * config.attention_layers * config.kv_heads * config.head_dim,
+        "exact_kv_bytes": 2 * exact,
         "needle": hidden,
         "bits": round(size.bits, 3),
         "linear_bits": round(size.linear_bits, 3),

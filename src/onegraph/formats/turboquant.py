@@ -22,7 +22,7 @@ rotations without a bit spent on signs (RaBitQ, arXiv 2405.12497).
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -265,20 +265,28 @@ class TurboQuantConfig:
 
     def token_bytes(self, *, layers: int, kv_heads: int, head_dim: int, exact_bytes: int = 2) -> int:
         """Bytes that a token takes in the pages of all layers, norms and layers that stay exact counted."""
-        shadow = 2 * head_dim * exact_bytes if self.mode == "shadow" else 0
+        return self.token_bytes_of([(kv_heads, head_dim)] * layers, exact_bytes)
+
+    def token_bytes_of(self, shapes: Sequence[tuple[int, int]], exact_bytes: int = 2) -> int:
+        """`token_bytes` of layers with (kv heads, head_dim) of their own."""
         total = 0
-        for i in range(layers):
-            if (rate := self.rate(i, layers)) == (EXACT, EXACT):
-                total += 2 * head_dim * exact_bytes
+        for i, (kv_heads, head_dim) in enumerate(shapes):
+            exact, rate = 2 * head_dim * exact_bytes, self.rate(i, len(shapes))
+            if rate == (EXACT, EXACT):
+                total += kv_heads * exact
             else:
                 layout = TurboQuantLayout(head_dim, *rate, self.keys, self.values)
-                total += layout.bytes_per_token_head + shadow
-        return total * kv_heads
+                total += kv_heads * (layout.bytes_per_token_head + (exact if self.mode == "shadow" else 0))
+        return total
 
     def sequence_bytes(self, *, layers: int, kv_heads: int, head_dim: int, exact_bytes: int = 2) -> int:
         """Bytes that a sequence takes besides its pages: the rings of its coded layers."""
-        coded = sum(self.rate(i, layers) != (EXACT, EXACT) for i in range(layers))
-        return coded * self.ring * 2 * kv_heads * head_dim * exact_bytes
+        return self.sequence_bytes_of([(kv_heads, head_dim)] * layers, exact_bytes)
+
+    def sequence_bytes_of(self, shapes: Sequence[tuple[int, int]], exact_bytes: int = 2) -> int:
+        """`sequence_bytes` of layers with (kv heads, head_dim) of their own."""
+        coded = (n * dim for i, (n, dim) in enumerate(shapes) if self.rate(i, len(shapes)) != (EXACT, EXACT))
+        return sum(coded) * self.ring * 2 * exact_bytes
 
     def _edge_rate(self) -> tuple[int, int]:
         return (EXACT, EXACT) if self.edge == str(EXACT) else _parse_rate(self.edge, "edge")
