@@ -23,7 +23,8 @@ from kernels import L2_TIMES, replay_us
 from torch import Tensor
 
 from onegraph.engine.record import emit, machine
-from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops import family
 from onegraph.ops.cuda import build, e8p, e8p_decode, e8p_portable
 from onegraph.ops.e8p import e8p_decode as decode_op

@@ -1,6 +1,6 @@
 """Microseconds of the E8P linear and of decode attention, compared with peers and with the memory-bandwidth roofline.
 
-Rules (docs/performance.md): kernels are timed under CUDA-graph replay on random data, over so many copies of the
+Rules (docs/benchmarks/README.md): kernels are timed under CUDA-graph replay on random data, over so many copies of the
 weights that the L2 holds none of them at its next use. A row also has the time that its bytes take at the copy
 bandwidth of the same run. A row is a flat dict, one JSON line.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.record import Row, machine
-from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.attention import paged_attention, rope_cache_write
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.e8p import e8p_decode, e8p_linear

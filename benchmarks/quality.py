@@ -113,7 +113,8 @@ def weight_of(made: Quantized) -> Any:
     def weight(name: str, dense: Tensor) -> Tensor:
         if name not in made.layers:
             return dense
-        return dequantize({k: v.to(dense.device) for k, v in made.layers[name].items()}, made.config.bits_of(name))
+        tensors = {k: v.to(dense.device) for k, v in made.layers[name].items()}
+        return dequantize(tensors, made.config.bits_of(name), made.config.format)
 
     return weight
 
@@ -121,7 +122,7 @@ def weight_of(made: Quantized) -> Any:
 def bits_per_weight(model: LlamaSource, made: Quantized) -> float:
     stored = weights = 0
     for name, tensors in made.layers.items():
-        n, k = tensors["codes"].shape[0], tensors["codes"].shape[1] * 8
+        n, k = len(tensors["out_scale"]), len(tensors["in_scale"])
         stored += made.config.format_of(name).bits(n, k)
         weights += n * k
     return stored / weights

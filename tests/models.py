@@ -50,6 +50,8 @@ _MLA: dict[str, Any] = {
     "num_mtp_layers": 0,
 }
 
+_DSA: dict[str, Any] = {"index_topk": 6, "index_head_dim": 12, "index_n_heads": 16}
+
 # name -> (transformers class, what differs from SIZES)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -256,6 +258,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "deepseek_v32": ("DeepseekV32", _MLA | _DSA | {"n_routed_experts": 12, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _MLA
+        | _DSA
+        | {
+            "num_hidden_layers": 4,
+            "n_routed_experts": 7,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        _MLA
+        | {
+            "n_routed_experts": 7,
+            "routed_scaling_factor": 1.0,
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "deepseek_v3_plain": ("DeepseekV3", _MLA | {"n_routed_experts": 7, "q_lora_rank": None, "attention_bias": True}),
     "ministral3": (
         "Ministral3",
@@ -325,8 +354,8 @@ VARIANTS |= {
 }  # fmt: skip
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
 # One variant of each family beyond Llama's nearest relatives.
-FAMILIES = ["gemma2", "gemma3", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2", "phi3", "granite"]
-FAMILIES += ["ministral3", "olmo3", "minimax_m2", "deepseek_v3"]
+FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
+FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
 def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
@@ -435,15 +464,48 @@ def e8p_tensors(n: int, k: int, bits: int, seed: int, *, rows_rotated: bool = Tr
     return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
 
 
-def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
-    """A quantized checkpoint with random codes at `path`; the transformers model that holds what they stand for.
+def trellis_tensors(
+    n: int, k: int, bits: int, seed: int, *, rows_rotated: bool = True
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As `e8p_tensors`, of the trellis; decoded here, state by state, from the layout that formats/trellis.py tells."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-(2**15), 2**15, (n // 16, k * bits), generator=g, dtype=torch.int16)
+    q = torch.empty(n // 16, 16, k // 16, 16, dtype=torch.float64)
+    words = codes.view(n // 16, k // 16, 16 * bits).long() & 0xFFFF
+    ring = (words.unsqueeze(-1) >> torch.arange(16) & 1).flatten(-2)
+    for place in range(256):
+        at = (torch.arange(16) + place * bits) % (256 * bits)
+        product = (ring[..., at] << torch.arange(16)).sum(-1) * 0x83DCD12D % 2**32
+        total = product % 256 + (product >> 8) % 256 + (product >> 16) % 256 + (product >> 24)
+        lane, e = place // 8, place % 8
+        q[:, lane // 4 + e // 4 * 8, :, lane % 4 * 4 + e % 4] = (total - 510).double()
+    q = q.view(n, k)
 
-    `rates` are the free keys of quantization_config; `share` gives siblings the same in_scale, as the quantizer does.
-    """
-    from onegraph.formats.checkpoint import write_checkpoint
+    def signed(size: int) -> Tensor:
+        return ((0.5 + torch.rand(size, generator=g)) * torch.randn(size, generator=g).sign()).half()
+
+    tensors = {"codes": codes, "in_scale": signed(k), "out_scale": signed(n)}
+    tensors |= {"scale": (1.5 / (k**0.5 * q.std())).float()}
+    rows = rotation(n) if rows_rotated else torch.eye(n, dtype=torch.float64)
+    weight = (rows @ q @ rotation(k)) * tensors["in_scale"].double()
+    return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
+
+
+def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
+    """`save_rotated` in E8P; `rates` are the free keys of quantization_config."""
     from onegraph.formats.e8p import E8PConfig
 
-    config = E8PConfig(**rates)
+    return save_rotated(E8PConfig(**rates), variant, path, share=share, **changes)
+
+
+def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, **changes: Any) -> Any:
+    """A quantized checkpoint with random codes at `path`; the transformers model that holds what they stand for.
+
+    `config` is an E8PConfig or TrellisConfig; `share` gives siblings the same in_scale, as the quantizer does.
+    """
+    from onegraph.formats.checkpoint import write_checkpoint
+
+    made = {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
     untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
     hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
     parameters = dict(hf.named_parameters())
@@ -456,7 +518,7 @@ def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, A
         if not linear or kind == "bias" or bits == 16:
             tensors[name] = parameter.detach()
             continue
-        found, weight = e8p_tensors(*parameter.shape, bits, seed, rows_rotated=module != "model.embed_tokens")
+        found, weight = made(*parameter.shape, bits, seed, rows_rotated=module != "model.embed_tokens")
         parent, _, short = module.rpartition(".")
         group = next((f"{parent}.{members[0]}" for members in SIBLINGS if short in members), module)
         if share and group in shared:

@@ -98,3 +98,16 @@ def test_one_leaf_is_replaced_by_its_path() -> None:
     assert containers.replaced(tree, "[1]['a'].max_len", 9)[1]["a"].max_len == 9
     assert tree[0] == (1, [2, 2])
     assert tree[1]["a"].max_len == 2
+
+
+def test_a_value_that_the_step_cannot_be_given_leaves_nothing_behind() -> None:
+    cache = []
+
+    def step(t: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        if not cache:
+            cache.append(torch.zeros(16, 8, device="cuda"))
+        cache[0].index_copy_(0, position, t[None])
+        return cache[0].sum(0)
+
+    report = checked(step, lambda i: (x(i), torch.full((1,), min(i, 40), device="cuda")))
+    assert {f.code for f in report.errors} == set()

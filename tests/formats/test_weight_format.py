@@ -1,5 +1,6 @@
 """Every weight format by its record: cut, joined, checked, loaded and run as the dense weight that it stands for."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import Decoder, e8p_tensors, hf_model, save_hf
+from models import Decoder, e8p_tensors, hf_model, save_hf, trellis_tensors
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
@@ -22,6 +23,7 @@ from onegraph.formats.mxfp4 import E8M0, MXFP4
 from onegraph.formats.mxfp8 import MXFP8
 from onegraph.formats.nvfp4 import E4M3, NVFP4, written_config
 from onegraph.formats.quantization import parse_quantization
+from onegraph.formats.trellis import TRELLIS, TrellisConfig
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
 from onegraph.models.experts import read_experts
@@ -38,7 +40,18 @@ from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
 INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
-FORMATS = [DENSE, *E8P.values(), NVFP4, MXFP4, MXFP8, *FP8.values(), INT4, INT4_ROWS]
+ROTATED = [*E8P.values(), *TRELLIS.values()]
+FORMATS = [
+    DENSE,
+    *E8P.values(),
+    *(TRELLIS[bits] for bits in (1, 3, 8)),
+    NVFP4,
+    MXFP4,
+    MXFP8,
+    *FP8.values(),
+    INT4,
+    INT4_ROWS,
+]
 CPU = torch.device("cpu")
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -46,8 +59,8 @@ each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]:
     """A random layer as a file holds it, by the names of the format's `stored`."""
     g = torch.Generator().manual_seed(seed)
-    if format in E8P.values():
-        return e8p_tensors(n, k, format.rate, seed)[0]
+    if format in ROTATED:
+        return (e8p_tensors if format in E8P.values() else trellis_tensors)(n, k, format.rate, seed)[0]
     if format is MXFP4:
         codes = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
         return {"codes": codes, "scale": torch.randint(118, 124, (n, k // 32), generator=g, dtype=torch.uint8)}
@@ -160,7 +173,16 @@ def test_bounds_outside_of_a_layer_are_refused(format: WeightFormat, span: tuple
 
 @pytest.mark.parametrize(
     ("format", "unit"),
-    [(NVFP4, 16), (MXFP4, 32), (MXFP8, 32), (INT4, 32), (INT4_ROWS, 32), (E8P[2], 128), (FP8[128, 128], 128)],
+    [
+        (NVFP4, 16),
+        (MXFP4, 32),
+        (MXFP8, 32),
+        (INT4, 32),
+        (INT4_ROWS, 32),
+        (E8P[2], 128),
+        (TRELLIS[5], 128),
+        (FP8[128, 128], 128),
+    ],
     ids=str,
 )
 def test_columns_are_cut_between_groups(format: WeightFormat, unit: int) -> None:
@@ -266,7 +288,7 @@ def test_experts_with_biases_add_them_or_say_that_they_cannot(format: WeightForm
         Experts(*weights, gate, (biases[0], biases[1][:, 1:]))
     experts = Experts(*weights, gate, biases)
     x, chosen, gains = torch.randn(1, 64), torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([[0.25, 0.75]])
-    if format.name.startswith(("nvfp4", "fp8", "mxfp8")):
+    if format.name.startswith(("nvfp4", "fp8", "mxfp8", "int4")):
         with pytest.raises(ValueError, match="no experts with biases"):
             experts(x, chosen, gains)
         return
@@ -283,7 +305,7 @@ def test_an_embedding_needs_a_look_up(format: WeightFormat) -> None:
         Embedding(format, made(format, 64, 96).tensors, torch.float32)
 
 
-@pytest.mark.parametrize("format", [INT4, INT4_ROWS], ids=str)
+@pytest.mark.parametrize("format", [NVFP4, INT4], ids=str)
 def test_experts_need_a_format_that_has_them(
     format: WeightFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +313,8 @@ def test_experts_need_a_format_that_has_them(
     config = LlamaConfig.from_dict(hf_model("qwen2", hidden_size=96).config.to_dict())
     loader = Loader(Checkpoint(tmp_path, {}, {}), config, torch.float32)
     monkeypatch.setattr(loader, "format_of", lambda layer: format)
+    without = dataclasses.replace(weight_ops(format), experts=None)
+    monkeypatch.setattr("onegraph.models.experts.weight_ops", lambda format: without)
     with pytest.raises(CheckpointError, match=r"experts.0.w2 is .*, which routed experts cannot be run in"):
         read_experts(loader, [("experts.0.w1", "experts.0.w3")], ["experts.0.w2"], SwiGLU(), CPU)
 
@@ -298,6 +322,7 @@ def test_experts_need_a_format_that_has_them(
 CONFIGS: dict[WeightFormat, Any] = {
     E8P[2]: E8PConfig(bits=2).to_dict(),
     E8P[4]: E8PConfig(bits=4).to_dict(),
+    TRELLIS[3]: TrellisConfig(bits=3).to_dict(),
     NVFP4: written_config([]),
     MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     MXFP8: {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
@@ -314,7 +339,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
     """A model with every linear of its blocks in the format, but one that was kept where tensors tell it, against
     transformers with the numbers that the codes stand for; whole and decoded, and part by part."""
     hf = hf_model("qwen2", hidden_size=96, intermediate_size=128, head_dim=16)
-    kept = None if format in E8P.values() else "model.layers.1.mlp.up_proj"
+    kept = None if format in ROTATED else "model.layers.1.mlp.up_proj"
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         layer, _, kind = name.rpartition(".")
@@ -342,7 +367,7 @@ def test_a_checkpoint_loads_to_the_model_of_its_numbers(format: WeightFormat, tm
         whole = loader.linear(name, CPU)
         assert whole.format is format
         for part in (Part(rows=(0, 96), columns=(0, 128)), Part(rows=(32, 64)), Part(columns=(0, 128))):
-            if part.rows == (32, 64) and format in (*E8P.values(), FP8[128, 128]):
+            if part.rows == (32, 64) and format in (*ROTATED, FP8[128, 128]):
                 part = Part(rows=(0, 96))
             cut = loader.linear(name, CPU, part)
             assert near(cut.dense().weight, whole.dense().weight[_slice(part.rows), _slice(part.columns)])
@@ -460,7 +485,7 @@ def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) ->
 def test_what_a_file_may_hold_beside_the_layers() -> None:
     configs = [parse_quantization(data) for data in CONFIGS.values()]
     assert (
-        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 2
-    )  # not E8P
+        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 3
+    )  # neither E8P nor the trellis
     for config in configs:
         assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")

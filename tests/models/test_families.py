@@ -28,6 +28,7 @@ NEW = [
     "gemma2",
     "gemma3",
     "gemma3_256",
+    "gemma4",
     "glm4_moe",
     "glm4_moe_groups",
     "qwen2_moe",
@@ -43,6 +44,9 @@ NEW = [
     "olmo3",
     "minimax_m2",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "mistral4",
 ]
 
 
@@ -82,8 +86,9 @@ IDLE = {
     "full_attn_idxs": {"lfm2_bias"},  # layer_types says the same
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
+    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa"},  # mlp_layer_types says which layers
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
-    **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), {"gemma4", "gemma4_e"}),  # no experts
+    **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
     "vocab_size_per_layer_input": {"gemma4", "gemma4_moe"},  # no embeddings of layers
 }
@@ -239,7 +244,8 @@ def test_defaults_are_those_of_transformers() -> None:
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
     given["num_hidden_layers"] = 4  # of which hybrids have one that attends
     for variant in NEW:
-        more = {"num_key_value_heads": 16} if variant == "deepseek_v3" else {}  # whose default is its own 128
+        latent = FAMILIES[getattr(transformers, f"{VARIANTS[variant][0]}Config").model_type].latent
+        more = {"num_key_value_heads": 16} if latent else {}  # whose default is a number of its own
         theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
         ours = LlamaConfig.from_dict(given | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
@@ -427,7 +433,7 @@ def test_e8p_is_the_model_of_the_weights_that_codes_stand_for(variant: str, tmp_
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "gemma4_e"])
 def test_the_gradient_of_kl_reaches_every_linear(variant: str, tmp_path: Path) -> None:
     """What the recipe of a GPU rounds under; routed experts have none."""
-    save_hf(variant, tmp_path / "model")
+    save_hf(variant, tmp_path / "model", **({"index_topk": 64} if "index_topk" in VARIANTS[variant][1] else {}))
     text = torch.randint(0, 131, (2, 16), generator=torch.Generator().manual_seed(0))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         model = LlamaSource(checkpoint, "cpu", torch.float32)

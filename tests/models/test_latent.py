@@ -11,7 +11,9 @@ from engines import simulated_step
 from models import Decoder, hf_model, save_hf
 from onegraph.api.quantize import quantize
 from onegraph.check.api import check_step
+from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.engine import Engine
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
@@ -35,14 +37,14 @@ def truth(hf: Any, row: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3_plain"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa", "mistral4"])
 def test_prefill_chunks_and_decode_of_unequal_rows(variant: str, tmp_path: Path) -> None:
     """Prompts in one call, their continuation by chunks, then token by token; pages hold NaN before."""
     hf = save_hf(variant, tmp_path)
     decoder = Decoder(load(tmp_path), rows=3, max_context=48, page_size=4)
     assert isinstance(decoder.cache, LatentCache)
     assert decoder.cache.pools[0].shape[2] == 40 + 8
-    for pool in decoder.cache.pools:
+    for pool in (*decoder.cache.pools, *decoder.cache.index_pools.values()):
         pool.fill_(float("nan"))
     rows = [tokens(21), tokens(9, 1), tokens(32, 2)]
     cuts = [(0, 13), (13, 17), (17, 18), (18, 32)]
@@ -118,6 +120,25 @@ def test_in_codes_it_is_the_model_of_its_weights(tmp_path: Path) -> None:
         assert (got - truth(hf, row)).abs().max() < 1e-3 * got.abs().max()
 
 
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm_moe_dsa"])
+def test_the_engine_drafts_and_shares_prefixes(variant: str, tmp_path: Path) -> None:
+    """Drafts change no token, and a prompt's pages serve one that begins alike."""
+    hf = save_hf(variant, tmp_path)
+    start = tokens(24, 3)
+    prompts = [[5, 6, 5, 6, 5, 6], [*start, 7, 8], [*start, 9]]
+    params = SamplingParams(max_tokens=20)
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 96, "page_size": 8, "chunk": 16, "capture": False}
+    plain = Engine(load(tmp_path), **sizes).generate(prompts, params)
+    engine = Engine(load(tmp_path), **sizes, draft=NgramDrafter, draft_tokens=3)
+    assert engine.generate(prompts, params) == plain
+    assert engine.stats.drafted_tokens > 0
+    assert engine.generate(prompts, params) == plain, "of pages that are there already"
+    for prompt, written in zip(prompts, plain, strict=True):
+        logits = truth(hf, prompt + written)[len(prompt) - 1 : -1]
+        best = logits.max(1).values - logits.gather(1, torch.tensor(written).unsqueeze(1)).squeeze(1)
+        assert best.max() < 1e-3
+
+
 def simulated(path: Path, kind: str, spoil: Any = lambda cache: None) -> Any:
     def factory() -> Any:
         engine = Engine(load(path, "cuda"), max_batch=4, max_context=128, page_size=16, chunk=16, capture=False)
@@ -128,8 +149,10 @@ def simulated(path: Path, kind: str, spoil: Any = lambda cache: None) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_the_step_may_be_captured(kind: str, tmp_path: Path) -> None:
-    save_hf("deepseek_v3", tmp_path, num_hidden_layers=2)
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm_moe_dsa"])
+def test_the_step_may_be_captured(variant: str, kind: str, tmp_path: Path) -> None:
+    changes = {"indexer_types": ["full", "shared"], "mlp_layer_types": ["dense", "sparse"]}
+    save_hf(variant, tmp_path, num_hidden_layers=2, **(changes if variant == "glm_moe_dsa" else {}))
     report = simulated(tmp_path, kind)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
 
@@ -182,6 +205,14 @@ def test_a_cache_in_codes_is_refused(tmp_path: Path) -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2; supported: 1"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid"),
         ({"index_topk": 2048}, "index_topk is 2048"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["shared", "full", "full"]}, "begins with a shared indexer"),
+        ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "indexer_types is .*; it must list full or shared"),
+        (
+            {"model_type": "deepseek_v32", "index_head_dim": 4},
+            "index_head_dim is 4, of which qk_rope_head_dim 8 rotate",
+        ),
+        ({"model_type": "deepseek_v32", "layer_types": ["full_attention"] * 3}, "layer_types is"),
+        ({"model_type": "deepseek_v32", "mlp_layer_types": ["dense"]}, "mlp_layer_types is"),
     ],
 )
 def test_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -189,6 +220,49 @@ def test_refused_by_name(change: dict[str, Any], message: str) -> None:
     LlamaConfig.from_dict(config)
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_dict(config | change)
+
+
+def test_few_tokens_are_all_chosen(tmp_path: Path) -> None:
+    """Up to index_topk tokens DeepSeek-V3.2 is V3: a cache of no more than that keeps no keys of the indexer."""
+    hf, row = save_hf("deepseek_v32", tmp_path, index_topk=16), tokens(16)
+    decoder = Decoder(load(tmp_path), rows=1, max_context=16, page_size=4)
+    assert isinstance(decoder.cache, LatentCache)
+    assert not decoder.cache.index_pools
+    got = torch.cat([decoder.feed([part])[0] for part in (row[:8], row[8:])])
+    assert (got - truth(hf, row)).abs().max() < 1e-4
+    model = load(tmp_path)
+    assert (model.logits(model(torch.tensor([row]), model.dense_attention))[0] - truth(hf, row)).abs().max() < 1e-4
+
+
+def test_a_block_alone_does_not_know_another_ones_choice(tmp_path: Path) -> None:
+    """Calibration reads blocks one at a time: sequences of up to index_topk tokens."""
+    save_hf("glm_moe_dsa", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
+        source = LlamaSource(checkpoint)
+        hidden = source.embed(torch.tensor([tokens(12)]))
+        hidden = source.run_block(source.load_block(1), hidden)
+        with pytest.raises(ValueError, match="a sequence of 12 tokens exceeds index_topk 6"):
+            source.run_block(source.load_block(2), hidden)
+
+
+def test_what_the_indexer_does_not_choose_is_not_attended_to(tmp_path: Path) -> None:
+    """Another number of tokens is another model, in transformers and here."""
+    hf, row = save_hf("glm_moe_dsa", tmp_path), tokens(32)
+    (got,) = Decoder(load(tmp_path), rows=1, max_context=32).feed([row])
+    wide = hf_model("glm_moe_dsa", index_topk=64)
+    assert (got - truth(hf, row)).abs().max() < 1e-4
+    assert (got - truth(wide, row)).abs().max() > 1e-2
+
+
+def test_the_indexer_is_not_rounded(tmp_path: Path) -> None:
+    """Of what is written its linears stay as they were."""
+    save_hf(
+        "glm_moe_dsa", tmp_path, num_hidden_layers=2, indexer_types=["full", "shared"], mlp_layer_types=["dense"] * 2
+    )
+    with Checkpoint.open(tmp_path) as checkpoint:
+        source = LlamaSource(checkpoint)
+    assert list(source.kept) == [f"model.layers.0.self_attn.indexer.{name}" for name in ("wq_b", "wk")]
+    assert not any("indexer" in name for name in source.shapes(0))
 
 
 def test_the_scale_has_the_square_of_mscale() -> None:

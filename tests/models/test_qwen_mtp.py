@@ -1,6 +1,7 @@
 """The draft layer of Qwen3.5 and Qwen3-Next against a reference of transformers' own modules, and in the engine."""
 
 import json
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,18 @@ def test_drafts_change_no_token(count: Any, capture: str, tmp_path: Path, monkey
     make = maker(capture, model, monkeypatch)
     plain = make().generate(PROMPTS, PARAMS)
     engine = make(draft=partial(HeadDrafter, draft), draft_tokens=count, max_batch=3)
-    for _ in range(2):
-        assert engine.generate(PROMPTS, PARAMS) == plain
+    assert engine.generate(PROMPTS, PARAMS) == plain
+    again = [prompt + new[:9] for prompt, new in zip(PROMPTS, plain, strict=True)]  # in part known, by their pages
+    wanted = make().generate(again, PARAMS)
+    with engine.executor.running(), closing(engine.scheduler.open()) as scheduler:
+        for texts in (PROMPTS, again):
+            requests = [engine.request(text, params) for text, params in zip(texts, PARAMS, strict=True)]
+            for request in requests:
+                scheduler.add(request)
+            while not scheduler.idle:
+                scheduler.step()
+    assert [request.output for request in requests] == wanted
+    assert engine.stats.shared_tokens
     assert count == "auto" or engine.stats.drafted_tokens
 
 

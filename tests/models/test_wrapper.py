@@ -266,6 +266,13 @@ QWEN: dict[str, dict[str, Any]] = {
         },
         "head_dim": 16,
     },
+    "Qwen3VLMoe": {
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 96, "deepstack_visual_indexes": [0],
+        },
+        "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
 }  # fmt: skip
 
 
@@ -298,6 +305,16 @@ def test_the_text_of_qwen_vl(kind: str, tmp_path: Path) -> None:
     assert (logits_of(tmp_path / "m", row) - truth(hf, row)).abs().max() < 1e-4
     (module,) = skipped(Checkpoint.open(tmp_path / "m").names)
     assert module.removeprefix("model.") == "visual"
+
+
+def test_experts_in_one_tensor_lie_either_way(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE: [E, k, n] as published, [E, n, k] as transformers 5 writes it."""
+    hf, row = save_qwen("Qwen3VLMoe", tmp_path / "m"), tokens(24)
+    source = Checkpoint.open(tmp_path / "m")
+    tensors = {name: source.tensor(name) for name in source.names}
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    write_checkpoint(tmp_path / "t", source.config, turned.items())
+    assert (logits_of(tmp_path / "t", row) - truth(hf, row)).abs().max() < 1e-4
 
 
 def test_a_config_that_has_the_texts_keys_beside_the_others(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_case_is_right_in_either_order_of_clusters(tmp_path: Path) -> None:
     cuda, own = e8p_batch.KERNELS.path.parent, HERE / "e8p_batch_on_cpu"
-    for file in (e8p_batch.KERNELS.path, cuda / "e8p_common.cuh", *own.glob("*.c*")):
+    for file in (e8p_batch.KERNELS.path, cuda / "e8p_common.cuh", cuda / "rotated_common.cuh", *own.glob("*.c*")):
         shutil.copy(file, tmp_path)
     lines = host_lines(own / "host.py", tmp_path)
     assert {line.split()[0] for line in lines} == {"2", "3", "4"}

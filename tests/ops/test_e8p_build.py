@@ -353,7 +353,8 @@ def test_shared_memory_of_the_source(tile: tuple[int, int], join: int) -> None:
 def test_constants_agree_with_the_source() -> None:
     text = e8p_decode.KERNEL.path.with_name("e8p_common.cuh").read_text()
     for name in ("SLICE", "ROWS"):
-        assert int(re.search(rf"constexpr int {name} = (\d+);", text)[1]) == getattr(e8p_common, name)
+        shared = e8p_decode.KERNEL.path.with_name("rotated_common.cuh").read_text()
+        assert int(re.search(rf"constexpr int {name} = (\d+);", shared)[1]) == getattr(e8p_common, name)
     tables = re.search(r"TABLE_BYTES = (\d+) \+ \(BITS == 3 \? (\d+) \* E81B_RUN : 0\);", text)
     first, words = map(int, tables.groups())
     for module, source in ((e8p_common, text), (e8p_portable, e8p_portable.KERNELS.path.read_text())):
@@ -379,7 +380,8 @@ def test_constants_agree_with_the_source() -> None:
 @pytest.mark.parametrize("module", [e8p_decode, e8p_batch, e8p_portable])
 def test_a_source_makes_its_shape_of_what_it_is_given(module: Any) -> None:
     source = _source(vars(module))
-    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", source.path.read_text(), re.DOTALL)[1]
+    text = "".join(source.path.with_name(name).read_text() for name in (source.path.name, "rotated_portable.cuh"))
+    shape = re.search(r"\nstruct Shape[^{]*\{\n  static(.*?)\n\};", text, re.DOTALL)[1]
     elsewhere = {"SLICE", "ROWS", "DOWN", "TILE_ROWS"}
     assert set(re.findall(r"\b[A-Z_]{1,}\b", re.sub("//.*", "", shape))) - elsewhere == set(module.SHAPE)
     assert set(module.SHAPE) <= set(source.example)

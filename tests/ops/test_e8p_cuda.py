@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from onegraph.formats.e8p import codebook, hadamard_block, residual_dtype
+from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.calls import E8PLinear
 from onegraph.ops.cuda import build, e8p_batch, e8p_decode, e8p_dequantize, e8p_portable, e8p_prefill
 from onegraph.ops.cuda import e8p as cuda_e8p

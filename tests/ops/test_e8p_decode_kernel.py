@@ -22,7 +22,13 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_case_is_right(tmp_path: Path) -> None:
     cuda, own = e8p_decode.KERNEL.path.parent, HERE / "e8p_decode_on_cpu"
-    for file in (e8p_decode.KERNEL.path, *cuda.glob("e8p_*.cuh"), cuda / "exchange.cuh", *own.glob("*.c*")):
+    for file in (
+        e8p_decode.KERNEL.path,
+        *cuda.glob("e8p_*.cuh"),
+        cuda / "rotated_common.cuh",
+        cuda / "exchange.cuh",
+        *own.glob("*.c*"),
+    ):
         shutil.copy(file, tmp_path)
     shutil.copy(HERE / "exchange_on_cpu" / "system.cuh", tmp_path)
     shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "experts.cuh")

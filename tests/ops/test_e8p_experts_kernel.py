@@ -19,7 +19,14 @@ from onegraph.ops.cuda import e8p_experts as kernels
 from onegraph.ops.cuda.build import Device
 
 HERE = Path(__file__).parent
-SOURCES = "e8p_experts.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
+SOURCES = (
+    "e8p_experts.cu",
+    "rotated_common.cuh",
+    "e8p_common.cuh",
+    "e8p_codes.cuh",
+    "e8p_decode_product.cuh",
+    "e8p_activations.cuh",
+)
 
 
 @pytest.mark.slow
@@ -32,7 +39,7 @@ def test_every_case_is_right_through_all_its_launches(form: str, tmp_path: Path)
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
     lines = host_lines(own / "host.py", tmp_path, form)
-    assert len(lines) == 11
+    assert len(lines) == 13
     launched = {re.sub(r".*16 ", "", line) for line in lines}
     assert launched == ({"product product"} if form == "hopper" else set()) | {
         "product product combine",

@@ -19,7 +19,15 @@ from onegraph.ops.cuda import build, e8p_portable, launcher, workspace
 from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
-SOURCES = "e8p_portable.cu", "e8p_common.cuh", "e8p_codes.cuh", "e8p_decode_product.cuh", "e8p_activations.cuh"
+SOURCES = (
+    "e8p_portable.cu",
+    "rotated_portable.cuh",
+    "rotated_common.cuh",
+    "e8p_common.cuh",
+    "e8p_codes.cuh",
+    "e8p_decode_product.cuh",
+    "e8p_activations.cuh",
+)
 CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 108, 128))]
 
 

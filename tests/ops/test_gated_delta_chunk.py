@@ -11,8 +11,11 @@ pytest.importorskip("triton")
 if not GPU:
     import interpreter_fixes  # noqa: F401
 
-from onegraph.ops.calls import MAX_TOKENS, GatedDelta  # noqa: E402
+from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2  # noqa: E402
 from onegraph.ops.gated_delta import gated_delta  # noqa: E402
+from onegraph.ops.mamba2 import _case as mamba2_case  # noqa: E402
+from onegraph.ops.mamba2 import mamba2  # noqa: E402
+from onegraph.ops.triton import mamba2 as kernels  # noqa: E402
 from onegraph.ops.triton.gated_delta import chunk, supports  # noqa: E402
 from test_gated_delta import Layer  # noqa: E402
 from test_ops import clone, error, make, widen  # noqa: E402
@@ -31,7 +34,7 @@ class Chunked(Layer):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, torch.float32) for case in CASES] + [(CASES[0], torch.bfloat16), (CASES[-1], torch.float16)],
+    zip(CASES, (torch.float32, torch.bfloat16, torch.float16), strict=True),
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_triton_is_the_reference(case: Any, dtype: torch.dtype) -> None:
@@ -45,6 +48,34 @@ def test_triton_is_the_reference(case: Any, dtype: torch.dtype) -> None:
         (got, want), (call.state, truth.state), (call.ring, truth.ring), (call.base, truth.base)
     ):  # fmt: skip
         assert error(one, true) <= gated_delta.tolerance[dtype]
+
+
+def test_mamba2_is_the_reference() -> None:
+    dtype = torch.bfloat16
+    args = make(mamba2.cases[-1], dtype, DEVICE)
+    truth, call = Mamba2(*clone(args, widen(dtype))), Mamba2(*clone(args))
+    assert kernels.supports(call)
+    want = mamba2.reference(*truth)
+    with poisoned_memory():
+        got = kernels.chunk(call)
+    for one, true in (
+        (got, want), (call.state, truth.state), (call.ring, truth.ring), (call.base, truth.base)
+    ):  # fmt: skip
+        assert error(one, true) <= mamba2.tolerance[dtype]
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_norm_of_groups(gate: bool) -> None:
+    """Rows of three tokens, of which some are none, and a group that fills no power of two."""
+    call = Mamba2(*make(mamba2_case("", 6, 2, (16, 16), [4, 5], [3, 0]), torch.float32, DEVICE))
+    y = torch.randn(2, 3, 96, device=DEVICE)
+    gated = (y * torch.nn.functional.silu(call.z) if gate else y).unflatten(2, (2, 48))
+    want = (gated * (gated.square().mean(-1, keepdim=True) + call.eps).rsqrt()).flatten(2) * call.norm
+    want[1] = 0
+    before = call.base.clone()
+    assert error(kernels.group_norm(y, call, gate), want) < 1e-6
+    before[2] = 7 if gate else before[2]
+    assert torch.equal(call.base, before)
 
 
 @pytest.mark.parametrize("channels", [False, True])

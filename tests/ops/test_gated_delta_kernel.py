@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h200 import PLAIN
 from on_cpu import compile_run, flags, launch_on_cpu
-from onegraph.ops.calls import MAX_TOKENS, GatedDelta
+from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda import gated_delta as launcher
 from onegraph.ops.gated_delta import gated_delta
+from onegraph.ops.mamba2 import mamba2
 from test_gated_delta import Layer
 from test_ops import clone, error, make, widen
 
@@ -31,6 +33,7 @@ CASES = [case for case in gated_delta.cases if case.name not in ("chunk", "chunk
 
 class Kernel:
     backwards = False
+    sms = 132
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -64,10 +67,11 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 @pytest.fixture
 def step(kernels: Callable[..., dict[str, Kernel]], monkeypatch: pytest.MonkeyPatch) -> Callable[[GatedDelta], Tensor]:
     launch_on_cpu(kernels, monkeypatch.setattr)
+    monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=Kernel.sms))
     return launcher.step
 
 
-def state(call: GatedDelta) -> list[Tensor]:
+def state(call: GatedDelta | Mamba2) -> list[Tensor]:
     return [call.ring, call.state, call.base, call.keys, call.deltas, call.decays]
 
 
@@ -84,13 +88,27 @@ def test_the_kernel_is_the_reference(
     truth = GatedDelta(*clone(args, widen(dtype)))
     want = [gated_delta.reference(*truth), *state(truth)]
     found = []
-    for backwards in (False, True):
+    for backwards, sms in ((False, 132), (True, 1)):  # more blocks than run at once read in another order
         monkeypatch.setattr(Kernel, "backwards", backwards)
+        monkeypatch.setattr(Kernel, "sms", sms)
         call = GatedDelta(*clone(args))
         found.append([step(call), *state(call)])
     for got, again, true in zip(*found, want, strict=True):
         assert torch.equal(got, again), "the order of blocks shows"
         assert error(got, true) <= gated_delta.tolerance[dtype]
+
+
+@pytest.mark.parametrize("case", mamba2.cases[:2], ids=lambda case: case.name)
+def test_mamba2_is_the_reference_before_its_norm(
+    case: object, step: Callable[[GatedDelta | Mamba2], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = make(case, torch.bfloat16)
+    truth, call = Mamba2(*clone(args, widen(torch.bfloat16))), Mamba2(*clone(args))
+    want = mamba2.reference(*truth)
+    y = step(call).unflatten(2, (call.keys.shape[2], -1))
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + call.eps)).flatten(2) * call.norm.float()
+    for got, true in zip((y, *state(call)), (want, *state(truth)), strict=True):
+        assert error(got, true) <= 1e-5
 
 
 class Stepped(Layer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onegraph.formats.e8p import MAX_BLOCK, hadamard_block
+from onegraph.formats.rotated import MAX_BLOCK, hadamard_block
 from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
 
 

@@ -62,12 +62,14 @@ def main() -> int:
 
     launch.options = lambda x: {"PDL": True, "launch_pdl": True}  # before the kernels' modules import it
     from onegraph.ops.gated_delta import gated_delta
-    from test_gated_delta_chunk import CASES, chunk
+    from onegraph.ops.mamba2 import mamba2
+    from test_gated_delta_chunk import CASES, chunk, kernels
     from test_triton import DTYPES, kernel_of, parameters
 
     every = [(each.id, kernel_of(each.values[0]), *each.values[1:]) for each in parameters(interpreted=False)]
-    chunks = itertools.product(CASES, DTYPES)
-    every += [(f"chunk-{case.name}", gated_delta.unpacked(chunk), case, dtype) for case, dtype in chunks]
+    for op, kernel, cases in ((gated_delta, chunk, CASES), (mamba2, kernels.chunk, mamba2.cases[-1:])):
+        chunks = itertools.product(cases, DTYPES)
+        every += [(f"{op.name}-{case.name}", op.unpacked(kernel), case, dtype) for case, dtype in chunks]
     for name, kernel, case, dtype in every:
         try:
             kernel(*case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0)))

@@ -175,7 +175,8 @@ def test_descent_replaces_a_code_only_by_a_better_one(bits: int) -> None:
         return codes, residual, value
 
     ended, whole = sweep(w, bits, descent, start, errs), sweep(w, bits, descent, start)
-    for found, before, free in zip(vars(ended).values(), vars(start).values(), vars(whole).values(), strict=True):
+    kinds = ((*each.codes, each.value) for each in (ended, start, whole))
+    for found, before, free in zip(*kinds, strict=True):
         assert torch.equal(found[:, ::2], before[:, ::2])
         assert torch.equal(found[:, 1::2], free[:, 1::2])
     columns = [(e * (h @ e)).sum(0)[1::2] for e in (start.value - w, ended.value - w)]

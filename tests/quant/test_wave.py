@@ -35,7 +35,7 @@ def test_a_flat_output_factor_is_ldlq(k: int, n: int) -> None:
     ldlq = ldlq_coupling(damped(spectrum(k, 5, source), 0.01)[1])
     flat = wave.output_coupling(torch.eye(n, dtype=torch.float64))
     one, two = sweep(w, 3, ldlq), wave.sweep(w, 3, ldlq, flat, encode)
-    same_codes = (one.codes == two.codes) & (one.residual == two.residual)
+    same_codes = (one.codes[0] == two.codes[0]) & (one.codes[1] == two.codes[1])
     assert same_codes.float().mean() > 0.95  # sums in another order decide a tie otherwise, and what follows it
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.e8p import BITS, E8P, KEEP, fits
-from onegraph.quant.allocate import ERROR, Allocation, Knapsack, Option, plot
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import KEEP, fits
+from onegraph.quant.allocate import ERRORS, Allocation, Knapsack, Option, plot
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.sensitivity import LOWEST, Costs, Parts
 
@@ -33,6 +34,7 @@ class Budget:
     ends: of "model.embed_tokens" and "lm_head" those whose rate is to be chosen as well.
     """
 
+    format: str = "e8p"
     bits: float | None = None
     size: int | None = None
     ends: frozenset[str] = frozenset()
@@ -174,24 +176,34 @@ class Layers:
             Option(
                 dict.fromkeys(names, rate),
                 sum(self._bits(name, rate) for name in names),
-                cost * ERROR[rate] / ERROR[LOWEST],
+                cost * self._error(rate),
             )
-            for rate in BITS
+            for rate in self._rates
         ]
 
     def _end_options(self, costs: Mapping[str, float]) -> Iterator[Option]:
         """Of one end, or of both where they are tied: kept together they are one matrix."""
         ends = [end for end in ENDS if end in costs or (self.tied and self.ends[end] is not None)]
-        allowed = [(*BITS, KEEP) if end in costs else (self.ends[end] or KEEP,) for end in ends]
+        allowed = [(*self._rates, KEEP) if end in costs else (self.ends[end] or KEEP,) for end in ends]
         for rates in product(*allowed):
             chosen = dict(zip(ends, rates, strict=True))
-            loss = sum(cost * ERROR[chosen[end]] / ERROR[LOWEST] for end, cost in costs.items())
+            loss = sum(cost * self._error(chosen[end]) for end, cost in costs.items())
             counted = [end for end in ends if end in costs or self.budget.size is not None]
             if self.tied and set(rates) == {KEEP}:
                 counted = counted[:1]
             yield Option(
                 {end: chosen[end] for end in costs}, sum(self._bits(end, chosen[end]) for end in counted), loss
             )
+
+    @property
+    def _rates(self) -> list[int]:
+        """Rates to choose from: what costs are measured at, and above."""
+        return [rate for rate in OWN[self.budget.format].formats if rate >= LOWEST]
+
+    def _error(self, rate: int) -> float:
+        """Of a rate, relative to the one that costs are measured at."""
+        errors = ERRORS[self.budget.format]
+        return errors[rate] / errors[LOWEST]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in ENDS:
@@ -211,7 +223,7 @@ class Layers:
         if rate == KEEP:
             return 8 * self._weights(name) * self.checkpoint.info(self._end_tensor(name)).dtype.itemsize
         *lead, n, k = self._shape(name)
-        return math.prod(lead) * E8P[rate].bits(n, k)
+        return math.prod(lead) * OWN[self.budget.format].formats[rate].bits(n, k)
 
     def _counted(self, costs: Costs) -> tuple[int, int]:
         """Weights that bits are averaged over, and bits of those among them whose rates are set."""

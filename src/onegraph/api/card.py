@@ -21,6 +21,7 @@ from onegraph.formats.extras import command
 _ENTRY = re.compile(rf"""({"|".join(LICENSE)}):[ \t]*(["']?)((?:https://)?\w[\w.+/-]{{0,200}})\2[ \t]*""", re.ASCII)
 _MAX_FRONT = 64 << 10  # bytes of a card in which the front matter ends
 
+NAMED = {"e8p": "E8P", "trellis": "Trellis code"}  # formats that onegraph rounds under calibration
 INSTALL = f"""\
 ```
 {command("hub", "serve", "constraints")}
@@ -111,14 +112,15 @@ class Card:
         yield "library_name: onegraph"  # transformers alone would go on with random weights
         yield "pipeline_tag: text-generation"
         yield "tags:"
-        rates = [f"{self.plan.bits}-bit"] if self.plan.format == "e8p" else []
+        rates = [f"{self.plan.bits}-bit"] if self.plan.format in NAMED else []
         kind = [self.model_type] if re.fullmatch(r"[\w.-]+", self.model_type, re.ASCII) else []
         yield from (f"- {tag}" for tag in ("onegraph", self.plan.format, "quantized", *rates, *kind))
         yield "---"
 
     def _text(self) -> Iterator[str]:
         base = f"[{self._base}](https://huggingface.co/{self._base})" if self._hub else f"`{self._base}`"
-        what = f"E8P at {self.plan.bits} bits" if self.plan.format == "e8p" else "NVFP4, in NVIDIA ModelOpt's form"
+        named = NAMED.get(self.plan.format)
+        what = f"{named} at {self.plan.bits} bits" if named else "NVFP4, in NVIDIA ModelOpt's form"
         yield f"# `{self._base.rpartition('/')[2]}`, {what}"  # code: a directory's name may hold HTML
         yield ""
         revision = self.about["source"].get("revision")
@@ -141,14 +143,14 @@ class Card:
         yield "|---|---|---|"
         yield f"| weights | {before.stored} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
-        yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
-        yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
+        yield f"| bits per weight, linears of the blocks, scales counted | {linears} |"
+        yield f"| bits per weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
         yield f"| parameters | {before.parameters:,} | {after.parameters:,} |"
 
     def _made(self) -> Iterator[str]:
         yield "## How it was made"
         yield ""
-        if self.plan.format == "e8p":
+        if self.plan.format in NAMED:
             rates = "; ".join(self._rates()) or "all linears of the blocks alike"
             yield f"- Rates: {self.plan.bits} bits; {rates}."
         else:
@@ -172,16 +174,16 @@ class Card:
                 yield f"`{end}` {self.config[end]}"
 
     def _use(self) -> Iterator[str]:
-        own, e8p = self.plan.own, self.plan.format == "e8p"
+        own, coded = self.plan.own, self.plan.format in NAMED
         here = (
             ONEGRAPH if own else f"Its own decoder does not run this model ({self.plan.why}); `onegraph verify` does."
         )
-        if not e8p:
+        if not coded:
             served = "onegraph's plugin does not read NVFP4. vLLM reads ModelOpt's form itself; not tried on this file."
         elif not own:
             served = "Not this model: onegraph's own decoder does not run it."
         elif self.model_type == "gpt_oss":
-            served = "Not this model: vLLM does not run gpt-oss in E8P, for the biases of its experts."
+            served = "Not this model: vLLM does not run gpt-oss in these formats, for the biases of its experts."
         else:
             served = VLLM
         yield "## How to run it"
@@ -192,5 +194,5 @@ class Card:
         yield ""
         yield "`MODEL` is this directory, or the name of this repository; `BASE` the unquantized model."
         yield f"\n**onegraph**\n\n{here}"
-        yield f"\n**transformers**\n\n{TRANSFORMERS if e8p else 'The integration of onegraph does not read NVFP4.'}"
+        yield f"\n**transformers**\n\n{TRANSFORMERS if coded else 'The integration of onegraph does not read NVFP4.'}"
         yield f"\n**vLLM**\n\n{served}"

@@ -14,7 +14,8 @@ from onegraph.api.budget import Budget
 from onegraph.api.cost import spill_bound
 from onegraph.api.device import pick_device
 from onegraph.engine.arguments import is_index, is_number, require, require_flag
-from onegraph.formats.e8p import BITS, KEEP
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import KEEP
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 
@@ -80,33 +81,36 @@ def choose(
     format: str = "e8p",
     recipe: str | None = None,
     calibration: str | Path = "bundled",
-    tokens: int | None = None,
-    sequence: int = 512,
-    extend: bool | None = None,
+    num_calibration_tokens: int | None = None,
+    calibration_seq_len: int = 512,
+    self_generate: bool | None = None,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
-    activations: int | None = None,
+    activation_memory: int | None = None,
     device: str | torch.device = "auto",
 ) -> Choices:
     """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
-    rates = (*BITS, KEEP)
+    if format not in (*OWN, "nvfp4"):
+        raise ValueError(f"format: got {format!r}; allowed are {', '.join(map(repr, OWN))} and 'nvfp4'")
+    coded = tuple(OWN[format].formats) if format in OWN else (2, 3, 4)
+    rates, told = (*coded, KEEP), ", ".join(map(str, coded))
     fine = isinstance(layers, Mapping | None) and all(isinstance(pattern, str) for pattern in layers or ())
     require("layers", layers, fine, "a mapping of pattern to bits, such as {'*.down_proj': 4}, or None")
     for name, end in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
         fine = end in (None, "auto") or (is_index(end) and end in rates)
-        require(name, end, fine, f"{', '.join(map(str, BITS))}, {KEEP} to keep it, 'auto', or None")
+        require(name, end, fine, f"{told}, {KEEP} to keep it, 'auto', or None")
     require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
     fine = isinstance(calibration, str | Path)
     require("calibration", calibration, fine, "a text, the pathlib.Path of one, 'bundled', or 'self'")
-    require_flag("extend", extend, none="what suits the text and the device")
+    require_flag("self_generate", self_generate, none="what suits the text and the device")
     require("expert_prior", expert_prior, expert_prior is None or is_number(expert_prior), "a number, or None")
     require("seed", seed, is_index(seed), "a whole number")
-    fine = activations is None or (is_index(activations) and activations >= 0)
-    require("activations", activations, fine, "a number of bytes, or None for an eighth of what is free")
+    fine = activation_memory is None or (is_index(activation_memory) and activation_memory >= 0)
+    require("activation_memory", activation_memory, fine, "a number of bytes, or None for an eighth of what is free")
     target = pick_device(device)
     ends = lm_head or embed_tokens or experts
     if format == "nvfp4" and (
@@ -116,24 +120,24 @@ def choose(
             "nvfp4 has one rate and keeps both ends: it takes no other bits, no size, lm_head, embed_tokens or "
             "experts, and layers may only keep a linear ({pattern: 16})"
         )
-    if experts not in (None, *BITS, KEEP):
-        raise ValueError(f"experts: got {experts!r}; allowed are 2, 3, 4, and 16 to keep them as they are")
-    if extend and (format == "nvfp4" or calibration == "self"):
+    if experts not in (None, *rates):
+        raise ValueError(f"experts: got {experts!r}; allowed are {told}, and 16 to keep them as they are")
+    if self_generate and (format == "nvfp4" or calibration == "self"):
         why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
-        raise ValueError(f"extend lets the model go on with a text, and {why}; leave it out")
-    if format not in ("e8p", "nvfp4"):
-        raise ValueError(f"format: got {format!r}; allowed are 'e8p' and 'nvfp4'")
-    for name, value in (("tokens", tokens), ("sequence", sequence)):
-        if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
+        raise ValueError(f"self_generate lets the model continue a short text, and {why}; leave it out")
+    lengths = {"num_calibration_tokens": num_calibration_tokens, "calibration_seq_len": calibration_seq_len}
+    for name, value in lengths.items():
+        if not (type(value) is int and value >= 1) and not (name == "num_calibration_tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
-    if format == "e8p":
-        _refuse_short(calibration, min(sequence, tokens or TOKENS[target.type]))
-    recipe = recipe or (RECIPES[target.type] if format == "e8p" else "good")
+    if format in OWN:
+        _refuse_short(calibration, min(calibration_seq_len, num_calibration_tokens or TOKENS[target.type]))
+    recipe = recipe or (RECIPES[target.type] if format in OWN else "good")
     if bits is not None and size is not None:
         raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
-    bits = BITS[-1] if bits is None else bits
-    budget = _budget(bits, size, {HEAD: lm_head, EMBED: embed_tokens})
-    levers: dict[str, Any] = {"bits": bits if budget is None else int(bits), "seed": seed}
+    bits = 4 if bits is None else bits
+    budget = _budget(format, bits, size, coded, {HEAD: lm_head, EMBED: embed_tokens})
+    levers: dict[str, Any] = {"format": format} if format in OWN else {}
+    levers |= {"bits": bits if budget is None else int(bits), "seed": seed}
     levers |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
     levers |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
@@ -142,26 +146,29 @@ def choose(
         recipe=recipe,
         levers=Recipe.preset(recipe, layers=dict(layers or {}), **levers),
         calibration=calibration,
-        tokens=tokens or TOKENS[target.type],
-        sequence=sequence,
-        extend=extend,
+        tokens=num_calibration_tokens or TOKENS[target.type],
+        sequence=calibration_seq_len,
+        extend=self_generate,
         experts=experts,
-        activations=activations,
+        activations=activation_memory,
         budget=budget,
     )
 
 
-def _budget(bits: float, size: int | None, ends: Mapping[str, End]) -> Budget | None:
+def _budget(
+    format: str, bits: float, size: int | None, rates: tuple[int, ...], ends: Mapping[str, End]
+) -> Budget | None:
     """What rates are to be chosen within; None where `bits` is a rate. Of a size both ends are part, unless the user
     has set their rates."""
-    if isinstance(bits, bool) or not isinstance(bits, int | float) or not (math.isfinite(bits) and 2 <= bits <= 4):
-        raise ValueError(f"bits: got {bits!r}; allowed is a number from 2 to 4")
+    low, high = rates[0], rates[-1]
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not (math.isfinite(bits) and low <= bits <= high):
+        raise ValueError(f"bits: got {bits!r}; allowed is a number from {low} to {high}")
     auto = frozenset(end for end, rate in ends.items() if rate == "auto")
     if size is None:
-        return Budget(bits=bits, ends=auto) if auto or bits != int(bits) else None
+        return Budget(format=format, bits=bits, ends=auto) if auto or bits != int(bits) else None
     if type(size) is not int or size < 1:
         raise ValueError(f"size: got {size!r}; it is a number of bytes")
-    return Budget(size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
+    return Budget(format=format, size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
 
 
 def _refuse_short(calibration: str | Path, row: int) -> None:
@@ -175,8 +182,8 @@ def _refuse_short(calibration: str | Path, row: int) -> None:
         return
     if count + 1 < row:
         raise ValueError(
-            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one row; give some 4000 tokens "
-            "to be of use, or a shorter sequence"
+            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one sequence; give about 4000 "
+            "tokens or more, or use shorter sequences"
         )
 
 

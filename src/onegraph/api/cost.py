@@ -1,7 +1,7 @@
 """What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
 
 On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the
-runs behind docs/quality.md, on an H200. Memory is a floor.
+runs behind docs/benchmarks/quality.md, on an H200. Memory is a floor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from onegraph.formats.checkpoint import SHARD_BYTES
 from onegraph.models.memory import free_memory, system_memory
 from onegraph.quant import wave
-from onegraph.quant.e8p import encode
+from onegraph.quant.code import CODES
 from onegraph.quant.experts import SHARED_ROWS
 from onegraph.quant.fisher import LARGEST, batch_tokens
 from onegraph.quant.nvfp4 import quantize_weight
@@ -26,6 +26,7 @@ from onegraph.quant.recipe import Recipe
 # A GPU's rounding waits for launches, at any rate: seconds for each step of eight columns, and where it is under two
 # factors for each wave and each vector of eight weights in it (H200). A CPU's encoder is probed as it will run.
 STEP, WAVE, VECTOR = 1.2e-4, 1.9e-4, 1.5e-8
+TILE = 4.5e-6  # of the trellis: seconds for each tile of 16 x 16, all SMs at work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +147,18 @@ def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
     seconds = work_done / rate
     if device.type == "cpu":
         rates = {bits for _, _, bits in (*rounded, *work.both)}
-        vectors = _normal(8, 1024, device)
-        metric = torch.eye(8)
+        code = CODES[levers.format]
+        vectors, metric = _normal(code.block, 1024 if code.together == 1 else 64, device), torch.eye(code.block)
+        encoders = {bits: code.encoder(device, vectors.shape[1], bits, levers, 0) for bits in rates}
         each = {
-            bits: _timed(partial(encode, vectors, bits, metric, wide=levers.wide), device) / vectors.shape[1]
-            for bits in rates
+            bits: _timed(partial(run, vectors, bits, metric), device) / vectors.numel()
+            for bits, run in encoders.items()
         }
-        seconds += sum(n * k / 8 * passes * each[bits] for n, k, bits in rounded)
-        seconds += sum(n * k / 8 * each[bits] for n, k, bits in work.both)
+        seconds += sum(n * k * passes * each[bits] for n, k, bits in rounded)
+        seconds += sum(n * k * each[bits] for n, k, bits in work.both)
+    elif levers.format == "trellis":
+        seconds += sum(n * k / 256 * (passes * TILE) for n, k, _ in rounded)
+        seconds += sum(n * k / 256 * TILE + (k + n) / 16 * WAVE for n, k, _ in work.both)
     else:
         seconds += sum(k / 8 * passes * STEP for _, k, _ in rounded)
         for n, k, _ in work.both:

@@ -14,14 +14,16 @@ import torch
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
+from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
 from onegraph.api.text import read_text
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
-from onegraph.formats.e8p import E8P, KEEP, E8PConfig, E8PFormat, fits, resolve_rates
 from onegraph.formats.nvfp4 import NVFP4, written_config
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import KEEP, RotatedFormat, fits, resolve_rates
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
@@ -119,25 +121,26 @@ class Plan:
         return told | {"notes": self.notes}
 
 
-def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **options: Any) -> Plan:
-    """What `quantize(source, out, **options)` would do, in a moment: read are config.json, headers and a file of text.
+@renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
+         extend="self_generate", activations="activation_memory")  # fmt: skip
+def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, **options: Any) -> Plan:
+    """What `quantize(model, output, **options)` would do: reads only config.json, headers and a file of text.
 
     Args:
-        source: as for `quantize`; a directory that holds only config.json will do, and of a name on the hub only that
-            is fetched.
-        out: checked as `quantize` checks it, where it is given.
+        model: as for `quantize`; a directory with only config.json is enough, and only that is fetched from the hub.
+        output: checked as `quantize` checks it, if given.
         options: those of `quantize`.
 
     Raises ValueError for what `quantize` would refuse before it begins.
     """
     choices = choose(**options)
-    if choices.format == "e8p" and isinstance(choices.calibration, Path):
+    if choices.format in OWN and isinstance(choices.calibration, Path):
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
-    located = locate(source, weights=False, option="source")
+    located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
-        if out is not None:
-            check_room(found, Path(out))
+        if output is not None:
+            check_room(found, Path(output))
     return found
 
 
@@ -149,7 +152,7 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     elif choices.budget is not None:
         found = allotted(checkpoint, name, choices, None)[0]
     else:
-        found = _survey_e8p(checkpoint, name, choices, outline(checkpoint))
+        found = _survey_own(checkpoint, name, choices, outline(checkpoint))
     rest = checkpoint.rest_bytes if isinstance(checkpoint, TextCheckpoint) else 0
     return replace(found, disk=found.disk + rest)
 
@@ -163,11 +166,11 @@ def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs |
     costs = layers.alike() if costs is None else costs
     if layers.budget.size is not None:  # what is stored besides the parts, exactly: of the smallest model there is
         least = layers.least(costs)
-        whole = _survey_e8p(checkpoint, name, with_rates(choices, layers, least.rates), found)
+        whole = _survey_own(checkpoint, name, with_rates(choices, layers, least.rates), found)
         rest = 8 * whole.after.total_bytes - least.cost
     chosen = layers.choose(costs, rest)
     decided = with_rates(choices, layers, chosen.rates)
-    plan = _survey_e8p(checkpoint, name, decided, found, 0 if measured else len(costs))
+    plan = _survey_own(checkpoint, name, decided, found, 0 if measured else len(costs))
     bits = chosen.bits if layers.budget.bits is None else layers.budget.bits
     return replace(plan, bits=round(bits, 3), chosen=True), decided, chosen
 
@@ -198,15 +201,16 @@ def with_rates(choices: Choices, layers: Layers, rates: Mapping[str, int]) -> Ch
     return replace(choices, levers=levers, allotted=inside, budget=None)
 
 
-def _survey_e8p(checkpoint: Checkpoint, name: str, choices: Choices, found: Outline, parts: int = 0) -> Plan:
+def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outline, parts: int = 0) -> Plan:
     """parts: how many will be measured before."""
     if not found.own:
         _refuse_foreign(choices, found.why)
     found.check(checkpoint)
     choices = with_experts(choices, found)
     shapes = found.shapes
-    rates = resolve_rates(choices.rates, shapes, choices.levers.bits)
-    formats = {layer: E8P[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
+    own = OWN[choices.format].formats
+    rates = resolve_rates(choices.rates, shapes, choices.levers.bits, tuple(own))
+    formats = {layer: own[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
     if not formats:
         raise ValueError(f"{checkpoint.path}: no layer is left to be rounded; {_why_none(found)}")
     _one_rate(found, formats)
@@ -256,7 +260,7 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
         if bits is not None:
             raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
     if choices.sampled:
-        what = "extend" if choices.extend else "calibration 'self'"
+        what = "self_generate" if choices.extend else "calibration 'self'"
         raise ValueError(f"{what} needs onegraph's own decoder, and {told}; give a text long enough")
 
 
@@ -281,7 +285,7 @@ def _plan(
     name: str, choices: Choices, formats: Mapping[str, WeightFormat], shapes: Mapping[str, tuple[int, ...]],
     before: Size, after: Size, work: Work, found: Outline | None, notes: list[str],
 ) -> Plan:  # fmt: skip
-    calibrated = choices.format == "e8p"
+    calibrated = choices.format in OWN
     seconds, rounding = estimate(work, choices.device)
     memory = max(rounding, sampling_memory(work, choices.device) if work.sampled else 0)
     kept = {layer: "kept: its rate is 16" for layer in shapes if layer not in formats}
@@ -344,12 +348,13 @@ def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:
 
 
 def rounded_layers(loader: Loader) -> list[str]:
-    """The checkpoint's names of the linears that may be rounded to NVFP4: all but the head whose inputs come in its
-    groups."""
+    """The checkpoint's names of the linears that may be rounded to NVFP4: all whose inputs come in its groups, but the
+    head and those that never are."""
+    kept = {loader.parts.head, *loader.parts.steady}
     return [
         loader.stored[f"{name}.weight"].removesuffix(".weight")
         for name, (_, k, _) in loader.parts.linears.items()
-        if name != loader.parts.head and k % NVFP4.group == 0 and f"{name}.weight" in loader
+        if name not in kept and k % NVFP4.group == 0 and f"{name}.weight" in loader
     ]
 
 
@@ -362,13 +367,14 @@ def _made(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Checkpoint:
     """The table of tensors that `quantize` would write; there is no file behind it."""
-    recipe, e8p = choices.levers, choices.format == "e8p"
+    recipe, own = choices.levers, choices.format in OWN
     formats = dict(formats)
     config = nvfp4_config(checkpoint, formats)
-    if e8p:
-        told = E8PConfig(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
+    if own:
+        written = OWN[choices.format]
+        told = written(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
         config, ends = told.to_dict(), {HEAD: recipe.lm_head, EMBED: recipe.embed_tokens}
-        formats |= {layer: E8P[rate] for layer, rate in ends.items() if rate is not None}
+        formats |= {layer: written.formats[rate] for layer, rate in ends.items() if rate is not None}
     tensors: dict[str, TensorInfo] = {}
 
     def put(layer: str, shape: tuple[int, ...]) -> None:
@@ -389,7 +395,7 @@ def _made(
         if layer not in formats:
             tensors[name] = table_entry(checkpoint.path, info.shape, info.dtype)
         elif kind == "bias":
-            tensors[f"{layer}.bias"] = table_entry(checkpoint.path, info.shape, torch.float32 if e8p else info.dtype)
+            tensors[f"{layer}.bias"] = table_entry(checkpoint.path, info.shape, torch.float32 if own else info.dtype)
         else:
             put(layer, shapes.get(layer, info.shape))
     if f"{HEAD}.weight" not in checkpoint and HEAD in formats:
@@ -412,7 +418,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
     for prefix, names in found.blocks.items():
         for name, shape in names.items():
             format = formats.get(prefix + name)
-            if not isinstance(format, E8PFormat):
+            if not isinstance(format, RotatedFormat):
                 continue
             *lead, n, k = shape
             if lead:

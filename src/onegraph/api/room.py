@@ -52,7 +52,7 @@ def check_room(found: Plan, out: Path) -> None:
     stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
     pieces = min(_bytes_in(unfinished(out), "*.safetensors"), found.disk - found.after.total_bytes)
     free = shutil.disk_usage(parent).free + _bytes_in(stale) + pieces  # which are gone on with, or thrown away
-    less = ", or recipe 'quick'" if found.format == "e8p" and found.recipe != "quick" else ""
+    less = ", or recipe 'quick'" if found.format != "nvfp4" and found.recipe != "quick" else ""
     if found.disk > free:
         raise ValueError(
             f"{out}: needs {human_bytes(found.disk)} of this disk and {human_bytes(free)} are free; make room, or "
@@ -62,7 +62,7 @@ def check_room(found: Plan, out: Path) -> None:
     if memory is not None and found.memory > memory:
         whole = None
         if found.rounding <= memory:  # the rest is for the model that writes text
-            whole = "the model that goes on with the text takes so much; --no-extend does without"
+            whole = "the model that goes on with the text takes so much; self_generate=False does without"
             if found.calibration == "self":
                 whole = "calibration 'self' holds the whole model; give a text"
         elif found.recipe == "best":

@@ -50,13 +50,31 @@ COLLECTIVES, PAIR_COLLECTIVES, WRITING_COLLECTIVES = (
 
 LAUNCHES = _owners("launch")
 MAKERS = _owners("make", "make_read")
+PLANNERS = _owners("plan")
 SIMULATED_MAKERS = _owners("make", "make_simulated")
 
 
 @functools.lru_cache(maxsize=1)
 def sync_ops() -> dict[str, dict[str, Any]]:
     """What each aten overload did on a GPU: see benchmarks/check_sync_table.py."""
-    return dict(json.loads((_DATA / "sync_ops.json").read_text(encoding="utf-8"))["ops"])
+    return dict(_measured()["ops"])
+
+
+def sync_row(name: str) -> dict[str, Any] | None:
+    """The row of an aten overload; one in place that was not measured does what the same one out of place does."""
+    return sync_ops().get(name) or sync_ops().get(name.replace("_.", ".", 1))
+
+
+@functools.lru_cache(maxsize=1)
+def _measured() -> dict[str, Any]:
+    return dict(json.loads((_DATA / "sync_ops.json").read_text(encoding="utf-8")))
+
+
+@functools.lru_cache(maxsize=1)
+def waiting_functions() -> frozenset[str]:
+    """Functions of torch that broke a capture on every sample, by the name that people call them by."""
+    rows = _measured()["functions"]
+    return frozenset(n.replace("torch.functional.", "torch.") for n, row in rows.items() if row["sync"] == 1)
 
 
 @functools.lru_cache(maxsize=1)

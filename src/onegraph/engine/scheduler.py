@@ -253,12 +253,15 @@ class Scheduler:
         """Keeps its slot's state for others, where it has read a whole number of pages. A step in flight may have begun
         behind them: tokens are taken back by their position, so the copy still holds the state before it."""
         size = self.executor.sizes.page_size
-        if self._share and self.snapshots and sequence.read and sequence.read % size == 0:
-            self._extend_digests(sequence, sequence.read)
-            slot = self.snapshots.take(sequence.digests[sequence.read // size - 1])
-            if slot is not None:
-                self.executor.copy_slot(sequence.slot, slot)
-            sequence.kept = sequence.read
+        if not self._share or not self.snapshots or not sequence.read or sequence.read % size:
+            return
+        self._extend_digests(sequence, sequence.length)
+        if (count := sequence.read // size) > len(sequence.digests):
+            return  # of its last page the token behind it is not known yet, by which what drafts is shared
+        slot = self.snapshots.take(sequence.digests[count - 1])
+        if slot is not None:
+            self.executor.copy_slot(sequence.slot, slot)
+        sequence.kept = sequence.read
 
     def drain(self) -> None:
         """Read what was launched; sequences that are done leave. After a NaN all others start over in a clean cache."""

@@ -6,6 +6,7 @@
 | Qwen3.5-MoE                         | X, a float [E, n, k]                                                | dense  |
 | gpt-oss dequantized, Qwen3-VL-MoE   | X, a float [E, k, n]: transposed                                    | dense  |
 | onegraph, of any family             | X.codes, X.residual, X.in_scale, X.out_scale, X.scale: see `e8p.py` | E8P    |
+| likewise                            | X.codes, X.in_scale, X.out_scale, X.scale: see `trellis.py`         | trellis|
 
 X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
 their names say, and so they do with E8P and its rate. An E8P stack has what its layers have, [E] in front of each
@@ -24,6 +25,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import BITS, E8P, residual_dtype
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
+from onegraph.formats.trellis import TILE, TRELLIS
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
 
 STACKS = "gate_up_proj", "down_proj"  # how onegraph calls those of a layer, in any family
@@ -39,6 +41,8 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
     """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is
     none."""
     if f"{name}.codes" in file:
+        if rate := _trellis_rate(file, name):
+            return TRELLIS[rate], {key: f"{name}.{key}" for key in TRELLIS[rate].stored}
         rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
         format = E8P[next((bits for bits in BITS if residual_dtype(bits) == rest), BITS[-1])]  # else its check says it
         return format, {key: f"{name}.{key}" for key in format.stored}
@@ -50,6 +54,18 @@ def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
         f"there is neither {quote(name)} nor {quote(name + _BLOCKS)} nor {quote(name + '.codes')}; fetch the "
         "checkpoint again"
     )
+
+
+def _trellis_rate(file: File, name: str) -> int | None:
+    """The rate of a trellis-coded stack, by how many words its codes have for each input; None for E8P, whose codes
+    have a row for each output."""
+    if f"{name}.in_scale" not in file or f"{name}.out_scale" not in file:
+        return None
+    codes, k, n = (file.info(f"{name}.{key}").shape for key in ("codes", "in_scale", "out_scale"))
+    if len(codes) != 3 or not k[-1] or codes[1] * TILE != n[-1]:
+        return None
+    rate = codes[2] // k[-1]
+    return rate if rate in TRELLIS else None
 
 
 def expected_stack(

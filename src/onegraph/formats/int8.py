@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import hadamard_block
+from onegraph.formats.rotated import hadamard_block
 from onegraph.formats.turboquant import rotation
 from onegraph.formats.weight import Field, Tensors, WeightFormat
 

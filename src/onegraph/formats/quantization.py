@@ -8,6 +8,8 @@ from onegraph.formats.files import quote
 from onegraph.formats.fused import BlocksConfig
 from onegraph.formats.int4_config import INT4Config
 from onegraph.formats.published import Published
+from onegraph.formats.rotated import RotatedConfig
+from onegraph.formats.trellis import TrellisConfig
 from onegraph.formats.weight import Quantization
 
 
@@ -18,7 +20,8 @@ class _Parser(Protocol):
     def from_dict(cls, data: Mapping[str, Any]) -> Quantization: ...
 
 
-CONFIGS: tuple[type[_Parser], ...] = (E8PConfig, INT4Config, BlocksConfig, Published)  # registration
+OWN: dict[str, type[RotatedConfig]] = {each.format: each for each in (E8PConfig, TrellisConfig)}  # written by onegraph
+CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, BlocksConfig, Published)  # registration
 
 
 def parse_quantization(data: object) -> Quantization | None:

@@ -47,15 +47,18 @@ class Field:
         rows, columns: how many outputs and inputs one element stands for along the last two dimensions; 0: the tensor
             has no such dimension.
         stored: the dtypes that a file may hold it in; empty: `dtype` alone.
+        each: elements along the last dimension for each group of `columns`, where that is more than one.
     """
 
     dtype: torch.dtype | None
     rows: int = 0
     columns: int = 0
     stored: Dtypes = ()
+    each: int = 1
 
     def shape(self, n: int, k: int) -> Shape:
-        return tuple(-(-size // unit) for size, unit in ((n, self.rows), (k, self.columns)) if unit)
+        sizes = (n, self.rows, 1), (k, self.columns, self.each)
+        return tuple(-(-size // unit) * each for size, unit, each in sizes if unit)
 
     @property
     def allowed(self) -> Dtypes:
@@ -69,10 +72,11 @@ class Field:
 
     def cut(self, tensor: Tensor, part: Part) -> Tensor:
         """What of the tensor belongs to a part of its layer; a view."""
-        for span, unit, dim in ((part.rows, self.rows, self.row_dim), (part.columns, self.columns, -1)):
+        cuts = (part.rows, self.rows, 1, self.row_dim), (part.columns, self.columns, self.each, -1)
+        for span, unit, each, dim in cuts:
             if span is not None and unit:
                 first, last = span
-                tensor = tensor.narrow(dim, first // unit, -(-last // unit) - first // unit)
+                tensor = tensor.narrow(dim, first // unit * each, (-(-last // unit) - first // unit) * each)
         return tensor
 
 
@@ -208,7 +212,7 @@ class WeightFormat:
         if like.dim() < 2:
             raise ValueError(f"{key} is {tuple(like.shape)}; it must be [..., n, k / {field.columns}]")
         *lead, rows, columns = like.shape
-        n, k = rows * field.rows, columns * field.columns
+        n, k = rows * field.rows, columns // field.each * field.columns
         for key, field in self.fields.items():
             tensor, shape = tensors[key], (*lead, *field.shape(n, k))
             dtypes = (field.dtype,) if field.dtype is not None else FLOATS

@@ -5,7 +5,7 @@ Meaning and defaults of the fields are transformers' own (5.17), which is the or
 
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,9 +41,9 @@ class LlamaConfig:
     `logits_softcap` (0: not). `routed` are the experts that stand for the MLP in some layers or in all. `eos` lists the
     tokens that end a text. `attention`: the sizes of each layer's heads (`models/heads.py`), of which kv_heads and
     head_dim are the usual ones. `wide_from`: the layer from which on the MLP has twice the hidden units. `per_layer`:
-    size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a multimodal one (`models/wrapper.py`). `drafts` counts the
-    layers behind the last, or under `mtp.`, that only predict further tokens. `mixers` has one entry a layer: what
-    stands in attention's place, None for attention.
+    size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a
+    multimodal one (`models/wrapper.py`). `drafts` counts the layers behind the last, or under `mtp.`, that only predict
+    further tokens. `mixers` has one entry a layer: what stands in attention's place, None for attention.
     """
 
     model_type: str
@@ -108,7 +108,7 @@ class LlamaConfig:
         quantization = wrapper.renamed(quantization) if nested else quantization
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
-        latent = Latent.parse(fields, heads, kv_heads) if traits.latent else None
+        latent = Latent.parse(fields, heads, kv_heads, layers) if traits.latent else None
         vocab = fields.integer("vocab_size", high=2**24)
         fields.check_fixed(traits.fixed)
         fields.read(*traits.idle)
@@ -176,13 +176,14 @@ class LlamaConfig:
                 rope.turned(each.dim)
         return parsed
 
-    def held_as(self, names: Container[str]) -> "LlamaConfig":
-        """As a file with tensors of these names, by the family's, holds the model."""
+    def held_as(self, shapes: Mapping[str, tuple[int, ...]]) -> "LlamaConfig":
+        """As a file with tensors of these names, by the family's, and shapes holds the model."""
         first = next((i for i in range(self.layers) if self.routed_at(i)), None)
         if self.routed is None or first is None or self.routed.fused:
             return self
-        in_stacks = self.prefix(first) + self.routed.whole[0] in names
-        return replace(self, routed=replace(self.routed, in_stacks=in_stacks))
+        down, sizes = shapes.get(self.prefix(first) + self.routed.whole[1]), (self.hidden_size, self.routed.size)
+        turned = down is not None and down[1:] == sizes[::-1] != sizes
+        return replace(self, routed=replace(self.routed, in_stacks=down is not None, turned=turned))
 
     @property
     def traits(self) -> Traits:
@@ -226,7 +227,11 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        return [f"model.layers.{i}.{name}" for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        found = [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        if self.latent is not None:
+            layers = range(self.layers)
+            found += [self.prefix(i) + name for i in layers for name in self.latent.index_linears(i, self.hidden_size)]
+        return found
 
     @property
     def cached(self) -> list[tuple[int, int]]:
@@ -254,11 +259,12 @@ class LlamaConfig:
     def parts(self) -> Parts:
         """What the decoder is made of, by the names of transformers' modules, which files have too."""
         d = self.hidden_size
+        around: dict[str, tuple[Shape, Dtypes]]
         around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
         around |= {"layer_scalar": ((1,), FLOATS)} if self.traits.layer_scale else {}
         if size := self.per_layer[0]:
-            shapes: dict[str, Shape] = dict(zip(PER_LAYER, ((size, d), (d, size), (d,)), strict=True))
-            around |= {f"{name}.weight": (shape, FLOATS) for name, shape in shapes.items()}
+            shapes: tuple[Shape, ...] = (size, d), (d, size), (d,)
+            around |= {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER, shapes, strict=True)}
         linears: dict[str, tuple[int, int, bool]] = {}
         tensors: dict[str, tuple[Shape, Dtypes]] = {}
         stacks: dict[str, Stack] = {}
@@ -268,6 +274,8 @@ class LlamaConfig:
             attention, inside, mlp = *self._attention_parts(i), self._mlp_parts(i)
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
+            if self.latent is not None:
+                mixing, own = mixing | self.latent.index_linears(i, d), own | self.latent.index_tensors(i, d)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
             half = mlp if routed is None else {} if whole else dict(routed.linears(d))
             if routed is not None and not whole and self._keeps(prefix + routed.whole[0]):
@@ -286,6 +294,7 @@ class LlamaConfig:
             embedding=(EMBED, (self.vocab_size, d)),
             stacks=stacks,
             single=tuple(single),
+            steady=tuple(self.steady),
             tensors=tensors | {self.norm: ((d,), FLOATS)} | self._per_layer_parts,
             head=HEAD,
             tied=self.tied,
@@ -322,7 +331,7 @@ class LlamaConfig:
         size, rows = self.per_layer
         if not size:
             return {}
-        shapes = (rows, self.layers * size), (self.layers * size, self.hidden_size), (size,)
+        shapes: tuple[Shape, ...] = (rows, self.layers * size), (self.layers * size, self.hidden_size), (size,)
         return {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER_OF_MODEL, shapes, strict=True)}
 
     def _keeps(self, stack: str) -> bool:
@@ -357,8 +366,7 @@ class LlamaConfig:
         return f"model.layers.{layer}."
 
     def attention_index(self, layer: int) -> int:
-        """The number, among the layers whose keys and values are cached, of the one that a layer reads, by which a cache
-        finds its part."""
+        """By which a cache finds a layer's part: the number of the layer that it reads among those that are cached."""
         source = self.attention[layer].source
         at = layer if source is None else source
         owners = zip(self.mixers[:at], self.attention[:at], strict=True)
@@ -473,6 +481,8 @@ def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: i
     if traits.partial is not None:
         fields.read("partial_rotary_factor")
         config = _in_heads(fields, config, head_dim)
+    if traits.latent:
+        config = _of_whole(fields, config, head_dim)
     theta = traits.defaults.get("rope_theta", 10000.0)
 
     def parse(config: Mapping[str, Any], theta: float) -> Rope:
@@ -510,6 +520,14 @@ def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mappi
         both = f"rotary_dim {fields.get('rotary_dim')} and partial_rotary_factor {config['partial_rotary_factor']}"
         raise ValueError(f"{both} disagree; give one of them")
     return {**config, "partial_rotary_factor": part}
+
+
+def _of_whole(fields: Fields, config: Mapping[str, Any], rope: int) -> Mapping[str, Any]:
+    """A config without the part of a query that rotates, which latent attention has as two sizes."""
+    given, part = config.get("rope_parameters"), rope / (rope + fields.integer("qk_nope_head_dim", high=2**14))
+    if not isinstance(given, Mapping) or given.get("partial_rotary_factor") != part:
+        return config
+    return {**config, "rope_parameters": {key: value for key, value in given.items() if key != "partial_rotary_factor"}}
 
 
 def _two(config: Mapping[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ from onegraph.models.loader import Loader
 from onegraph.models.shares import ALL, Share
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.weight import weight_ops
 
 
@@ -22,7 +22,7 @@ def read_experts(
     loader: Loader,
     gate_up: Sequence[tuple[str, str]],
     down: Sequence[str],
-    gate: SwiGLU,
+    gate: Gate,
     device: torch.device,
     share: Share = ALL,
 ) -> Experts:
@@ -53,7 +53,7 @@ def read_stacks(
     loader: Loader,
     gate_up: str,
     down: str,
-    gate: SwiGLU,
+    gate: Gate,
     device: torch.device,
     *,
     interleaved: bool = False,

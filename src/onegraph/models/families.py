@@ -149,7 +149,7 @@ _QWEN_HYBRID: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "latent": True,
     "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
-    "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "num_mtp_layers"),
+    "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "index_share_for_mtp_iteration"),
 }
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": None, "max_position_embeddings": 4096, "kv_lora_rank": 512, "q_lora_rank": 1536,
@@ -157,6 +157,10 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
     "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_INDEX: dict[str, Any] = {
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "indexer_rope_interleave": False,
+    "mlp_layer_types": None,
 }  # fmt: skip
 _QWEN2_VL: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
@@ -175,8 +179,6 @@ MISSING = {
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
     ),
-    "deepseek_v32": "the sparse indexer over all tokens (DSA)",
-    "glm_moe_dsa": "the sparse indexer over all tokens (DSA), and indices that layers share",
     "deepseek_v2": "experts chosen by softmax in groups",
     "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
     "mamba2": "Mamba-2 layers",
@@ -405,8 +407,43 @@ FAMILIES: dict[str, Traits] = {
     ),
     "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
     "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
+    "deepseek_v32": Traits(
+        defaults=_DEEPSEEK_V3 | _INDEX | {"max_position_embeddings": 163840}, windows=windows.indexed, **_LATENT
+    ),
+    "glm_moe_dsa": Traits(
+        defaults=_DEEPSEEK_V3 | _INDEX | {
+            "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
+            "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_n_heads": 32, "indexer_rope_interleave": True,
+            "indexer_types": None,
+        },
+        windows=windows.indexed,
+        **_LATENT,
+    ),
+    "mistral4": Traits(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
+            "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+        latent=True,
+        query_scaling=True,
+        fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
+    ),
     "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen3_vl_moe_text": Traits(
+        defaults={
+            "num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+        },
+        head_norm=True,
+        mrope=True,
+        fixed={"norm_topk_prob": (True,)},
+        **_BIASED,
+    ),
     "qwen3_vl_text": Traits(
         defaults={
             "num_key_value_heads": 32, "max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5,

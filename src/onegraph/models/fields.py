@@ -71,6 +71,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "layer_types": (),
     "rope_local_base_freq": (),
     "num_nextn_predict_layers": (0,),
+    "num_mtp_layers": (0,),
     "first_k_dense_replace": (0,),
     "is_encoder_decoder": (),
     "add_cross_attention": (),

@@ -79,7 +79,7 @@ def _by_layer(fields: Fields, layers: int, wide: tuple[bool, ...], same: bool) -
         fields.read("num_global_key_value_heads")
         return {i: sizes for i in range(layers) if wide[i]}
     fields.read("global_head_dim", "num_global_key_value_heads")
-    numbers = {str(i): i for i in range(layers)}
+    numbers = {str(i).zfill(width): i for i in range(layers) for width in (1, len(str(layers - 1)))}  # 5, or 05
     if not isinstance(given, Mapping) or any(str(key) not in numbers for key in given):
         raise ValueError(f"per_layer_config is {short(given)}; it must have numbers of layers, 0 to {layers - 1}")
     return {numbers[str(key)]: _own_sizes(str(key), value) for key, value in given.items()}

@@ -6,11 +6,27 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import Part
-from onegraph.models.latent_config import EPS, KV_A, KV_B, KV_NORM, OUT, Q_A, Q_B, Q_NORM, Latent, Q
+from onegraph.models.latent_config import (
+    EPS,
+    INDEX_GAINS,
+    INDEX_K,
+    INDEX_NORM,
+    INDEX_Q,
+    KV_A,
+    KV_B,
+    KV_NORM,
+    OUT,
+    Q_A,
+    Q_B,
+    Q_NORM,
+    Latent,
+    Q,
+)
 from onegraph.models.loader import Loader
 from onegraph.models.shares import Share, columns, rows
 from onegraph.nn.block import Normed
 from onegraph.nn.latent import LatentAttention, LatentInputs
+from onegraph.nn.latent_index import Indexer
 
 
 def latent_parts(latent: Latent, share: Share) -> list[tuple[str, Part]]:
@@ -45,6 +61,9 @@ def build_latent(
     q_norm = loader.tensor(prefix + Q_NORM, device) if latent.q_rank else None
     q_b = loader.linear(prefix + Q_B, device, parts[Q_B]) if latent.q_rank else None
     low = Normed(norm[0], linear, norm[1], fused=fused)
+    indexer = build_indexer(loader, latent, i, device)
+    if indexer is not None:
+        low = Normed(norm[0], linear, norm[1], fused=False)  # the indexer reads what is behind the norm, too
     first, last = share.span(latent.heads)
     cos, sin, query_scale = tables
     assert cos is not None
@@ -65,5 +84,25 @@ def build_latent(
         query_scale=query_scale,
         scale=scale,
         dtype=loader.dtype,
+        top_k=0 if latent.index is None else latent.index.top_k,
+        indexer=indexer,
     )
-    return LatentInputs(low, latent.width, q_norm, q_b, EPS), attention
+    return LatentInputs(low, latent.width, q_norm, q_b, EPS, indexer), attention
+
+
+def build_indexer(loader: Loader, latent: Latent, i: int, device: torch.device) -> Indexer | None:
+    """That of block `i`, whole on each rank; None where it has none."""
+    prefix, index = f"model.layers.{i}.", latent.indexed(i)
+    if index is None:
+        return None
+    gains = f"{prefix}{INDEX_GAINS}"
+    return Indexer(
+        q_b=loader.linear(prefix + INDEX_Q, device),
+        k=loader.linear(prefix + INDEX_K, device),
+        k_norm=loader.float32(f"{prefix}{INDEX_NORM}.weight", device),
+        k_bias=loader.float32(f"{prefix}{INDEX_NORM}.bias", device),
+        gains=loader.tensor(gains, device, torch.promote_types(loader.info(gains).dtype, loader.dtype)),
+        rope=latent.rope,
+        interleaved=index.interleaved,
+        top_k=index.top_k,
+    )

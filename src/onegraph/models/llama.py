@@ -26,7 +26,7 @@ from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
-from onegraph.nn.latent import LatentCache
+from onegraph.nn.latent import LatentCache, link_indexers
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer
@@ -81,6 +81,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
+        link_indexers(block.attention for block in blocks)
         self.eval()
 
     @property
@@ -155,9 +156,11 @@ class Llama(nn.Module):
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
         """The setting of a cache for which `kv` is asked: with the layers that stay exact."""
-        if kv is None or kv.biased == "coded" or kv.mode == "shadow":
+        if kv is None or kv.mode == "shadow":
             return kv
-        return replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
+        biased = () if kv.biased == "coded" else self.biased
+        unread = unread_layers(self.config, self.device.type)
+        return replace(kv, exact=tuple(sorted({*kv.exact, *biased, *unread})))
 
     @cached_property
     def biased(self) -> list[int]:
@@ -269,10 +272,21 @@ class Llama(nn.Module):
     def _latent_cache(self, **sizes: Any) -> LatentCache:
         """The latents of all layers, which each rank has whole."""
         assert self.config.latent is not None
-        sizes |= {"layers": self.config.layers, "width": self.config.latent.width, "dtype": self.dtype}
+        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
+        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        if index is not None:
+            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
         needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
         check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
         return LatentCache(**sizes, device=self.device)
+
+
+def unread_layers(config: LlamaConfig, device: str) -> list[int]:
+    """Of the layers that are cached, those whose heads no kernel of a device of this type reads codes of: attention
+    from codes in torch's ops takes milliseconds a layer on a GPU."""
+    from onegraph.ops.cuda.turboquant_attention import MAX_DIM
+
+    return [i for i, (_, dim) in enumerate(config.cached) if device == "cuda" and dim > MAX_DIM]
 
 
 @torch.no_grad()
@@ -303,7 +317,7 @@ def biased_layers(model: Llama) -> list[int]:
 def config_of(checkpoint: Checkpoint) -> LlamaConfig:
     """Its config.json, and how its files hold what that leaves open. Raises ValueError as `LlamaConfig.from_dict`."""
     config = LlamaConfig.from_dict(checkpoint.config)
-    return config.held_as({config.family_name(name) for name in checkpoint.names})
+    return config.held_as({config.family_name(name): checkpoint.shape(name) for name in checkpoint.names})
 
 
 def embed_scale(config: LlamaConfig, dtype: torch.dtype) -> float:

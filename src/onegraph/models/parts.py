@@ -40,6 +40,7 @@ class Parts:
         linears: layers that may be in any format: (outputs, inputs, has a bias); the head is one.
         stacks: experts that files hold in one tensor, named without what a format adds (`formats/fused.py`).
         single: stacks that this file has one expert at a time, which a rate map may name to keep.
+        steady: linears that onegraph never rounds, whatever it is asked.
         embedding: name and size (rows, columns) of the token embedding.
         tensors: everything else: shape and the dtypes allowed. A linear that must stay dense stands here.
         head: the linear to logits; tied: whether it may be the embedding's own weight.
@@ -54,6 +55,7 @@ class Parts:
     tensors: Mapping[str, tuple[Shape, Dtypes]]
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     single: tuple[str, ...] = ()
+    steady: tuple[str, ...] = ()
     tied: bool = False
     shared: tuple[str, ...] = ()
     components: Mapping[str, Component] = field(default_factory=dict)

@@ -42,17 +42,18 @@ class DraftConfig(LlamaConfig):
     """The draft layer as a decoder of one block, whose files call it otherwise."""
 
     @classmethod
-    def of(cls, config: LlamaConfig, names: set[str]) -> "DraftConfig":
-        """Of a decoder, as a file with tensors of these names holds it. What onegraph quantizes keeps it dense."""
-        rope = next(rope for rope, mixer in zip(config.ropes, config.mixers, strict=True) if mixer is None)
+    def of(cls, config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]]) -> "DraftConfig":
+        """Of a decoder, as a file with tensors of these names and shapes holds it. What onegraph quantizes keeps it
+        dense."""
+        like = config.mixers.index(None)  # a layer that attends
         routed = config.routed and replace(config.routed, layers=(True,))
         quantization = None if isinstance(config.quantization, E8PConfig) else config.quantization
         alone = {
-            "layers": 1, "windows": (0,), "ropes": (rope,), "mixers": (None,), "routed": routed,
-            "quantization": quantization, "attention": config.attention[:1],
+            "layers": 1, "windows": (0,), "ropes": (config.ropes[like],), "attention": (config.attention[like],),
+            "mixers": (None,), "routed": routed, "quantization": quantization,
         }  # fmt: skip
         made = cls(**{field.name: getattr(config, field.name) for field in fields(config)} | alone)
-        found = made.held_as(names)
+        found = made.held_as(shapes)
         assert isinstance(found, DraftConfig)
         return found
 
@@ -119,7 +120,7 @@ class QwenDraft(nn.Module):
             )
         if target.peer is not None:
             raise ValueError("the draft layer runs on one GPU; run the model on one, or draft with 'ngram'")
-        config = DraftConfig.of(target.config, set(checkpoint.names))
+        config = DraftConfig.of(target.config, {name: checkpoint.shape(name) for name in checkpoint.names})
         device = target.device
         loader = Loader(checkpoint, config, target.dtype, decode=device.type == "cpu")
         loader.check()
@@ -149,7 +150,8 @@ class QwenDraft(nn.Module):
         eps = self.config.eps
         embedded = rms_norm(self._target[0].embed(tokens), self.embedding_norm, eps)
         x = self.fc(torch.cat((embedded, rms_norm(features, self.hidden_norm, eps)), dim=-1))
-        return self.block(Stream(x), cache).normed(self.norm, eps)[0]
+        out: Stream = self.block(Stream(x), cache)
+        return out.normed(self.norm, eps)[0]
 
     def leave(self, features: Tensor) -> Tensor:
         """What `forward` returned is what the output head reads."""

@@ -26,7 +26,7 @@ def build_recurrent(
     linear, after = _in_order(main, order, joined)
     rates: Linear | None = None
     if mixer.steady:
-        own = [loader.linear(prefix + name, device) for name in mixer.steady]
+        own = [Linear(*loader.weight(prefix + name, device)) for name in mixer.steady]  # neither packed nor in int8
         one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
         assert isinstance(one, Linear)  # dense linears are joined in any order
         rates = one

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
-from onegraph.models.fields import Fields
+from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
-from onegraph.ops.activation import GeGLU, SwiGLU
+from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.route import check_groups
 
 # Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
@@ -29,6 +29,9 @@ _NAMES = {
     "deepseek_v3": _USUAL,
     "kimi_k2": _USUAL,
     "mistral4": _USUAL,
+    "deepseek_v32": _USUAL,
+    "glm_moe_dsa": _USUAL,
+    "qwen3_vl_moe_text": _USUAL,
     "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -43,12 +46,15 @@ _NOTHING: Any = ()  # no file is asked which format a stack has: only its quanti
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4"  # whose configs have the keys of DeepSeek's
+# whose configs have the keys of DeepSeek's
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
 _GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
 _SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
-_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next"  # decoder_sparse_step and mlp_only_layers say which layers have them
+# decoder_sparse_step and mlp_only_layers say which layers have experts
+_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
 _OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
-_ASKED = *_SPARSE, *_DEEPSEEK, "olmoe"  # whose config says whether weights are normalised; in others they are
+# whose config says whether weights are normalised; in others they are
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -85,7 +91,8 @@ class Routed:
         fused: the family publishes all experts of a layer as one tensor, gate rows at even places and up rows at odd
             ones, with biases; so has the router one.
         sigmoid: how tokens choose where it is not by softmax. shared: an expert beside the routed ones.
-        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5).
+        in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5). turned: it
+            lies [E, k, n] (Qwen3-VL-MoE as published).
         beside: a block's MLP is the shared expert, with norms of its own (`nn.moe.Beside`, Gemma 4).
     """
 
@@ -95,11 +102,12 @@ class Routed:
     size: int
     top_k: int
     normalise: bool
-    gate: SwiGLU | GeGLU
+    gate: Gate
     fused: bool
     sigmoid: Sigmoid | None = None
     shared: Shared | None = None
     in_stacks: bool = False
+    turned: bool = False
     beside: bool = False
 
     @classmethod
@@ -113,7 +121,7 @@ class Routed:
             return None
         count, glm = _count(family, fields), family in _DEEPSEEK
         top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
-        gate: SwiGLU | GeGLU = GeGLU() if beside else SwiGLU()
+        gate: Gate = GeGLU() if beside else SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
@@ -124,6 +132,8 @@ class Routed:
         elif glm:
             dense = fields.integer("first_k_dense_replace", low=0, high=4096)
             sparse = tuple(i >= dense for i in range(layers))
+            if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
+                sparse = _listed(kinds, layers)
         return cls(
             family=family,
             layers=sparse,
@@ -152,6 +162,11 @@ class Routed:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
         owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
         return f"{owner}.{_CORRECTION}"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether dense experts in one tensor lie [E, k, n]."""
+        return self.fused or self.turned
 
     @property
     def whole(self) -> tuple[str, str]:
@@ -206,8 +221,8 @@ class Routed:
         """Experts in one tensor each, by the name within a block."""
         gate_up, down = self.whole
         return {
-            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.fused, bias=self.fused),
-            down: Stack(self.count, hidden, self.size, transposed=self.fused, bias=self.fused),
+            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.transposed, bias=self.fused),
+            down: Stack(self.count, hidden, self.size, transposed=self.transposed, bias=self.fused),
         }
 
     def owner(self, name: str) -> str | None:
@@ -259,6 +274,12 @@ def _shared(family: str, fields: Fields) -> Shared | None:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
     return None
+
+
+def _listed(kinds: object, layers: int) -> tuple[bool, ...]:
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
 
 
 def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:

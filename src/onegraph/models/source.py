@@ -42,11 +42,6 @@ class LlamaSource:
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = config_of(checkpoint)
-        if self.parsed.per_layer[0] or any(each.source is not None for each in self.parsed.attention):
-            raise ValueError(
-                f"{checkpoint.path}: {self.parsed.model_type} with embeddings or keys and values that several layers "
-                "share (hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
-            )
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
@@ -177,6 +172,11 @@ class DenseExperts:
 
 def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
     """Raises ValueError for a checkpoint whose linears are in codes; gpt-oss's experts, published in MXFP4, may be."""
+    if isinstance(parsed, LlamaConfig) and (parsed.per_layer[0] or any(h.source is not None for h in parsed.attention)):
+        raise ValueError(
+            f"{checkpoint.path}: {parsed.model_type} with embeddings or keys and values that several layers share "
+            "(hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
+        )
     quantization = getattr(parsed, "quantization", None)
     if quantization is not None and not isinstance(quantization, BlocksConfig):
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")

@@ -91,6 +91,13 @@ def three_of_four(fields: Fields, layers: int) -> tuple[int, ...]:
     return _but_each(fields, layers, 4)
 
 
+def indexed(fields: Fields, layers: int) -> tuple[int, ...]:
+    """No layer has a window; layer_types names what chooses tokens instead (DeepSeek-V3.2, GLM-5)."""
+    if window := fields.get("sliding_window"):
+        raise ValueError(f"sliding_window is {short(window)}; {_family(fields)} with a sliding window is not supported")
+    return (0,) * layers
+
+
 def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """SmolLM3: `no_rope_layers` holds 1 where a layer rotates and 0 where it does not."""
     given = fields.get("no_rope_layers")

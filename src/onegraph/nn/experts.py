@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Weight
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.weight import weight_ops
 
 
@@ -19,9 +19,7 @@ class Experts(nn.Module):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
-    def __init__(
-        self, gate_up: Weight, down: Weight, gate: SwiGLU, biases: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def __init__(self, gate_up: Weight, down: Weight, gate: Gate, biases: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__()
         run = weight_ops(gate_up.format).experts
         if run is None or down.format is not gate_up.format:

@@ -7,12 +7,16 @@ calibration and evaluation, go through the up-projection as the model was traine
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor, nn
 
 from onegraph.nn.block import Normed, Stream
+from onegraph.nn.latent_index import Indexer, IndexInputs
 from onegraph.nn.linear import Linear
 from onegraph.nn.state import Pages, SequenceState, StateKind
+from onegraph.ops.attention import places
 from onegraph.ops.latent_attention import latent_attention, latent_write, turn
 from onegraph.ops.norm import rms_norm
 
@@ -23,14 +27,23 @@ class LatentInputs(nn.Module):
     Args:
         low: the block's norm, then linears of x -> queries' low rank | latent; without q_b of x -> queries | latent.
         latent: numbers of a token's latent and key. q_norm, q_b: RMSNorm of the low rank and what makes queries of it.
+        indexer: chooses the tokens of this layer, and of those behind it that have none.
     """
 
     q_norm: Tensor | None
     fused = False
 
-    def __init__(self, low: Normed, latent: int, q_norm: Tensor | None, q_b: Linear | None, eps: float) -> None:
+    def __init__(
+        self,
+        low: Normed,
+        latent: int,
+        q_norm: Tensor | None,
+        q_b: Linear | None,
+        eps: float,
+        indexer: Indexer | None = None,
+    ) -> None:
         super().__init__()
-        self.low, self.latent, self.q_b, self.eps = low, latent, q_b, eps
+        self.low, self.latent, self.q_b, self.eps, self.indexer = low, latent, q_b, eps, indexer
         self.register_buffer("q_norm", q_norm)
 
     @property
@@ -38,13 +51,21 @@ class LatentInputs(nn.Module):
         """What reads x."""
         return self.low.linear
 
-    def forward(self, stream: Stream) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """((queries [B, Q, heads (nope + rope)], latents [B, Q, rank + rope]), the stream added up [B, Q, D])."""
-        both, total = self.low(stream)
+    def forward(self, stream: Stream) -> tuple[tuple[Tensor, ...], Tensor]:
+        """((queries [B, Q, heads (nope + rope)], latents [B, Q, rank + rope]; with an indexer its `IndexInputs` too),
+        the stream added up [B, Q, D])."""
+        x = None
+        if self.indexer is None:
+            both, total = self.low(stream)
+        else:
+            x, total = stream.normed(self.low.get_buffer("norm"), self.low.eps)
+            both = self.low.linear(x)
         q, latent = both.split((both.shape[-1] - self.latent, self.latent), dim=-1)
+        low = q
         if self.q_b is not None and self.q_norm is not None:
-            q = self.q_b(rms_norm(q.contiguous(), self.q_norm, self.eps))
-        return (q, latent), total
+            low = rms_norm(q.contiguous(), self.q_norm, self.eps)
+            q = self.q_b(low)
+        return ((q, latent) if x is None or self.indexer is None else (q, latent, *self.indexer.inputs(x, low))), total
 
 
 class LatentAttention(nn.Module):
@@ -59,6 +80,10 @@ class LatentAttention(nn.Module):
         cos, sin: RoPE tables float32 [positions, rope / 2]; interleaved: pairs are neighbours.
         query_scale: what queries are multiplied by at each position, float32 [positions]; None for 1.
         scale: of scores.
+        top_k: tokens that a query attends to, 0 for all; indexer: chooses them, None: those that a layer before chose.
+
+    Attributes:
+        before: the last layer before this one that has an indexer, for a layer without; empty where a block is alone.
     """
 
     kv_norm: Tensor
@@ -87,10 +112,15 @@ class LatentAttention(nn.Module):
         query_scale: Tensor | None,
         scale: float,
         dtype: torch.dtype,
+        top_k: int = 0,
+        indexer: Indexer | None = None,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.nope, self.rope, self.value = index, heads, nope, rope, value
         self.eps, self.interleaved, self.scale, self.rank = eps, interleaved, scale, kv_norm.shape[0]
+        self.top_k, self.indexer = top_k, indexer
+        self.before: list[LatentAttention] = []
+        self._last: Tensor | None = None
         self.kv_b = None if absorbed else kv_b
         up = (kv_b.dense(dtype) if kv_b.format.coded else kv_b).tensors["weight"]
         split = up.unflatten(0, (heads, nope + value)) if absorbed else None
@@ -124,7 +154,14 @@ class LatentAttention(nn.Module):
         given: Tensor = heads.flatten(1).unflatten(0, sums.shape[:2])
         return given
 
-    def whole(self, q: Tensor, latent: Tensor) -> Tensor:
+    def angles(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, Q, rope / 2] of the tokens of a call, from positions int32 [B] on."""
+        token = positions.unsqueeze(1) + torch.arange(length, dtype=positions.dtype, device=positions.device)
+        at = token.clamp(0, self.cos.shape[0] - 1).flatten()
+        cos, sin = (table.index_select(0, at).unflatten(0, token.shape) for table in (self.cos, self.sin))
+        return cos, sin
+
+    def whole(self, q: Tensor, latent: Tensor, *index: Tensor) -> Tensor:
         """Whole sequences from position 0, causal, nothing kept: what `LatentCache.attend` takes and gives."""
         (batch, length, _), rank, rope = q.shape, self.rank, self.rope
         if length > self.cos.shape[0]:
@@ -132,6 +169,7 @@ class LatentAttention(nn.Module):
                 f"a sequence of {length} tokens exceeds the {self.cos.shape[0]} positions that were loaded"
             )
         cos, sin = self.cos[:length], self.sin[:length]
+        mask = self._mask(IndexInputs(*index) if index else None, cos, sin) if 0 < self.top_k < length else None
         heads = self.scaled(q).view(batch, length, self.heads, self.nope + rope)
         turned = turn(heads[..., self.nope :], cos.unsqueeze(1), sin.unsqueeze(1), self.interleaved).to(q.dtype)
         c = rms_norm(latent[..., :rank].contiguous(), self.kv_norm, self.eps)
@@ -140,10 +178,22 @@ class LatentAttention(nn.Module):
         key = torch.cat((up[..., : self.nope], k.unsqueeze(2).expand(-1, -1, self.heads, -1)), dim=-1)
         query = torch.cat((heads[..., : self.nope], turned), dim=-1)
         out = nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), up[..., self.nope :].transpose(1, 2), is_causal=True,
-            scale=self.scale,
+            query.transpose(1, 2), key.transpose(1, 2), up[..., self.nope :].transpose(1, 2),
+            attn_mask=None if mask is None else mask.unsqueeze(1), is_causal=mask is None, scale=self.scale,
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2)
+
+    def _mask(self, given: IndexInputs | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """What each query of whole sequences attends to: this layer's choice, or that of the last one before it."""
+        if self.indexer is not None and given is not None:
+            self._last = self.indexer.mask(given, cos, sin)
+            return self._last
+        if not self.before or self.before[0]._last is None:
+            raise ValueError(
+                f"a sequence of {len(cos)} tokens exceeds index_topk {self.top_k}, and this layer takes what one "
+                "before it chose, which is not here; take shorter ones"
+            )
+        return self.before[0]._last
 
     def _expanded(self, c: Tensor) -> Tensor:
         if self.kv_b is not None:
@@ -154,20 +204,32 @@ class LatentAttention(nn.Module):
         return c @ torch.cat((self.to_latent, self.from_latent), dim=1).flatten(0, 1).T
 
 
+def link_indexers(layers: Iterable[nn.Module]) -> None:
+    """Tells layers without an indexer, among the attention layers of a model in order, which one chooses for them."""
+    last: LatentAttention | None = None
+    for layer in layers:
+        if isinstance(layer, LatentAttention) and layer.top_k:
+            last = layer if layer.indexer is not None else last
+            layer.before = [last] if last is not None and layer.indexer is None else []
+
+
 class LatentCache(SequenceState):
     """One latent and one rotated key a token and layer, in pages: see `PagedCache`, whose attributes it has but for
     keys and values.
 
     Attributes:
         pools: per layer [pages, page_size, rank + rope].
+        index_pools: the indexers' keys by layer, [pages, page_size, dim], where a row may hold more tokens than a query
+            attends to; the choice is every token else.
     """
 
     prefix_cacheable, setting = True, "exact"  # see `engine.decoder.Cache`
 
     def __init__(
         self, *, layers: int, pages: int, page_size: int, width: int, rows: int, pages_per_row: int,
-        device: torch.device | str, dtype: torch.dtype,
+        device: torch.device | str, dtype: torch.dtype, indexers: Mapping[int, int] | None = None, top_k: int = 0,
     ) -> None:  # fmt: skip
+        """indexers: numbers of an index key, by the layers that have an indexer; top_k: see `LatentAttention`."""
         least = (
             ("layers", layers, 1),
             ("page_size", page_size, 1),
@@ -179,6 +241,11 @@ class LatentCache(SequenceState):
                 raise ValueError(f"{name} is {value}; it must be at least {bound}")
         self.page_size = page_size
         self.pools = [torch.zeros(pages, page_size, width, device=device, dtype=dtype) for _ in range(layers)]
+        chosen = indexers if indexers and pages_per_row * page_size > top_k else {}
+        self.index_pools = {
+            i: torch.zeros(pages, page_size, dim, device=device, dtype=dtype) for i, dim in chosen.items()
+        }
+        self._chosen: Tensor | None = None  # by the last indexer, in this call
         self.block_table = torch.zeros(rows, pages_per_row, device=device, dtype=torch.int32)
         self.positions = torch.zeros(rows, device=device, dtype=torch.int32)
         self.counts = torch.zeros(rows, device=device, dtype=torch.int32)
@@ -199,23 +266,38 @@ class LatentCache(SequenceState):
 
     @property
     def kinds(self) -> list[StateKind]:
-        return [Pages(self.pools)]
+        return [Pages([*self.pools, *self.index_pools.values()])]
 
     def view(self, rows: slice = slice(None), pages: int | None = None) -> LatentCache:
         """The same storage seen through some rows, as `PagedCache.view`."""
         other = object.__new__(LatentCache)
         other.page_size, other.pools = self.page_size, self.pools
+        other.index_pools, other._chosen = self.index_pools, None
         other.block_table = self.block_table[rows, :pages]
         other.positions, other.counts = self.positions[rows], self.counts[rows]
         return other
 
-    def attend(self, attention: LatentAttention, q: Tensor, latent: Tensor) -> Tensor:
+    def attend(self, attention: LatentAttention, q: Tensor, latent: Tensor, *index: Tensor) -> Tensor:
         """q [B, Q, heads (nope + rope)], latent [B, Q, rank + rope] -> [B, Q, heads value]; the tokens' latents are
-        written."""
+        written. index: the `IndexInputs` of a layer with an indexer."""
         a, pool = attention, self.pools[attention.index]
         heads = a.scaled(q, self.positions).unflatten(2, (a.heads, -1))
         rows = self.positions, self.counts, self.block_table
         turned = latent_write(heads, latent, a.kv_norm, a.eps, a.cos, a.sin, *rows, pool, a.interleaved)
         folded = a.folded(heads)
-        sums = latent_attention(folded, turned, pool, self.block_table, *rows[:2], None, a.scale)
+        chosen = self._choice(a, IndexInputs(*index) if index else None, q.shape[1])
+        sums = latent_attention(folded, turned, pool, self.block_table, *rows[:2], chosen, a.scale)
         return a.unfolded(sums)
+
+    def _choice(self, a: LatentAttention, given: IndexInputs | None, length: int) -> Tensor | None:
+        """The tokens that this layer's queries attend to; None for all."""
+        if not self.index_pools:
+            return None
+        if a.indexer is not None and given is not None:
+            pool, (cos, sin) = self.index_pools[a.index], a.angles(self.positions, length)
+            step = torch.arange(length, dtype=torch.int32, device=self.positions.device)
+            place = places(self.positions.unsqueeze(1) + step, self.counts, self.block_table, self.page_size)
+            a.indexer.write(given.keys, cos, sin, place, pool)
+            rows = self.positions, self.counts, self.block_table
+            self._chosen = a.indexer.chosen(given, cos, sin, rows, pool) if self.max_context > a.top_k else None
+        return self._chosen

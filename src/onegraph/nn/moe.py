@@ -12,7 +12,7 @@ from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear, Siblings
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.linear import linear
 from onegraph.ops.norm import rms_norm
 from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
@@ -23,7 +23,7 @@ class GatedExpert(SharedExpert):
 
     scale: Tensor
 
-    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: SwiGLU, scale: Tensor) -> None:
+    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: Gate, scale: Tensor) -> None:
         super().__init__(gate_up, down, gate)
         self.register_buffer("scale", scale)
 

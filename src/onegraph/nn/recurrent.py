@@ -14,7 +14,7 @@ from onegraph.nn.block import Normed, Stream
 from onegraph.nn.linear import Linear
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.gated_delta import gated_delta
-from onegraph.ops.norm import rms_norm
+from onegraph.ops.linear import normed_linear
 from onegraph.ops.short_conv import short_conv
 
 WAITING = 8  # records of a gated delta rule that may wait until they are applied to the state
@@ -149,7 +149,7 @@ class ShortConvolution(Recurrent):
 
 class Inputs(nn.Module):
     """What stands in front of a `Recurrent`: a norm with one linear or, where beta and decay have one of their own that
-    is never rounded, with two."""
+    is never rounded and has no bias, with two."""
 
     norm: Tensor
     fused = False
@@ -174,7 +174,7 @@ class Inputs(nn.Module):
             given, total = self.main(stream)
             if self.rates is None:
                 return (given,), total
-            return (given, self.rates(rms_norm(total, self.norm, self.eps))), total
+            return (given, normed_linear(total, self.norm, self.eps, self.rates.tensors["weight"])), total
         x, total = stream.normed(self.norm, self.eps)
         return (self.main.after(self.main.linear(x)), self.rates(x)), total
 

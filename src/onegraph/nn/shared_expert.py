@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Linear
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.weight import weight_ops
 
 FEW = 16  # tokens: so many share one launch of routed and shared experts, sooner than by launches of its own
@@ -17,7 +17,7 @@ class SharedExpert(nn.Module):
     first: Tensor
     ones: Tensor
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: SwiGLU) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: Gate) -> None:
         super().__init__()
         self.gate_up, self.down, self.gate = gate_up, down, gate
         device = next((b.device for b in down.buffers()), None)  # on a CPU it may have none

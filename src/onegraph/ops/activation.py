@@ -162,3 +162,6 @@ class SwiGLU:
         """[..., 2F], gate then up -> [..., F], in its dtype."""
         out: Tensor = swiglu(gate_up, *self.numbers)
         return out
+
+
+Gate = SwiGLU | GeGLU  # what stands between the two products of an expert

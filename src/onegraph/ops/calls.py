@@ -63,7 +63,22 @@ class AdjustLogits(Call):
 
 
 @dataclass(eq=False)
-class E8PLayer(Call):
+class RotatedLinear(Call):
+    """What linears have in common whose weights are rotated: a subclass has `x`, `n`, `k`, and a linear `wide`."""
+
+    @property
+    def tokens(self: Any) -> int:
+        count: int = self.x.shape[:-1].numel()
+        return count
+
+    @property
+    def result(self: Any) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a linear's result."""
+        return (*self.x.shape[:-1], self.n), torch.float32 if self.wide else self.x.dtype
+
+
+@dataclass(eq=False)
+class E8PLayer(RotatedLinear):
     """Activations and the layer that multiplies them; see `ops.e8p.e8p_linear`."""
 
     x: Tensor
@@ -83,10 +98,6 @@ class E8PLayer(Call):
     def k(self) -> int:
         return self.codes.shape[1] * 8
 
-    @property
-    def tokens(self) -> int:
-        return self.x.shape[:-1].numel()
-
 
 @dataclass(eq=False)
 class E8PLinear(E8PLayer):
@@ -97,10 +108,29 @@ class E8PLinear(E8PLayer):
     silu: bool = False
     wide: bool = False
 
+
+@dataclass(eq=False)
+class TrellisLinear(RotatedLinear):
+    """See `ops.trellis.trellis_linear`."""
+
+    x: Tensor
+    codes: Tensor
+    in_scale: Tensor
+    out_scale: Tensor
+    bias: Tensor | None
+    bits: int
+    add: Tensor | None = None
+    eps: float | None = None
+    silu: bool = False
+    wide: bool = False
+
     @property
-    def result(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Its shape and dtype."""
-        return (*self.x.shape[:-1], self.n), torch.float32 if self.wide else self.x.dtype
+    def n(self) -> int:
+        return self.codes.shape[0] * 16
+
+    @property
+    def k(self) -> int:
+        return self.codes.shape[1] // self.bits
 
 
 @dataclass(eq=False)
@@ -124,6 +154,27 @@ class E8PAllReduce(E8PLayer):
     @property
     def group(self) -> tuple[list[Tensor], Tensor, Tensor, int]:
         return self.inboxes, self.state, self.alarm, self.rank
+
+
+@dataclass(eq=False)
+class TrellisExperts(Call):
+    """See `ops.trellis_experts.trellis_experts`."""
+
+    x: Tensor
+    experts: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    gate_up_in_scale: Tensor
+    gate_up_out_scale: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_in_scale: Tensor
+    down_out_scale: Tensor
+    down_bias: Tensor | None
+    bits: int
+    limit: float
+    alpha: float
+    shift: float
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import Dtypes, Shape, WeightFormat
-from onegraph.ops.activation import SwiGLU, check_gate, swiglu
+from onegraph.ops.activation import Gate, check_gate, swiglu
 from onegraph.ops.checks import FLOATS, check_routes
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import Given, WeightOps
@@ -398,7 +398,7 @@ class Coded:
 
         def run_experts(
             format: WeightFormat, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Given, down: Given,
-            gate: SwiGLU, biases: tuple[Tensor, Tensor] | None,
+            gate: Gate, biases: tuple[Tensor, Tensor] | None,
         ) -> Tensor:  # fmt: skip
             if biases is not None and not self.expert_biases:
                 raise ValueError(f"{format} has no experts with biases; decode them, or give experts without")

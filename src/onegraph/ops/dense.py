@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate
 from onegraph.ops.deepseek_moe import routed_experts
 from onegraph.ops.embedding import embedding
 from onegraph.ops.linear import linear
@@ -34,7 +34,7 @@ def _experts(
     weights: Tensor,
     gate_up: Given,
     down: Given,
-    gate: SwiGLU,
+    gate: Gate,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     first, second = biases or (None, None)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import BITS, STAGE_RATIO, codebook, hadamard_block, residual_dtype, sign_masks
+from onegraph.formats.e8p import BITS, STAGE_RATIO, codebook, residual_dtype, sign_masks
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.calls import E8PLinear
 from onegraph.ops.checks import FLOATS
 from onegraph.ops.hadamard import hadamard
@@ -32,14 +33,18 @@ def _decode(codes: Tensor, residual: Tensor | None, codebook: Tensor, bits: int)
 
 
 def _linear(call: E8PLinear) -> Tensor:
-    q = _decode(call.codes, call.residual, call.codebook, call.bits).float()
+    return rotated_linear(call, _decode(call.codes, call.residual, call.codebook, call.bits))
+
+
+def rotated_linear(call: Any, q: Tensor) -> Tensor:
+    """An `E8PLinear` or `TrellisLinear` whose integers are q [n, k]."""
     v = call.x.float()
     if call.silu:
         gate, up = v.chunk(2, dim=-1)
         v = torch.nn.functional.silu(gate) * up
     if call.eps is not None:
         v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + call.eps)
-    y: Tensor = hadamard.reference(v * call.in_scale, hadamard_block(call.k)) @ q.T
+    y: Tensor = hadamard.reference(v * call.in_scale, hadamard_block(call.k)) @ q.float().T
     y = hadamard.reference(y, hadamard_block(call.n)) * call.out_scale
     for more in (call.bias, call.add):
         if more is not None:
@@ -84,8 +89,13 @@ def check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: to
 
 
 def check_linear(call: E8PLinear) -> None:
+    check_codes(call.codes, call.residual, call.codebook, call.bits)
+    check_rotated(call)
+
+
+def check_rotated(call: Any) -> None:
+    """An `E8PLinear` or `TrellisLinear`, all but its codes."""
     x, codes, n, k = call.x, call.codes, call.n, call.k
-    check_codes(codes, call.residual, call.codebook, call.bits)
     width = 2 * k if call.silu else k
     if x.dtype not in FLOATS:
         raise ValueError(f"x is {x.dtype}; allowed: float32, bfloat16, float16")
@@ -152,14 +162,16 @@ def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str,
     return Case(name="+".join([name, *with_, *(["norm"] if eps is not None else [])]), make=make)
 
 
-def _fake_linear(call: E8PLinear) -> Tensor:
+def fake_linear(call: Any) -> Tensor:
     shape, dtype = call.result
-    return call.x.new_empty(shape, dtype=dtype)
+    made: Tensor = call.x.new_empty(shape, dtype=dtype)
+    return made
 
 
-def linear_bytes(call: E8PLinear) -> int:
+def linear_bytes(call: Any) -> int:
     shape, dtype = call.result
-    return nbytes(*(each for each in call if isinstance(each, Tensor))) + math.prod(shape) * dtype.itemsize
+    count: int = math.prod(shape) * dtype.itemsize
+    return nbytes(*(each for each in call if isinstance(each, Tensor))) + count
 
 
 e8p_decode = register(
@@ -193,7 +205,7 @@ e8p_linear = register(
         call=E8PLinear,
         schema="-> Tensor",
         reference=_linear,
-        fake=_fake_linear,
+        fake=fake_linear,
         kernel="onegraph.ops.cuda.e8p:linear",
         check=check_linear,
         cases=(

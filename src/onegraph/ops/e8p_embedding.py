@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import BITS, codebook, hadamard_block
+from onegraph.formats.e8p import BITS, codebook
+from onegraph.formats.rotated import hadamard_block
 from onegraph.ops.e8p import check_codes, check_place, check_scales, e8p_decode, random_codes, random_scales
 from onegraph.ops.hadamard import hadamard
 from onegraph.ops.registry import Case, Op, nbytes, register

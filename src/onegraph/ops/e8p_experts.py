@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import BITS, codebook, hadamard_block, residual_dtype
-from onegraph.ops.activation import check_gate, swiglu
+from onegraph.formats.e8p import BITS, codebook, residual_dtype
+from onegraph.formats.rotated import hadamard_block
+from onegraph.ops.activation import GeGLU, check_gate, swiglu
 from onegraph.ops.calls import E8PExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.e8p import e8p_decode
@@ -131,10 +132,12 @@ def _case(
         return x, chosen.contiguous().to(device), gains, codebook(device), *layers, bits, *gate
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
+    name += " gelu" if gate == GELU else ""
     return Case(name=name + (" with biases" if biases else "") + (" crowded" if crowded else ""), make=make)
 
 
 GPT_OSS = (7.0, 1.702, 1.0)
+GELU = GeGLU.numbers
 
 
 def _bytes(x: Tensor, experts: Tensor, weights: Tensor, codebook: Tensor, *rest: Any) -> int:
@@ -161,6 +164,8 @@ e8p_experts = register(
             _case(3, 2, 5, 576, 256, 3),
             _case(1, 2, 4, 1088, 640, 2, gate=GPT_OSS, biases=True),
             _case(3, 2, 4, 72, 40, 4),
+            _case(1, 4, 8, 320, 192, 4, gate=GELU),
+            _case(5, 2, 5, 192, 256, 2, gate=GELU),
             _case(0, 2, 4, 64, 64, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},

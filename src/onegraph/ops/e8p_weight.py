@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import E8PFormat, hadamard_block
-from onegraph.ops.activation import SwiGLU
+from onegraph.formats.e8p import E8PFormat
+from onegraph.formats.rotated import hadamard_block
+from onegraph.ops.activation import Gate
 from onegraph.ops.e8p import e8p_decode, e8p_linear
 from onegraph.ops.e8p_all_reduce import MAX_TOKENS, e8p_all_reduce
 from onegraph.ops.e8p_chain import e8p_chain
@@ -61,7 +62,7 @@ def _look_up(format: E8PFormat, ids: Tensor, weight: Given) -> Tensor:
 
 
 def _run_experts(
-    format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Given, down: Given, gate: SwiGLU,
+    format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Given, down: Given, gate: Gate,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     both = []

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import MAX_BLOCK
+from onegraph.formats.rotated import MAX_BLOCK
 from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
 

@@ -123,3 +123,48 @@ linear_beside_norm = register(
 )
 """(`linear(x, weight, False)`, `rms_norm(low, norm, eps)`) of as many rows, neither of which needs the other: of few
 tokens one launch."""
+
+
+def _normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return _linear(rms_norm.reference(x, norm, eps), weight, False)
+
+
+def _normed_on_gpu(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    from onegraph.ops.triton import linear as kernel
+    from onegraph.ops.triton import norm as norms
+
+    if kernel.takes(x, weight):
+        return kernel.normed_linear(x, norm, eps, weight)
+    return _linear(norms.rms_norm(x, norm, eps), weight, False)
+
+
+def _check_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> None:
+    check_norm(x, norm, eps)
+    _check(x, weight, False)
+
+
+def _normed_case(shape: tuple[int, ...], n: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        x, weight, _ = _case(shape, n).make(device, dtype, generator)
+        return 3 * x, (1 + 0.2 * torch.randn(shape[-1], generator=generator)).to(device), 1e-6, weight
+
+    return Case(name=f"{'x'.join(map(str, shape))}->{n} normed", make=make)
+
+
+normed_linear = register(
+    Op(
+        name="normed_linear",
+        schema="(Tensor x, Tensor norm, float eps, Tensor weight) -> Tensor",
+        reference=_normed,
+        fake=lambda x, norm, eps, weight: x.new_empty((*x.shape[:-1], weight.shape[0])),
+        kernel="onegraph.ops.linear:_normed_on_gpu",
+        check=_check_normed,
+        cases=(_normed_case((1, 1, 5120), 96), _normed_case((4, 1, 72), 13), _normed_case((2, 7, 96), 49)),
+        tolerance={torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4},
+        bytes_moved=lambda x, norm, eps, weight: (
+            nbytes(x, norm, weight) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size()
+        ),
+        flops=lambda x, norm, eps, weight: 2 * x.numel() * weight.shape[0] + 4 * x.numel(),
+    )
+)
+"""`linear(rms_norm(x, norm, eps), weight, False)`: of few tokens one launch."""

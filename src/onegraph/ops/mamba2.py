@@ -55,6 +55,14 @@ def on_cpu(call: Mamba2) -> Tensor:
     return _mamba2(call, most_waiting(call))
 
 
+def on_gpu(call: Mamba2) -> Tensor:
+    """The kernels, for what they do not take the reference."""
+    from onegraph.ops.cuda.gated_delta import mamba2 as kernel
+
+    out = kernel(call)
+    return _mamba2(call) if out is None else out
+
+
 def _check(call: Mamba2) -> None:
     op, xbc, state, keys = "mamba2", call.xbc, call.state, call.keys
     check_stacked(op, xbc=xbc, z=call.z, dt=call.dt)
@@ -124,6 +132,7 @@ mamba2 = register(
         schema="-> Tensor",
         reference=_mamba2,
         fake=lambda call: call.xbc.new_empty(call.z.shape),
+        kernel="onegraph.ops.mamba2:on_gpu",
         cpu="onegraph.ops.mamba2:on_cpu",
         check=_check,
         cases=(

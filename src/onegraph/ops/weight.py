@@ -41,7 +41,7 @@ class WeightOps:
         decode: (format, weight) -> the dense weight float32 [n, k] that the tensors stand for, exact.
         grouped: (format, x [..., G, k], weight [G, n, k]) -> [..., G, n].
         experts: (format, x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D], down [E, D, F],
-            gate: a `SwiGLU`, biases: float32 ([E, 2F], [E, D]) or None) -> [T, D]. Raises ValueError where biases are
+            gate: a `Gate`, biases: float32 ([E, 2F], [E, D]) or None) -> [T, D]. Raises ValueError where biases are
             given to a format that takes none.
         embedding: (format, ids [...], weight [V, D]) -> float32 [..., D], of a weight whose output side is not rotated.
         chain: for small models.

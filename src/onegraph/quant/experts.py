@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import E8P
 from onegraph.formats.fused import stacked
 from onegraph.formats.weight import Tensors
 from onegraph.quant.calibrate import ExpertLayer
+from onegraph.quant.code import CODES
 from onegraph.quant.hessian import Moments, Seen, corrected, drift
 from onegraph.quant.layer import dequantize, generator, quantize_group
 from onegraph.quant.recipe import Recipe
@@ -74,7 +74,7 @@ class _Rounding:
             made = quantize_group([weight], moments.h, [self.bits], recipe, generator(recipe.seed, name))[0]
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        self.layer.put(which, at, dequantize(made, self.bits))
+        self.layer.put(which, at, dequantize(made, self.bits, recipe.format))
         return {key: tensor.cpu() for key, tensor in made.items()}
 
 
@@ -101,17 +101,18 @@ def quantize_experts(
     for expert in range(layer.count):
         for each, tensors in zip(made, rounding.expert(expert, seen.routed(expert), shared), strict=True):
             each.append(tensors)
+    format = CODES[recipe.format].formats[bits]
     return {
-        prefix + name: {key.removeprefix("x."): t for key, t in stacked(E8P[bits], "x", each).items()}
+        prefix + name: {key.removeprefix("x."): t for key, t in stacked(format, "x", each).items()}
         for name, each in zip(layer.names, made, strict=True)
     }
 
 
-def put_stacks(layer: ExpertLayer, prefix: str, stacks: Mapping[str, Tensors], bits: int) -> None:
+def put_stacks(layer: ExpertLayer, prefix: str, stacks: Mapping[str, Tensors], bits: int, format: str) -> None:
     """Replace the weights of a layer by what `stacks`, read from a piece on disk, stand for."""
     for which, name in enumerate(layer.names):
         if (stack := stacks.get(prefix + name)) is not None:
             for expert in range(layer.count):
                 device = layer.weight(which, expert).device
                 one = {key: tensor[expert].to(device) for key, tensor in stack.items()}
-                layer.put(which, expert, dequantize(one, bits))
+                layer.put(which, expert, dequantize(one, bits, format))

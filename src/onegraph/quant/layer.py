@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from onegraph.formats.e8p import E8P, UNIT, hadamard_block, residual_dtype
+from onegraph.formats.rotated import hadamard_block
 from onegraph.formats.weight import Tensors
 from onegraph.ops.hadamard import hadamard
 from onegraph.ops.weight import weight_ops
 from onegraph.quant import wave
-from onegraph.quant.e8p import encode
-from onegraph.quant.graphs import encoder
+from onegraph.quant.code import CODES, Code
 from onegraph.quant.ldlq import Coupling, Rounded, damped, descent_coupling, ldlq_coupling, sweep
-from onegraph.quant.recipe import GAUSSIAN_RHO, Recipe
+from onegraph.quant.recipe import Recipe
 
 _ROWS = 16384  # rows rounded at once; more only costs memory
 
@@ -53,13 +52,15 @@ def quantize_group(
     (`quant/fisher.py`) one by one, rows do interact, and each is rounded by itself (`quant/wave.py`). float32
     throughout; deterministic.
     """
-    device, k = h.device, h.shape[0]
+    device, k, code = h.device, h.shape[0], CODES[recipe.format]
+    for w, rate in zip(weights, bits, strict=True):
+        code.formats[rate].check_size(*w.shape)
     weights = [w.to(device, torch.float32) for w in weights]
     power = torch.cat(weights).square().mean(0)
     in_scale = _spread(power, recipe.channel_scale) * _signs(k, source, device)
     block = hadamard_block(k)
     damped_h, factor = damped(_rotated(h, in_scale), recipe.damping)
-    ldlq = ldlq_coupling(factor)
+    ldlq = ldlq_coupling(factor, code.block)
     del factor
 
     inputs, targets, outs, scales = [], [], [], []
@@ -89,31 +90,30 @@ def quantize_group(
 
     rounded: dict[int, Rounded] = {}
     for i, hessian in enumerate(outputs or ()):
-        rounded[i], h_o = _round_both(targets[i], bits[i], ldlq, outs[i], hessian(), recipe)
+        rounded[i], h_o = _round_both(targets[i], bits[i], code, ldlq, outs[i], hessian(), recipe)
         fit(i, rounded[i].value, h_o)
         del h_o
-    descent = descent_coupling(damped_h) if outputs is None and recipe.descent else None
+    descent = descent_coupling(damped_h, code.block) if outputs is None and recipe.descent else None
     for rate in sorted(set(bits)) if outputs is None else ():
         at = [i for i, b in enumerate(bits) if b == rate]
-        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, ldlq, descent, recipe)
+        whole = _round(torch.cat([targets[i] for i in at], dim=1), rate, code, ldlq, descent, recipe)
         start = 0
         for i in at:
             stop = start + targets[i].shape[1]
-            rounded[i] = Rounded(whole.codes[:, start:stop], whole.residual[:, start:stop], whole.value[:, start:stop])
+            rounded[i] = whole.columns(start, stop)
             fit(i, rounded[i].value)
             start = stop
     results = []
     for i, rate in enumerate(bits):
-        tensors = {"codes": rounded[i].codes.T.to(torch.int16).contiguous()}
-        if (dtype := residual_dtype(rate)) is not None:
-            tensors["residual"] = rounded[i].residual.T.to(dtype).contiguous()
-        tensors |= {"in_scale": in_scale.half(), "out_scale": outs[i].half(), "scale": (scales[i] / UNIT[rate]).float()}
+        scale = (scales[i] / code.formats[rate].unit).float()
+        tensors = code.stored(rounded[i], rate)
+        tensors |= {"in_scale": in_scale.half(), "out_scale": outs[i].half(), "scale": scale}
         results.append(tensors)
     return results
 
 
 def _round_both(
-    target: Tensor, bits: int, ldlq: Coupling, out: Tensor, hessian: Tensor, recipe: Recipe
+    target: Tensor, bits: int, code: Code, ldlq: Coupling, out: Tensor, hessian: Tensor, recipe: Recipe
 ) -> tuple[Rounded, Tensor]:
     """Round target [k, n] under both factors, of outputs `hessian` [n, n]; and that one with its damping.
 
@@ -123,9 +123,11 @@ def _round_both(
     del hessian  # of a wide linear each takes a gigabyte
     damped_o, lower = damped(rotated, recipe.output_damping, torch.float32)
     del rotated
-    parts = wave.parts(*target.shape)
-    run = encoder(target.device, parts * wave.ROWS, bits, recipe.wide, parts)
-    rounded = wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run)
+    k, n = target.shape
+    parts = wave.parts(k, n, code.block)
+    run = code.encoder(target.device, parts * wave.ROWS, bits, recipe, parts)
+    weights = wave.output_weights(lower) if code.together > 1 else None
+    rounded = wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run, weights)
     del lower
     return rounded, _rotated_back(damped_o, out)
 
@@ -154,18 +156,16 @@ def _joint_gain(v: Tensor, w: Tensor, vh: Tensor, h_o: Tensor) -> Tensor:
     return torch.ones_like(b).float() if failed else torch.cholesky_solve(b.unsqueeze(1), factor)[:, 0].float()
 
 
-def _round(target: Tensor, bits: int, ldlq: Coupling, descent: Coupling | None, recipe: Recipe) -> Rounded:
+def _round(target: Tensor, bits: int, code: Code, ldlq: Coupling, descent: Coupling | None, recipe: Recipe) -> Rounded:
     parts = []
     for part in target.split(_ROWS, dim=1):
-        run = encoder(part.device, part.shape[1], bits, recipe.wide)
+        run = code.encoder(part.device, part.shape[1], bits, recipe, 0)
         rounded = sweep(part, bits, ldlq, encode=run)
         if descent is not None:
             for _ in range(recipe.descent):
-                rounded = sweep(part, bits, descent, rounded, encode=run)
+                rounded = sweep(part, bits, descent, rounded, run, code.together)
         parts.append(rounded)
-    if len(parts) == 1:
-        return parts[0]
-    return Rounded(*(torch.cat([getattr(p, f) for p in parts], dim=1) for f in ("codes", "residual", "value")))
+    return parts[0] if len(parts) == 1 else Rounded.joined(parts)
 
 
 def quantize_embedding(weight: Tensor, bits: int, recipe: Recipe, source: torch.Generator) -> Tensors:
@@ -174,32 +174,34 @@ def quantize_embedding(weight: Tensor, bits: int, recipe: Recipe, source: torch.
     The error of a row is added to the residual stream as it is, so there is no Hessian: plain nearest codes, and the
     scale of each row that fits best.
     """
-    w = weight.float()
-    in_scale = _signs(w.shape[1], source, w.device)
-    inside = hadamard(w * in_scale, hadamard_block(w.shape[1]))
-    scale = inside.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12) / GAUSSIAN_RHO[bits]
-    codes, residual, out = [], [], []
+    code, k, w = CODES[recipe.format], weight.shape[1], weight.float()
+    code.formats[bits].check_size(*w.shape)
+    in_scale = _signs(k, source, w.device)
+    inside = hadamard(w * in_scale, hadamard_block(k))
+    scale = inside.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12) / recipe.gaussian_rho_of(bits)
+    metric, found, out = torch.eye(code.block, device=w.device), [], []
     for part, s in zip(inside.split(_ROWS), scale.split(_ROWS), strict=True):
-        x = (part / s).view(-1, 8).T.contiguous()
-        c, r, value = encode(x, bits, wide=recipe.wide)
-        v = value.T.reshape(part.shape)
-        fit = (v * part).sum(1) / v.square().sum(1)
-        codes.append(c.view(part.shape[0], -1))
-        residual.append(r.view(part.shape[0], -1))
-        out.append(fit)
+        blocks, count = k // code.block, len(part)
+        x = (part / s).T.reshape(blocks, code.block, count).transpose(0, 1).reshape(code.block, -1)
+        *codes, value = code.encoder(x.device, x.shape[1], bits, recipe, 0)(x.contiguous(), bits, metric)
+        value = value.view(code.block, blocks, count).transpose(0, 1).reshape(k, count)
+        kinds = tuple(each.unflatten(-1, (blocks, count)).movedim(-2, 0).clone() for each in codes)
+        found.append(Rounded(kinds, value))
+        out.append((value.T * part).sum(1) / value.square().sum(0))
     rows = torch.cat(out)
     unit = rows.mean().clamp_min(1e-20)
-    tensors = {"codes": torch.cat(codes).to(torch.int16)}
-    if (dtype := residual_dtype(bits)) is not None:
-        tensors["residual"] = torch.cat(residual).to(dtype)
-    return tensors | {"in_scale": in_scale.half(), "out_scale": (rows / unit).half(), "scale": unit / UNIT[bits]}
+    tensors = code.stored(Rounded.joined(found), bits)
+    scales = {"in_scale": in_scale.half(), "out_scale": (rows / unit).half()}
+    return tensors | scales | {"scale": unit / code.formats[bits].unit}
 
 
-def dequantize(tensors: Tensors, bits: int, *, embedding: bool = False) -> Tensor:
-    """The dense weight float32 [n, k] that checkpoint tensors stand for."""
-    format, ops = E8P[bits], weight_ops(E8P[bits])
+def dequantize(tensors: Tensors, bits: int, name: str = "e8p", *, embedding: bool = False) -> Tensor:
+    """The dense weight float32 [n, k] that checkpoint tensors of the format `name` stand for."""
+    format = CODES[name].formats[bits]
+    ops = weight_ops(format)
     given = format.fold(tensors) | format.constants(tensors["codes"].device)
     if not embedding:
         return ops.decode(format, given)
     assert ops.embedding is not None
-    return ops.embedding(format, torch.arange(len(given["codes"]), device=given["codes"].device), given)
+    ids = torch.arange(len(given["out_scale"]), device=given["codes"].device)
+    return ops.embedding(format, ids, given)

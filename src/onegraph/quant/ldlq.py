@@ -1,6 +1,7 @@
 """Rounding under a Hessian: block LDLQ, then coordinate descent.
 
-Both walk the blocks of 8 columns from last to first and encode, for each,
+Both walk the blocks of columns that are coded together (8 of E8P, 16 of the trellis) from last to first and encode,
+for each,
 
     target_k = W_k - sum_j A_kj E_j ,       E = W^ - W  so far
 
@@ -13,7 +14,7 @@ Everything is held transposed, [k, n], so that a block is 8 contiguous rows. Fee
 with one matrix product, and within those block by block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,21 +23,32 @@ from torch import Tensor
 from onegraph.quant.e8p import encode
 
 _PANEL = 128
-Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
+# (targets [block, N], rate, metric [.., block, block]) -> codes [.., N] of one or more kinds, then values [block, N]
+Encode = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass
 class Rounded:
-    """Codes and residual int32 [k/8, n] and decoded value float32 [k, n] (in units of w), transposed."""
+    """Codes int32 [k/block, .., n], of each kind that a format has, and decoded value float32 [k, n] (in units of w),
+    transposed."""
 
-    codes: Tensor
-    residual: Tensor
+    codes: tuple[Tensor, ...]
     value: Tensor
+
+    def columns(self, start: int, stop: int) -> "Rounded":
+        return Rounded(tuple(each[..., start:stop] for each in self.codes), self.value[:, start:stop])
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Rounded]") -> "Rounded":
+        """Parts in parallel."""
+        kinds = zip(*(part.codes for part in parts), strict=True)
+        return cls(tuple(torch.cat(each, dim=-1) for each in kinds), torch.cat([part.value for part in parts], dim=-1))
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """The matrix A [k, k] and, per block, a factor C_k [k/8, 8, 8] of the metric |C_k e|^2 that a code is chosen in."""
+    """The matrix A [k, k] and, per block, a factor C_k [k/block, block, block] of the metric |C_k e|^2 that a code is
+    chosen in."""
 
     matrix: Tensor
     metric: Tensor
@@ -63,58 +75,63 @@ def damped(hessian: Tensor, damping: float, dtype: torch.dtype = torch.float64) 
     raise ValueError("the Hessian of a layer is not positive definite even with damping 10; its inputs are damaged")
 
 
-def ldlq_coupling(factor: Tensor) -> Coupling:
+def ldlq_coupling(factor: Tensor, block: int = 8) -> Coupling:
     """From the lower Cholesky factor of H [k, k]."""
     k = factor.shape[0]
-    at = torch.arange(k // 8, device=factor.device)
-    diagonal = factor.view(k // 8, 8, k // 8, 8)[at, :, at]  # [k/8, 8, 8], lower triangular
+    at = torch.arange(k // block, device=factor.device)
+    diagonal = factor.view(k // block, block, k // block, block)[at, :, at]  # lower triangular
     # L = factor @ inverse of its diagonal blocks, so A = L^T has block rows inv(C_k)^T factor_{:, k}^T
-    ldlq = torch.empty(k // 8, 8, k, device=factor.device)
-    columns = factor.T.reshape(k // 8, 8, k)
-    for blocks in at.split(128):  # some at once: float64 of 14,336 columns takes 1.6 GB
+    ldlq = torch.empty(k // block, block, k, device=factor.device)
+    columns = factor.T.reshape(k // block, block, k)
+    for blocks in at.split(1024 // block):  # some at once: float64 of 14,336 columns takes 1.6 GB
         ldlq[blocks] = torch.linalg.solve_triangular(diagonal[blocks].mT, columns[blocks], upper=True).float()
-    ldlq.view(k // 8, 8, k // 8, 8)[at, :, at] = 0.0
+    ldlq.view(k // block, block, k // block, block)[at, :, at] = 0.0
     return Coupling(ldlq.view(k, k), diagonal.mT.float().contiguous())
 
 
-def descent_coupling(h: Tensor) -> Coupling:
+def descent_coupling(h: Tensor, block: int = 8) -> Coupling:
     """From H [k, k]."""
     k = h.shape[0]
-    at = torch.arange(k // 8, device=h.device)
-    blocks = h.double().view(k // 8, 8, k // 8, 8)[at, :, at]
+    at = torch.arange(k // block, device=h.device)
+    blocks = h.double().view(k // block, block, k // block, block)[at, :, at]
     own = torch.linalg.cholesky(blocks)
-    descent = torch.cholesky_solve(h.double().reshape(k // 8, 8, k), own).reshape(k, k)
-    descent.view(k // 8, 8, k // 8, 8)[at, :, at] = 0.0
+    descent = torch.cholesky_solve(h.double().reshape(k // block, block, k), own).reshape(k, k)
+    descent.view(k // block, block, k // block, block)[at, :, at] = 0.0
     return Coupling(descent.float().contiguous(), own.mT.float().contiguous())
 
 
-def sweep(w: Tensor, bits: int, coupling: Coupling, start: Rounded | None = None, encode: Encode = encode) -> Rounded:
-    """One pass over all blocks of w [k, n]. `start` is what to improve; None begins with W^ = W, as LDLQ does."""
-    k, n = w.shape
+def sweep(
+    w: Tensor, bits: int, coupling: Coupling, start: Rounded | None = None, encode: Encode = encode, together: int = 1
+) -> Rounded:
+    """One pass over all blocks of w [k, n]. `start` is what to improve; None begins with W^ = W, as LDLQ does.
+    together: outputs that are coded together."""
+    k = len(w)
     a, metric = coupling.matrix, coupling.metric
-    if start is None:
-        codes = torch.zeros((k // 8, n), dtype=torch.int32, device=w.device)
-        out = Rounded(codes, torch.zeros_like(codes), w.clone())
-    else:
-        out = Rounded(start.codes.clone(), start.residual.clone(), start.value.clone())
+    size = metric.shape[-1]
+    codes = None if start is None else tuple(each.clone() for each in start.codes)
+    result = (w if start is None else start.value).clone()
     for hi in range(k, 0, -_PANEL):
         lo = max(hi - _PANEL, 0)
-        feedback = a[lo:hi] @ (out.value - w)
-        for row in range(hi - 8, lo - 8, -8):
-            rows, block = slice(row, row + 8), row // 8
-            target = w[rows] - feedback[row - lo : row - lo + 8]
-            codes, residual, value = encode(target, bits, metric[block])
-            old = out.value[rows]
+        feedback = a[lo:hi] @ (result - w)
+        for row in range(hi - size, lo - size, -size):
+            rows, block = slice(row, row + size), row // size
+            target = w[rows] - feedback[row - lo : row - lo + size]
+            *found, value = encode(target, bits, metric[block])
+            old = result[rows]
+            if codes is None:
+                codes = tuple(each.new_zeros(k // size, *each.shape) for each in found)
             if start is not None:
                 both = metric[block] @ torch.cat((value - target, old - target), dim=1)
-                now, before = both.square_().sum(0).view(2, n)
-                better = now < before
-                codes = torch.where(better, codes, out.codes[block])
-                residual = torch.where(better, residual, out.residual[block])
+                now, before = both.square_().sum(0).view(2, -1, together).sum(-1)
+                better = (now < before).repeat_interleave(together)
+                found = [torch.where(better, each, kept[block]) for each, kept in zip(found, codes, strict=True)]
                 value = torch.where(better, value, old)
             feedback[: row - lo] += a[lo:row, rows] @ (value - old)
-            out.codes[block], out.residual[block], out.value[rows] = codes, residual, value
-    return out
+            result[rows] = value
+            for each, to in zip(found, codes, strict=True):
+                to[block] = each
+    assert codes is not None
+    return Rounded(codes, result)
 
 
 def loss(error: Tensor, h: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import KEEP, E8PConfig, resolve_rates
+from onegraph.formats.quantization import OWN
+from onegraph.formats.rotated import KEEP, resolve_rates
 from onegraph.formats.weight import Tensors
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
@@ -79,10 +80,10 @@ class _Job:
             for i in range(model.num_blocks)
             for name, shape in model.shapes(i).items()
         }
-        rates = resolve_rates(recipe.layers, self.shapes, recipe.bits) | dict.fromkeys(model.kept, KEEP)
-        self.config = E8PConfig(
-            bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens
-        )
+        config = OWN[recipe.format]
+        rates = resolve_rates(recipe.layers, self.shapes, recipe.bits, tuple(config.formats))
+        rates |= dict.fromkeys(model.kept, KEEP)
+        self.config = config(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
         for i in range(model.num_blocks):
             for name, shape in model.shapes(i).items():
                 try:
@@ -363,19 +364,20 @@ class _Job:
         except ValueError as error:
             raise ValueError(f"{chosen[0][0]}: {error}") from None
         for (_, module, bits), tensors in zip(chosen, made, strict=True):
-            module.weight.copy_(dequantize(tensors, bits))
+            module.weight.copy_(dequantize(tensors, bits, recipe.format))
         return {name: tensors for (name, _, _), tensors in zip(chosen, made, strict=True)}
 
     def put(self, prefix: str, block: nn.Module, layers: Mapping[str, Tensors]) -> None:
         """Replace the block's weights by what `layers` stand for."""
         for layer in self.model.expert_layers(block):
-            put_stacks(layer, prefix, layers, self.config.bits_of(prefix + layer.names[0]))
+            bits = self.config.bits_of(prefix + layer.names[0])
+            put_stacks(layer, prefix, layers, bits, self.config.format)
         for group in self.model.linear_groups(block):
             for name, module in group:
                 if (tensors := layers.get(prefix + name)) is not None:
                     bits = self.config.bits_of(prefix + name)
                     on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
-                    module.weight.copy_(dequantize(on_device, bits))
+                    module.weight.copy_(dequantize(on_device, bits, self.config.format))
 
     def ends(self, stream: Batches) -> None:
         """Head and embedding, if asked for."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.rotated import RotatedConfig
 from onegraph.formats.weight import Tensors
 from onegraph.quant.partial import Partial
 
@@ -71,7 +71,7 @@ class Quantized:
     are the calibration tokens that chose each expert, by the names of the stacks that share them.
     """
 
-    config: E8PConfig
+    config: RotatedConfig
     layers: Mapping[str, Tensors]
     counts: Mapping[tuple[str, str], list[int]] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ a residual stream a part, of which what does not fit lies on disk; a model is re
 LDLQ alone, under the inputs that the unquantized model has.
 
 While errors are small KL is quadratic in them and adds up over parts (HIGGS, arXiv 2411.17525), so one rate is measured
-and the others follow from what the codebook errs (`ERROR`); docs/log.md has what that was held to.
+and the others follow from what the format errs (`ERRORS`); docs/log.md has what that was held to.
 """
 
 import copy
@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from onegraph.formats.e8p import BITS
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import quantize_experts
 from onegraph.quant.hessian import Gathered, gather
@@ -26,15 +25,16 @@ from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.spill import Batches, Spill
 
-LOWEST = BITS[0]
+LOWEST = 2  # bits: at 1, of formats that have it, errors no longer add up
 Parts = tuple[str, ...]  # the linears, or stacks of experts, of one part, by full name
-Costs = dict[Parts, float]  # KL in nats a token at the lowest rate
+Costs = dict[Parts, float]  # KL in nats per token at the lowest rate
 Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
 
 def quick(recipe: Recipe) -> Recipe:
     """The recipe that costs are measured by: one pass, whatever the rates and levers of the real one."""
     return Recipe(
+        format=recipe.format,
         bits=LOWEST,
         seed=recipe.seed,
         damping=recipe.damping,
@@ -148,7 +148,7 @@ class _Measuring:
         except ValueError as error:
             raise ValueError(f"{chosen[0][0]}: {error}") from None
         for (_, module), tensors in zip(chosen, made, strict=True):
-            module.weight.copy_(dequantize(tensors, LOWEST))
+            module.weight.copy_(dequantize(tensors, LOWEST, self.recipe.format))
         parts = tuple(name for name, _ in chosen)
         self.swapped[parts] = self.spill.batches([self.model.run_block(twin, probe)])
 
@@ -156,7 +156,7 @@ class _Measuring:
         """The probe's rows of the rounded embedding, as the model takes them in."""
         table = self.read(EMBED)
         made = quantize_embedding(table, LOWEST, self.recipe, generator(self.recipe.seed, EMBED))
-        return self.model.embed(self.probe, dequantize(made, LOWEST, embedding=True))
+        return self.model.embed(self.probe, dequantize(made, LOWEST, self.recipe.format, embedding=True))
 
     def costs(self, stream: Batches, reference: Tensor) -> Costs:
         """Of all parts, from what has come through the model; `stream`, `reference`: of the unquantized model."""
@@ -181,7 +181,7 @@ class _Measuring:
             rows += len(x)
         source = generator(self.recipe.seed, HEAD)
         made = quantize_group([weight.to(h.device)], (h / rows).float(), [LOWEST], self.recipe, source)
-        return dequantize(made[0], LOWEST)
+        return dequantize(made[0], LOWEST, self.recipe.format)
 
     def read(self, name: str) -> Tensor:
         assert self.outer is not None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from onegraph.formats.e8p import KEEP, E8PConfig
+from onegraph.formats.rotated import KEEP, RotatedConfig
 from onegraph.formats.weight import Tensors
 from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
@@ -32,7 +32,7 @@ def tune(
     tokens: Tensor,
     reference: Sequence[Tensor],
     layers: Mapping[str, Tensors],
-    config: E8PConfig,
+    config: RotatedConfig,
     recipe: Recipe,
     progress: Any = None,
     piece: Piece | None = None,
@@ -44,7 +44,7 @@ def tune(
 
     Args:
         tokens: int [N, T]; reference: the unquantized model's residual stream after the last block, in batches of rows.
-        progress: called as progress(step, steps, loss in nats a token).
+        progress: called as progress(step, steps, loss in nats per token).
         piece: where the state behind each epoch is kept, so that a killed job goes on with the next one.
 
     The whole model is in memory, and activations of one batch at block boundaries. Deterministic, killed or not.
@@ -153,7 +153,7 @@ class _Student:
     """The quantized model with its scales as parameters: 1 + delta times what they were."""
 
     def __init__(
-        self, model: QuantizableModel, blocks: list[nn.Module], layers: Mapping[str, Tensors], config: E8PConfig
+        self, model: QuantizableModel, blocks: list[nn.Module], layers: Mapping[str, Tensors], config: RotatedConfig
     ) -> None:
         self.model, self.blocks, self.before = model, blocks, layers
         self.inside: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ class _Student:
         for i, block in enumerate(blocks):
             for experts in model.expert_layers(block):  # as they were rounded; what learns are scales of linears
                 name = model.block_prefix(i) + experts.names[0]
-                put_stacks(experts, model.block_prefix(i), layers, config.bits_of(name))
+                put_stacks(experts, model.block_prefix(i), layers, config.bits_of(name), config.format)
             for group in model.linear_groups(block):
                 shared: Tensor | None = None
                 for local, module in group:
@@ -172,13 +172,14 @@ class _Student:
                         shared = module.weight.new_zeros(module.weight.shape[1], dtype=torch.float32)
                         shared.requires_grad_()
                     self.inside[name] = shared
-                    self._wrap(name, module, config.bits_of(name))
+                    self._wrap(name, module, config.bits_of(name), config.format)
         unique = {id(delta): delta for delta in (*self.inside.values(), *self.outside.values())}
         self.deltas = list(unique.values())
 
-    def _wrap(self, name: str, module: Any, bits: int) -> None:
+    def _wrap(self, name: str, module: Any, bits: int, format: str) -> None:
         device = module.weight.device
-        module.weight.copy_(dequantize({k: v.to(device) for k, v in self.before[name].items()}, bits))
+        stored = {k: v.to(device) for k, v in self.before[name].items()}
+        module.weight.copy_(dequantize(stored, bits, format))
         module.weight.requires_grad_(False)
         inside = self.inside[name]
         outside = module.weight.new_zeros(module.weight.shape[0], dtype=torch.float32).requires_grad_()
@@ -193,7 +194,7 @@ class _Student:
         module.forward = forward
 
     def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """KL(unquantized || quantized), nats a token."""
+        """KL(unquantized || quantized), nats per token."""
         hidden = self.model.embed(tokens)
         for block in self.blocks:
             hidden = checkpoint(self._run, block, hidden, use_reentrant=False)

@@ -91,7 +91,7 @@ class Recorder:
         """What the capture made, and the statements that it was."""
         world = self.world
         made = {number for number, nbytes, _ in capture.step.memory if nbytes >= 0}
-        capture.kept = made & world.storages.alive()
+        capture.kept = made & (world.storages.alive() | {record.number for record in world.storages.weak.values()})
         self.ordering.captured(capture)
         world.made_by.update(dict.fromkeys(capture.kept, capture))
         world.made_inside |= made

@@ -42,6 +42,9 @@ class Ordering:
         self.used: dict[Capture, Used] = {}
         self.watched: dict[int, Capture] = {}
         self.landed: dict[int, Landing] = {}
+        self.bridges: dict[
+            int, tuple[Capture, int]
+        ] = {}  # what eager work made of a graph's output, after which replay
 
     def captured(self, capture: Capture) -> None:
         """A graph is there: which memory that others can reach it reads and writes."""
@@ -61,6 +64,7 @@ class Ordering:
 
     def replayed(self, capture: Capture, chain: frames.Chain) -> None:
         """A graph is launched on the current stream."""
+        self._across(capture)
         stream = self._stream()
         for race in self.order.launch(stream, self.used.get(capture, {}).values(), chain):
             self._race(capture, race, replay=chain)
@@ -78,6 +82,7 @@ class Ordering:
             for tensor in hosts:
                 if id(tensor) not in targets:
                     self.read(tensor, chain)
+        self._bridge(device, targets, out)
         watched = [t for t in device if t.record.number in self.watched]
         outs = [t for t in tensors_in(out) if isinstance(t, DeviceTensor)]
         numbers = {t.record.number for t in device}
@@ -98,6 +103,29 @@ class Ordering:
                 self.landed[storage_of(landing[0])] = Landing(stream, self.order.now(stream), capture)
         elif name in _READS:
             self.order.host_waits(self.order.now(stream))
+
+    def _bridge(self, device: list[DeviceTensor], targets: set[int], out: Any) -> None:
+        """Between two pieces, work that is not captured makes the second one's input of the first one's output."""
+        world = self.world
+        read = [t.record.number for t in device if id(t) not in targets]
+        known = [(c, c.replays) for n in read if (c := world.made_by.get(n)) is not None]
+        source = next(iter(known), None) or next((self.bridges[n] for n in read if n in self.bridges), None)
+        made = [t for t in tensors_in(out) if isinstance(t, DeviceTensor) and t.record.number not in world.made_by]
+        for number in {t.record.number for t in (*made, *(t for t in device if id(t) in targets))} - set(read):
+            self.bridges.pop(number, None)
+            if source is not None:
+                self.bridges[number] = source
+
+    def _across(self, capture: Capture) -> None:
+        """A piece is replayed: what it reads of an earlier piece has to be of that one's last replay."""
+        for op in capture.step.ops if self.bridges else ():
+            for number in op.externals:
+                source, then = self.bridges.get(number, (capture, 0))
+                if source is capture or source.pool != capture.pool or source.replays <= then:
+                    continue
+                at = f"{relative(source.place.path)}:{source.place.line}"
+                text = f"the graph reads what was made of an earlier replay of the piece captured at {at}"
+                self.world.flag(capture, "CG205", f"{text}: nothing wrote it since", op.chain)
 
     def read(self, tensor: Tensor, chain: Callable[[], Any]) -> None:
         """The host reads a tensor of its own memory."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from onegraph.check.report import Severity
+from onegraph.check.rules.errors import NOT_PERMITTED
 from onegraph.check.simulate.device import refuse
 from onegraph.check.simulate.world import World
 
@@ -37,6 +38,8 @@ class Backward:
         accumulate_grad: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of `inputs`, or with accumulate_grad their sums in `.grad` (of all leaves where none are named)."""
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            self.world.see("CG101", "anomaly mode reads on the host whether a gradient is NaN", NOT_PERMITTED)
         found: dict[tuple[Any, int], Tensor] = {}
         pending: dict[Any, dict[int, Tensor]] = {}
         roots = [_edge(o) for o in outputs]

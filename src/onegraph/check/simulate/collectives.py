@@ -1,12 +1,13 @@
 """`torch.distributed` on the simulated machine: groups of which one rank runs and whose peers do nothing.
 
 Groups of NCCL need GPUs and peers, and gloo's wait for theirs. Here every group is torch's own "fake" one, known under
-the name that was asked for: a collective gives what this rank brought. What may be captured is told by how NCCL works
-(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): a communicator is made at the first use and not in a capture;
+the name that was asked for: a collective gives what this rank brought. What may be captured is recognised by how NCCL
+works (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): a communicator is made at the first use and not in a capture;
 `async_op=True` runs on a stream of the group, which joins when `wait()` is called; barriers, objects and gloo need the
 host.
 """
 
+import ast
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 
 from onegraph.check import compat
+from onegraph.check.constructs import last_name
 from onegraph.check.report import Severity
 from onegraph.check.rules.errors import NOT_PERMITTED, SILENT
+from onegraph.check.simulate import frames
 from onegraph.check.simulate.world import World
 from onegraph.check.tables import COLLECTIVES, OBJECT_COLLECTIVES, PAIR_COLLECTIVES
 
 _HOST = "the host waits in it, or the ranks hang"
+_HANGS = "no error: the ranks hang, in the capture or at the first replay"
 
 
 def stand_ins(world: World) -> list[tuple[Any, str, Any]]:
@@ -171,9 +175,22 @@ class _Groups:
         elif first and world.step == world.captured_step:
             text = f"{name} is the first use of its group: the communicator is made inside of the capture"
             world.see("CG310", text, NOT_PERMITTED)
+        elif torch.distributed.get_world_size(group) > 1 and group is None and _of_some_ranks(name, world.chain()):
+            world.see("CG310", f"{name} stands behind a condition on the rank: the other ranks do not run it", _HANGS)
         elif torch.distributed.get_world_size(group) > 1:
             text = f"{name} in the step: every rank has to capture it, in the same order, and replay as often"
             world.see("CG310", text, f"hangs, or {SILENT}, where one does not", severity=Severity.WARNING)
+
+
+def _of_some_ranks(name: str, chain: frames.Chain) -> bool:
+    """Whether an `if` around the call asks for the rank, and does not run the same collective for the others."""
+    for node in frames.branches_around(chain) if name not in PAIR_COLLECTIVES else ():
+        asks = any("rank" in str(getattr(n, "id", getattr(n, "attr", ""))) for n in ast.walk(node.test))
+        arms = [{last_name(c.func) for s in arm for c in ast.walk(s) if isinstance(c, ast.Call)}
+                for arm in (node.body, node.orelse)]  # fmt: skip
+        if asks and not all(name in arm for arm in arms):
+            return True
+    return False
 
 
 def _name(group: Any) -> str:

@@ -373,6 +373,16 @@ def _header(
     return best
 
 
+def branches_around(calls: Chain) -> list[ast.If]:
+    """The `if` statements that lie around the calls of a chain, in the functions that make them."""
+    found = []
+    for code, lasti in calls:
+        module, line = tree(code.co_filename), place(code, lasti).line
+        nodes = _inside(module, code) if module is not None else ()
+        found += [node for node in nodes if isinstance(node, ast.If) and _arm(node, line) is not None]
+    return found
+
+
 def _arm(node: ast.AST, line: int) -> int | None:
     """Which arm of a compound statement a line is in: 0 body, 1 else, 2... handlers; None for the header or outside."""
     arms = [getattr(node, "body", []), getattr(node, "orelse", [])]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check.rules.errors import NOT_PERMITTED, PAGEABLE
-from onegraph.check.tables import sync_ops
+from onegraph.check.tables import sync_row
 
 OWN_GRAPHS = (
     "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
@@ -34,6 +34,7 @@ _COPIES = {"aten::copy_", "aten::_to_copy", "aten::copy"}
 _OFTEN = 0.5
 """Share of measured sample inputs on which an op broke the capture from which on it is said to (the others are empty
 matrices and the like)."""
+_FILLS = {f"aten::{name}" for name in ("masked_fill", "masked_fill_", "index_fill", "index_fill_")}
 _SPACED = {"aten::linspace", "aten::logspace"}
 _PRODUCTS = {"aten::_sparse_addmm", "aten::addmm", "aten::bmm", "aten::mm", "aten::mv"}
 _METADATA = {"aten::is_same_size", "aten::is_pinned", "aten::_has_compatible_shallow_copy_type", "prim::device"}
@@ -98,7 +99,9 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
     if name in _PRODUCTS and any(isinstance(a, Tensor) and _unordered(a) for a in args):
         text = "a product with an uncoalesced sparse matrix sorts and counts its entries first"
         return Hazard("CG105", text, NOT_PERMITTED)
-    row = sync_ops().get(str(func))
+    if name in _FILLS and any(value is h for h in hosts for value in args[2:]):
+        return None  # the value is a number of the host's, which no one waits for
+    row = sync_row(str(func))
     if row and row["sync"] >= _OFTEN:
         return Hazard("CG105", waits(name), NOT_PERMITTED)
     return None

@@ -250,7 +250,9 @@ class _Functions(TorchFunctionMode):
         flat: Tensor = torch.empty(0, dtype=kind).set_(whole.untyped_storage())
         shape = tuple(told["shape"])
         strides = torch.empty(shape, device="meta").stride() if steps is None else [s // kind.itemsize for s in steps]
-        return self.world.wrap(flat.as_strided(shape, strides, offset))
+        view = self.world.wrap(flat.as_strided(shape, strides, offset))
+        view.record = self.world.storages.weakly(view.inner) or view.record
+        return view
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)

@@ -113,9 +113,10 @@ class _Simulation(StepCheck):
                     if self.world.kernels.late and not last:
                         return None
                 self.world.phase = "idle"
-                if self._should_scan(step):
+                if self.count == DEFAULT_STEPS and self.probing is not False and self._is_clean(step):
                     self._scan(step, inputs)
-                    if not self._report(step, 0.0).errors:
+                    self.world.phase = "idle"  # a step that raised has left it where it was
+                    if self._is_clean(step):
                         self._sweep(step, inputs)
                     self.world.phase = "idle"
             return self._report(step, time.perf_counter() - begin)
@@ -174,6 +175,7 @@ class _Simulation(StepCheck):
                     self._forget(index)
                     continue
                 finally:
+                    self.world.phase = "idle"
                     del self.world.raw_findings[seen:]
                 self.numbers.pop(index, None)
                 if index in self.steps and self.verdicts[index].stale:
@@ -210,10 +212,8 @@ class _Simulation(StepCheck):
             or repr(mine) != repr(other)
         )
 
-    def _should_scan(self, step: Callable[..., Any]) -> bool:
-        """Where nobody said how many steps, and the first ones show no error."""
-        if self.count != DEFAULT_STEPS or self.probing is False:
-            return False
+    def _is_clean(self, step: Callable[..., Any]) -> bool:
+        """Whether the steps so far show no error."""
         with compat.no_torch_function(), self.world.off():
             try:
                 return not self._report(step, 0.0).errors

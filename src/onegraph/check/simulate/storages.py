@@ -10,19 +10,29 @@ from onegraph.check.simulate.device import StorageRecord, block, storage_of, wea
 
 class Storages:
     """records: of living storages of the device, by address; count: of all that there ever were; sizes: bytes, by
-    number; made: phase and step in which each was made; pinned: storages of the host that a copy may read without
-    waiting."""
+    number; made: phase and step in which each was made; weak: of those that a view without ownership refers to; pinned:
+    storages of the host that a copy may read without waiting."""
 
     def __init__(self) -> None:
         self.records: weakref.WeakValueDictionary[int, StorageRecord] = weakref.WeakValueDictionary()
         self.count = 0
         self.sizes: dict[int, int] = {}
         self.made: dict[int, tuple[str, int]] = {}
+        self.weak: dict[int, StorageRecord] = {}
         self.pinned: dict[int, StorageWeakRef] = {}
 
     def record(self, inner: Tensor) -> StorageRecord | None:
         """That of the storage of a plain tensor, None where it is none of the device."""
-        return self.records.get(storage_of(inner))
+        key = storage_of(inner)
+        return self.records.get(key) or self.weak.get(key)
+
+    def weakly(self, inner: Tensor) -> StorageRecord | None:
+        """A record for a view that does not keep its memory: it says which memory that was."""
+        known = self.record(inner)
+        if known is None:
+            return None
+        shadow = StorageRecord(known.number, known.nbytes, known.born, known.phase, None)
+        return self.weak.setdefault(storage_of(inner), shadow)
 
     def add(self, inner: Tensor, born: int, phase: str) -> StorageRecord:
         """A storage that is new, made in step `born`."""

@@ -5,14 +5,17 @@ from collections.abc import Iterable
 
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.values import UNKNOWN, Const, Ext, ExtObj, Value, tensors
-from onegraph.check.tables import LAUNCHES, MAKERS
+from onegraph.check.tables import LAUNCHES, MAKERS, PLANNERS
 
 _KERNEL = "kernel of "
+PLANNER = "planner of "
 TRITON = "triton.kernel"
 
 
 def made(name: str) -> ExtObj | None:
-    """The kernel that a call of the external `name` makes; None for other functions."""
+    """The kernel, or the object that plans launches, which a call of the external `name` makes; None for others."""
+    if name in PLANNERS:
+        return ExtObj(PLANNER + PLANNERS[name])
     return ExtObj(_KERNEL + MAKERS[name]) if name in MAKERS else None
 
 

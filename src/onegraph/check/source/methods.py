@@ -59,6 +59,13 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             return Const(None)
         case ExtObj() if launches.is_kernel(receiver) and name in ("get_function", "get_kernel"):
             return receiver
+        case ExtObj() if receiver.kind.startswith(launches.PLANNER):
+            if name in ("plan", "begin_forward"):
+                whose = receiver.kind.removeprefix(launches.PLANNER)
+                text = f"plan() of {whose} reads lengths on the host and fills its buffers: once, at capture"
+                machine.report("CG101", node, text)
+                return Const(None)
+            return launches.launch(machine, receiver, (*args, *keywords.values()), node)
         case ExtObj(kind=entropy.GENERATOR):
             return entropy.method(machine.at, receiver, name, args, keywords)
         case ExtObj(kind="torch.Generator"):

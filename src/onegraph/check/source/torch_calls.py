@@ -289,7 +289,8 @@ def _waits(
     """Ops whose own host code waits for the device."""
     always = tables.waiting_linalg().get(last) if name.startswith("torch.linalg.") else None
     found = bool(always) or (name.count(".") == 1 and last in ("inverse", "cholesky"))
-    found = found or last == "ctc_loss"
+    others = tables.HOST_READS | tables.READERS | tables.DATA_SHAPES  # told by what they read, or by their shapes
+    found = found or (name in tables.waiting_functions() and last not in others and always is None)
     found = found or (last == "histc" and not (len(args) > 3 or {"min", "max"} & set(keywords)))
     found = found or (last == "normal" and len([a for a in args[:2] if isinstance(a, Tensor)]) == 2)
     if found or always is not None:

@@ -221,8 +221,8 @@ class Slots:
         """Which rows and columns of a layer with this tensor are this rank's, None for all. Raises ValueError where
         they are no layer of their own."""
 
-        def size(dim: int, unit: int, own: int) -> int:
-            count = tensor.shape[dim]
+        def size(dim: int, unit: int, own: int, each: int = 1) -> int:
+            count = tensor.shape[dim] // each
             return own if count == -(-own // unit) else count * unit  # a last group may be smaller
 
         n, k, spans, columns = part.rows, self.k, None, None
@@ -230,7 +230,7 @@ class Slots:
             n = size(field.row_dim, field.rows, n)
             spans = self.share.rows(part.name, n, part.pieces)
         if field.columns:
-            k = size(-1, field.columns, k)
+            k = size(-1, field.columns, k, field.each)
             columns = self.share.columns(part.name, k, self.k)
         rows = () if spans is None or self.share.by_row else spans
         try:

@@ -61,11 +61,11 @@ def _encode(
         run(0, count)
     else:
         edges = [count * i // shares for i in range(shares + 1)]
-        list(_pool(shares, os.getpid()).map(run, edges[:-1], edges[1:]))  # ctypes lets go of the interpreter meanwhile
+        list(pool(shares, os.getpid()).map(run, edges[:-1], edges[1:]))  # ctypes lets go of the interpreter meanwhile
     return codes, residual, value
 
 
 @cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+def pool(threads: int, process: int) -> ThreadPoolExecutor:
     """Of one process: the threads of another one are not there behind a fork."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="onegraph-e8p")
+    return ThreadPoolExecutor(threads, thread_name_prefix="onegraph-encode")

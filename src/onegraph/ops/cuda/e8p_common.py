@@ -14,41 +14,45 @@ TABLES = {2: 65536, 3: 98304, 4: 65536}  # bytes that codes are decoded with, in
 MAX_K = 32768  # of kernels that hold a token's columns in the registers of one block
 
 
-@dataclass(eq=False, kw_only=True)
-class Linear(E8PLinear):
-    """A call as the launches take it: inputs contiguous and aligned, the bias float32.
-
-    Attributes:
-        out: [tokens, n], which they write.
-        steady: sums are made as those of `onegraph.ops.invariant.AT_ONCE` tokens.
-        group: ranks over which the result is summed: inboxes, state, alarm and rank as of `exchange.all_reduce`.
-    """
-
-    out: Tensor
-    steady: bool = False
-    group: tuple[list[Tensor], Tensor, Tensor, int] | None = None
+class Around:
+    """What stands around the codes of a rotated linear, as launches are given it; of a call with its `out`."""
 
     @property
-    def half(self) -> bool:
-        return self.x.dtype == torch.float16
+    def half(self: Any) -> bool:
+        return bool(self.x.dtype == torch.float16)
 
     @property
-    def norm(self) -> float:
+    def norm(self: Any) -> float:
         """Of both Hadamard transforms."""
         return float((block(self.n) * block(self.k)) ** -0.5)
 
     @property
-    def around(self) -> tuple[bool, ...]:
+    def around(self: Any) -> tuple[bool, ...]:
         """What a launch is compiled with: normed, silu, biased, added, wide."""
         return self.eps is not None, self.silu, self.bias is not None, self.add is not None, self.wide
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self: Any) -> dict[str, Any]:
         """What the kernels of few tokens, of many and the portable ones are given alike."""
         return {
             "x": self.x, "in_scale": self.in_scale, "out_scale": self.out_scale, "bias": self.bias, "add": self.add,
             "y": self.out, "tokens": self.tokens, "norm": self.norm, "eps": -1.0 if self.eps is None else self.eps,
         }  # fmt: skip
+
+
+@dataclass(eq=False, kw_only=True)
+class Linear(E8PLinear, Around):
+    """A call as the launches take it: inputs contiguous and aligned, the bias float32.
+
+    Attributes:
+        out: [tokens, n], which they write.
+        steady: sums are made as those of `onegraph.ops.invariant.AT_ONCE` tokens.
+        group: ranks over which the result is summed: peer buffers, state, alarm and rank as of `exchange.all_reduce`.
+    """
+
+    out: Tensor
+    steady: bool = False
+    group: tuple[list[Tensor], Tensor, Tensor, int] | None = None
 
     @property
     def stages(self) -> dict[str, Tensor]:

@@ -25,6 +25,9 @@ TURNED, WEIGHTS = 544, 1024  # bytes of a token's slice and of in_scale's, in e8
 # Row tiles of codes that a warp has under way, by bits: the most that fit. More of them lose: activations come behind
 # them (docs/log.md). Of more than 4 tokens two at most.
 DEPTHS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}
+# Part of a GPU's SMs that clusters may take. At 2 bits on an H200 17408 -> 5120 took 18.4 us by 40 clusters of three
+# blocks, which fit at once, and 10.0 by 20 of five; 6144 -> 5120 7.7 by 40 of three and 5.3 by 40 of two (docs/log.md).
+MOST_SMS = 0.85
 # Row tiles that a warp takes at a time, where its number of them allows it, by bits; one of more than 4 tokens.
 GROUP = {2: 2, 3: 1, 4: 1}
 
@@ -92,6 +95,8 @@ class Plan:
     def cost(self, bits: int, tokens: int, device: build.Device) -> float:
         """Estimated microseconds on an H200, up to what all plans have in common."""
         waves = -(-self.tiles // (device.sms if self.cluster == 1 else device.at_once(self.cluster)))
+        if self.cluster > 1 and self.tiles * self.cluster > MOST_SMS * device.sms:
+            waves *= 2
         turns = -(-self.per_block // self.across)  # slices that a warp takes
         mine = turns * self.blocks * PARTS // self.down  # row tiles of a warp
         work = self.per_block * self.blocks * PARTS  # ... of a block
@@ -203,7 +208,7 @@ def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan, grou
 
 
 def tables(codebook: Tensor) -> Tensor:
-    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times.
+    """uint8 [98304]: the tables of `e8p_common.cuh` unchanged in shared memory, each word 32 times.
 
     `codebook` int8 [512, 8], on a CPU.
     """

@@ -6,6 +6,9 @@ float32 its product of `AT_ONCE` tokens. RMSNorm and SwiGLU in front are launche
 and `add` join the float32 product before the result is rounded.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,6 +54,11 @@ def weight(call: Linear, rows: slice, to: Tensor) -> None:
 
 def run(call: Linear) -> None:
     """`call`, of any number of tokens."""
+    multiply(call, weight)
+
+
+def multiply(call: Any, weight: Callable[[Any, slice, Tensor], None]) -> None:
+    """A call as the launches take it, by what writes rows of its weight."""
     from onegraph.ops.triton.activation import swiglu  # kernels are compiled or interpreted as of their import
     from onegraph.ops.triton.norm import rms_norm
 

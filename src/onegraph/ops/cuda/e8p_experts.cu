@@ -68,8 +68,12 @@ struct Arguments {
 __device__ __forceinline__ int expert_of(const Arguments& a, int pair) {
   return min(max(a.experts[pair], 0), a.matrices - 1);
 }
+#ifndef GELU  // 1: gelu by tanh in place of gate * sigmoid(alpha * gate)
+#define GELU 0
+#endif
 __device__ __forceinline__ float swiglu(float gate, float up, const Arguments& a) {
   gate = fminf(gate, a.limit), up = fminf(fmaxf(up, -a.limit), a.limit);
+  if (GELU) return gate / (1.f + __expf(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate))) * (up + a.shift);
   return gate / (1.f + __expf(-a.alpha * gate)) * (up + a.shift);
 }
 

@@ -243,11 +243,12 @@ class _Call:
     def launch(self, function: str, cut: Cut, grid: tuple[int, int, int], **given: Tensor | None) -> None:
         """`function` of `KERNELS` with the tensors `given`."""
         call, launched = self.call, Launch(grid, 256, function=function)
+        gelu = {"GELU": 1} if call.alpha == 0 else {}
         if function == "e8p_experts":
             shared = cut.shared(call.bits, KERNELS.is_portable(self.device))
             launched = Launch(grid, cut.warps * 32, shared, cut.cluster, function)
         launch(
-            KERNELS, cut.defines(call.bits, call.x.dtype == torch.float16), launched,
+            KERNELS, cut.defines(call.bits, call.x.dtype == torch.float16) | gelu, launched,
             **dict.fromkeys(VARYING) | given, experts=call.experts, weights=call.weights,
             tables=e8p_decode.resident_tables(call.codebook), tokens=self.tokens, top_k=self.top_k,
             matrices=call.gate_up.shape[0], norm=float((block(cut.n) * block(cut.k)) ** -0.5), limit=call.limit,

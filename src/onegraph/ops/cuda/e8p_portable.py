@@ -1,8 +1,10 @@
 """E8P linear for 1 to 64 tokens, 16 at once, on every card since Ampere: how `e8p_portable.cu` is cut over the GPU."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Self
 
 import torch
 
@@ -53,6 +55,12 @@ class Plan:
     down: int
     hold: int
 
+    kept = KEPT  # of a slice of a token; not a field
+
+    def tables(self, bits: int) -> int:
+        """Bytes that codes are decoded with."""
+        return TABLES[bits]
+
     @property
     def warps(self) -> int:
         return self.across * self.down
@@ -69,13 +77,13 @@ class Plan:
 
     def shared(self, bits: int) -> int:
         """Bytes of shared memory of a block."""
-        kept = KEPT if self.turns else 0
+        kept = self.kept if self.turns else 0
         return self._fixed(bits) + self.across * self.tokens * max(kept, (self.hold * 16 + 8) * 4)
 
     def _fixed(self, bits: int) -> int:
-        return TABLES[bits] + -(-(self.tokens * self.across * 8 + 4) // 128) * 128
+        return self.tables(bits) + -(-(self.tokens * self.across * 8 + 4) // 128) * 128
 
-    def fitting(self, bits: int, shared: int) -> "Plan | None":
+    def fitting(self, bits: int, shared: int) -> Self | None:
         """This, which holds the sums of a strip, or with as many as fit and a round may have; None if none do."""
         if self.shared(bits) <= shared:
             return self
@@ -102,29 +110,36 @@ class Plan:
         return waves * (max(tiles * self.across * issue / 4, alone, memory) + turns + rounds + end)
 
 
-def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
-    """Every plan that fits into 99 KB."""
-    count = next(size for size in CLASSES if size >= tokens)
-    slices, tiles, found = -(-k // SLICE), n // 16, []
-    for across in range(1, min(WARPS[count], slices) + 1):
+def cuts(
+    n: int, k: int, count: int, warps: int, device: build.Device
+) -> Iterator[tuple[bool, int, int, int, int, int, int]]:
+    """Of blocks of so many warps, for `count` tokens: turns, strips, parts, unit, across, down, hold of a `Plan`."""
+    slices, tiles = -(-k // SLICE), n // 16
+    for across in range(1, min(warps, slices) + 1):
         parts = -(-slices // across)
         if -(-slices // parts) < across:
             continue  # warps would have nothing to do
-        cuts = set[tuple[int, ...]]()
+        seen = set[tuple[int, ...]]()
         for unit in (PARTS, 4, 2, 1):
             units = -(-tiles // unit)
             most = -(-units // min(units, max(1, device.sms // parts)))  # units of a strip
-            strips, down = -(-units // most), WARPS[count] // across
+            strips, down = -(-units // most), warps // across
             cut = tuple(units * strip // strips * unit for strip in range(strips))
-            if cut in cuts:
+            if cut in seen:
                 continue
-            cuts.add(cut)
+            seen.add(cut)
             for turns in (True, False) if count > MUST_TURN else (True,):
-                for ahead in range(AHEAD_AT_ONCE[bits] if count == AT_ONCE else AHEAD, 0, -1):
-                    whole = Plan(ahead, count, turns, strips, parts, unit, across, down, most * unit)
-                    if fitting := whole.fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
-                        found.append(fitting)
-                        break
+                yield turns, strips, parts, unit, across, down, most * unit
+
+
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
+    """Every plan that fits into 99 KB."""
+    count, found = next(size for size in CLASSES if size >= tokens), []
+    for cut in cuts(n, k, count, WARPS[count], device):
+        for ahead in range(AHEAD_AT_ONCE[bits] if count == AT_ONCE else AHEAD, 0, -1):
+            if fitting := Plan(ahead, count, *cut).fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
+                found.append(fitting)
+                break
     return found
 
 

@@ -40,6 +40,7 @@ PTX u32 hidden_or(u32 a, u32 b) {  // no use of it is moved before it
   asm volatile("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b) : "memory");
   return d;
 }
+PTX void unknown(u32& v) { asm volatile("" : "+r"(v)); }  // to the compiler: what follows from it stays behind
 template <int AT> PTX u32 load_shared(u32 address) {  // AT, added to it, is an immediate
   u32 v;
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(AT));
@@ -181,6 +182,11 @@ PTX uint4 stream(const u8* p) {
 PTX uint2 stream8(const u8* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+PTX u32 stream4(const u8* p) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
 PTX float2 load_now(const float* p) {  // not moved behind a wait, as the compiler would

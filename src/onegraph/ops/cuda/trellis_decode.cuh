@@ -1,0 +1,58 @@
+// Trellis codes to float16, as lanes of m16n8k16 have a tile of 16 x 16. trellis_portable.cu tells how.
+#pragma once
+
+constexpr int FIRST = BITS <= 4 ? 1 : 2;  // words of a lane and tile that come from memory
+constexpr int TILE_BYTES = 32 * BITS;
+
+// Where a lane's words begin in a tile.
+__device__ __forceinline__ int lane_bytes(int lane) { return lane * BITS / 4 * 4; }
+// The lane that has the word behind a lane's own, as its first one, or its second.
+__device__ __forceinline__ int lane_behind(u32 lane) {
+  const u32 next = BITS == 1   ? lane / 4 * 4 + 4
+                   : BITS == 2 ? lane / 2 * 2 + 2
+                   : BITS == 3 ? lane + 1 + (lane % 4 == 0)
+                               : lane + 1;
+  return next % 32;
+}
+
+// Bits AT to AT + 15 of two words.
+template <int AT> __device__ __forceinline__ u32 window(u32 lo, u32 hi) {
+  constexpr int SHIFT = AT % 8, BYTE = AT / 8;
+  const u32 low = SHIFT ? __funnelshift_r(lo, hi, SHIFT) : lo;
+  if (BYTE == 0) return low & 0xFFFFu;
+  if (BYTE == 1) return prmt(low, 0, 0x4421);
+  if (BYTE == 2) return low >> 16;
+  return __funnelshift_r(lo, hi, AT) & 0xFFFFu;
+}
+__device__ __forceinline__ u32 sum_of_bytes(u32 state) { return __dp4a(state * 0x83DCD12Du, 0x01010101u, 0x6400u); }
+template <int E> __device__ __forceinline__ u32 value(u32 lo, u32 mid, u32 hi) {  // 1024 and the sum, as float16
+  constexpr int AT = E * BITS;
+  return sum_of_bytes(AT < 32 ? window<AT % 32>(lo, mid) : window<AT % 32>(mid, hi));
+}
+template <int E> __device__ __forceinline__ u32 two_values(u32 lo, u32 mid, u32 hi) {
+  return prmt(value<E>(lo, mid, hi), value<E + 1>(lo, mid, hi), 0x5410);
+}
+constexpr float OFFSET = 1534.f;  // of all values: 1024 and 510
+__device__ __forceinline__ u32 without_offset(u32 two) { return subtract_f16(two, 0x65FE65FEu); }
+
+// Integers plus OFFSET, of a lane's words: outputs g and g + 8 at inputs 4 t and 4 t + 1, then both at 4 t + 2 and 4 t + 3. All lanes together.
+__device__ __forceinline__ uint4 decode(const u32 (&word)[FIRST], u32 lane) {
+  const int from = lane_behind(lane), shift = lane * 8 * BITS % 32;
+  const u32 first = word[0];
+  u32 second, third = 0;
+  if (FIRST == 1) {
+    second = __shfl_sync(~0u, first, from);
+  } else {
+    second = word[FIRST - 1];
+    // The next lane's first word is this one's second or third.
+    const u32 a = __shfl_sync(~0u, first, from), b = __shfl_sync(~0u, second, from);
+    third = (lane + 1) * BITS / 4 - lane * BITS / 4 == 2 ? a : b;
+  }
+  const u32 lo = BITS % 4 ? __funnelshift_r(first, second, shift) : first;
+  const u32 mid = BITS % 4 ? __funnelshift_r(second, third, shift) : second;
+  const u32 hi = BITS % 4 ? third >> shift : third;
+  uint4 v;
+  v.x = two_values<0>(lo, mid, hi), v.z = two_values<2>(lo, mid, hi);
+  v.y = two_values<4>(lo, mid, hi), v.w = two_values<6>(lo, mid, hi);
+  return v;
+}

@@ -1,0 +1,65 @@
+"""The trellis linear on a CPU: its own source, each thread a fiber (`nvfp4_on_cpu`), and how it is cut. What this
+proves and what it cannot, `test_e8p_portable.py` says."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kernel_table
+from h200 import H200
+from on_cpu import host_lines
+from onegraph.ops.cuda import build, trellis_dequantize, trellis_portable
+from test_e8p_build import SHAPES
+
+HERE = Path(__file__).parent
+SOURCES = (
+    "trellis_portable.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh", "rotated_common.cuh",
+)  # fmt: skip
+CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 128))]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
+    cuda, own = trellis_portable.KERNELS.path.parent, HERE / "trellis_on_cpu"
+    for file in (*(cuda / name for name in SOURCES), own / "ptx.cuh", own / "run.cpp"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(HERE / "e8p_portable_on_cpu" / "ptx.cuh", tmp_path / "portable.cuh")
+    shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "experts.cuh")
+    shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
+    shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
+    lines = host_lines(own / "host.py", tmp_path)
+    for kind in ("tokens", "dense"):
+        assert {line.split()[0] for line in lines if kind in line} == set("12345678")
+
+
+@pytest.mark.parametrize("device", CARDS, ids=lambda device: f"{device.sms}")
+def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
+    for n, k in SHAPES:
+        for bits in (1, 2, 4, 5, 8):
+            for tokens in (1, 2, 5, 9, 16):
+                plan = trellis_portable.plan(n, k, bits, tokens, device)
+                assert plan.tokens >= tokens
+                assert plan.shared(bits) <= build.PORTABLE_SHARED
+                assert (plan.parts - 1) * plan.across < -(-k // 256) <= plan.parts * plan.across
+                assert plan.most(n) * plan.strips >= n // 16
+                step = plan.ahead * plan.down
+                assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
+                assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
+                most = trellis_portable.plan(n, k, bits, 16, device)
+                assert replace(trellis_portable.like_most(n, k, bits, tokens, device), tokens=16) == most
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+@pytest.mark.parametrize("bits", [2, 3, 4, 7])
+def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+    plan = trellis_portable.plan(14336, 4096, bits, tokens, CARDS[2])
+    made = trellis_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    found = kernel_table.usage(trellis_portable.KERNELS, (8, 6), made)
+    assert (found.spilled, found.shared) == (0, 0)
+    assert found.registers * 32 * plan.warps <= 65536
+    if tokens == 1:
+        assert kernel_table.usage(trellis_dequantize.KERNEL, (8, 6), {"BITS": bits, "HALF": 0}).spilled == 0

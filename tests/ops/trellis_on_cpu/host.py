@@ -1,0 +1,160 @@
+"""The trellis linear as a GPU runs it, from the op's kernel down to every launch, which runs on this CPU: `host.py
+FOLDER`, which holds the sources. Prints a line for each case; fails where a result is wrong."""
+
+import ctypes
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from h200 import H200
+from on_cpu import compile_run, flags, launch_on_cpu
+from onegraph.formats.rotated import hadamard_block
+from onegraph.formats.trellis import TILE, UNIT, decode
+from onegraph.ops import e8p, trellis
+from onegraph.ops.cuda import build, trellis_dequantize, trellis_portable
+from onegraph.ops.cuda.trellis_common import Linear
+from onegraph.ops.hadamard import hadamard, rotate_rows
+
+FOLDER = Path(sys.argv[1])
+SMALL = replace(H200, sms=6, shared=build.PORTABLE_SHARED, clusters=(6,) + (0,) * 15)  # as sums meet there
+counters = torch.zeros(4096, dtype=torch.int32)
+step = 1  # in which blocks come
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    n: int
+    k: int
+    bits: int
+    with_: str = ""
+    half: bool = False
+
+    @property
+    def around(self) -> tuple[bool, ...]:
+        return tuple(name in self.with_ for name in ("norm", "silu", "bias", "add", "wide"))
+
+    def defines(self) -> dict[str, int]:
+        plan = trellis_portable.plan(self.n, self.k, self.bits, min(self.tokens, 16), SMALL)
+        return trellis_portable.defines(plan, self.n, self.k, self.bits, self.half, self.around)
+
+
+CASES = [
+    Case(1, 192, 576, 1, "norm"),
+    Case(1, 128, 1600, 2, "bias wide norm add"),
+    Case(3, 64, 64, 3, "norm bias"),
+    Case(1, 320, 512, 4, "add silu", half=True),
+    Case(4, 192, 768, 4, "silu wide", half=True),
+    Case(16, 576, 320, 5, "add", half=True),
+    Case(8, 192, 512, 6, "silu bias"),
+    Case(11, 128, 832, 7, "norm add wide"),
+    Case(2, 704, 576, 8, "add norm"),
+    Case(1, 640, 2048, 3, "norm"),
+]
+DENSE = [(128, 128, bits, bool(bits % 2)) for bits in range(1, 9)] + [(192, 320, 3, False), (320, 256, 4, True)]
+
+
+@cache
+def library(defines: tuple[str, ...]) -> ctypes.CDLL:
+    path = FOLDER / f"host-{abs(hash(defines))}.so"
+    compile_run(FOLDER, defines, path, "-shared")
+    return ctypes.CDLL(str(path))
+
+
+def compiled(source: build.Source, made: dict[str, int]) -> ctypes.CDLL:
+    if source is trellis_dequantize.KERNEL:
+        return library(flags(made | {"DENSE": 1, "START": 1024, "FOLLOWS": 1}))
+    return library(flags(made | {"START": 1024, "FOLLOWS": made["TOKENS"] % 2, "DENSE": 0}))
+
+
+class Kernel:
+    def __init__(self, run: object, turns: int) -> None:
+        self.run, self.turns = run, turns
+
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, cluster: int, stream: int, arguments: bytes
+    ) -> None:
+        assert shared <= build.PORTABLE_SHARED
+        assert threads <= 512
+        self.run(ctypes.c_char_p(arguments), self.turns, *grid[:2], threads, shared, step)
+
+
+class Counters:
+    @staticmethod
+    def of(device: int | None) -> int:
+        return counters.data_ptr()
+
+
+def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> dict[str, Kernel]:
+    run = compiled(source, dict(defines)).run
+    return {name: Kernel(run, int(name.endswith("turn"))) for name in source.functions}
+
+
+build.device = lambda index: SMALL
+launch_on_cpu(kernels)
+trellis_portable.ARRIVED = Counters
+
+
+def scales(n: int, k: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    in_scale, out_scale = e8p.random_scales(n, k, torch.device("cpu"), g)
+    return in_scale, out_scale * (10 / UNIT)
+
+
+def check(case: Case) -> None:
+    global step
+    norm, silu, bias, add, wide = case.around
+    dtype, tokens, n, k = torch.float16 if case.half else torch.bfloat16, case.tokens, case.n, case.k
+    g = torch.Generator().manual_seed(0)
+    codes, both = trellis.random_codes(n, k, case.bits, "cpu", g), scales(n, k, g)
+    # Each token of another size.
+    x = (torch.randn(tokens, 2 * k if silu else k, generator=g) * (1 + torch.arange(tokens)[:, None])).to(dtype)
+    given = torch.randn(n, generator=g) if bias else None
+    more = torch.randn(tokens, n, generator=g).to(torch.float32 if wide else dtype) if add else None
+    eps = 1e-5 if norm else None
+    truth = trellis.trellis_linear.reference(x.float(), codes, *both, given, case.bits, more, eps, silu, True)
+    results = []
+    for order in (1, 7919):  # a prime, so that all come
+        step = order
+        out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
+        trellis_portable.run(Linear(x, codes, *both, given, case.bits, more, eps, silu, wide, out=out))
+        assert not counters.any(), case
+        results.append(out)
+    assert torch.equal(*results), case  # whoever came last
+    rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm()) if not wide else 0.0
+    error = float((results[0].float() - truth).norm() / truth.norm())
+    assert error < math.hypot(rounding, 3e-4), (case, error)  # activations have 11 bits
+    print(f"{case.bits} bits, {tokens} tokens, {error:.1e}", flush=True)
+
+
+def check_dense(n: int, k: int, bits: int, half: bool) -> None:
+    g, dtype = torch.Generator().manual_seed(0), torch.float16 if half else torch.bfloat16
+    codes, (in_scale, out_scale) = trellis.random_codes(n, k, bits, "cpu", g), scales(n, k, g)
+    q = hadamard.reference(decode(codes, bits).float(), hadamard_block(k))
+    want = rotate_rows(q, hadamard_block(n)) * out_scale.unsqueeze(1) * in_scale
+    x = torch.empty(1, k, dtype=dtype)
+    call = Linear(x, codes, in_scale, out_scale, None, bits, out=torch.empty(1, n, dtype=dtype))
+    got = torch.full((n, k), float("nan"), dtype=dtype)
+    for first in range(0, n, 128):
+        rows = slice(first, min(first + 128, n))
+        trellis_dequantize.weight(call, rows, got[rows])
+    rounding = float((want.to(dtype).float() - want).norm() / want.norm())
+    error = float((got.float() - want).norm() / want.norm())
+    assert error < math.hypot(rounding, 4e-4), (n, k, bits, error)
+    assert codes.shape[0] * TILE == n
+    print(f"{bits} bits, dense, {error:.1e}", flush=True)
+
+
+with ThreadPoolExecutor(2) as pool:
+    wanted = [(trellis_portable.KERNELS, case.defines()) for case in CASES]
+    wanted += [(trellis_dequantize.KERNEL, {"BITS": bits, "HALF": int(half)}) for _, _, bits, half in DENSE]
+    compiled(*wanted[0])  # which compiles the header of all
+    list(pool.map(lambda each: compiled(*each), wanted))
+for each in CASES:
+    check(each)
+for dense in DENSE:
+    check_dense(*dense)
