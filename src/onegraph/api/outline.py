@@ -110,6 +110,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
         else config.attention_layers * config.latent.width,
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),
+        left=dict.fromkeys((name for name in config.steady if ".indexer." in name), "chooses tokens: never rounded"),
         check=lambda checkpoint: Loader(checkpoint, config, torch.float32).check(),
     )
 

@@ -132,11 +132,14 @@ def test_the_checkpoint_is_the_model_with_its_weights_rounded(family: str, tmp_p
                 left.add(name)
     torch.testing.assert_close(got, logits(hf), atol=1e-4, rtol=0)
     # every matrix is rounded, or said to be left
+    own = plan(tmp_path / "model", device="cpu").own
     ends = ("embed", "lm_head", "wte")
     for name, parameter in hf.named_parameters():
         if parameter.dim() > 1 and name not in rounded and not any(end in name for end in ends):
+            if own and name.endswith(("mlp.gate.weight", "indexer.weights_proj.weight")):
+                continue  # routers are no linears to our decoder
             assert name in told.left or name.removesuffix(".weight") in told.left, name
-    assert left <= set(told.left)
+    assert {name for name in left if not (own and name.endswith("weights_proj"))} <= set(told.left)
     assert bool(told.experts) == (family in ROUTERS)
     config = Checkpoint.open(tmp_path / "out").config
     if config["model_type"] not in OWN:
