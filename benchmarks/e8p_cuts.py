@@ -77,7 +77,7 @@ def portable_plans(
             yield plan.cost(n, bits, device), plan
 
 
-def with_other_rings(plan: e8p_portable.Plan, n: int, bits: int) -> Iterator[e8p_portable.Plan]:
+def with_other_rings(plan: e8p_portable.PortableTiling, n: int, bits: int) -> Iterator[e8p_portable.PortableTiling]:
     """The same cut with fewer and more row tiles of codes under way."""
     for ahead in range(1, 5):
         other = replace(plan, ahead=ahead, hold=plan.most(n)).fitting(bits, build.PORTABLE_SHARED)
@@ -93,7 +93,7 @@ def measured(module: Any, plan: Any, layers: list[tuple], x: Tensor, expected: T
         return timed(layers, x), error
 
 
-def compiled(plan: e8p_portable.Plan, n: int, k: int, bits: int) -> None:
+def compiled(plan: e8p_portable.PortableTiling, n: int, k: int, bits: int) -> None:
     """Into the cache on disk."""
     defines = e8p_portable.defines(plan, n, k, bits, False, (False,) * 5)
     e8p_portable.KERNELS.cubin(defines, torch.cuda.get_device_capability(DEVICE))

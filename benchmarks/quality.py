@@ -28,10 +28,10 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.source import LlamaSource
 from onegraph.quant.calibrate import packed_tokens, pieces
 from onegraph.quant.layer import dequantize
-from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
+from onegraph.quant.resumable import ResumableWork
 from onegraph.quant.sensitivity import Costs, measure, quick
 
 # The ladder: each rung has the levers of the one before and one more.
@@ -252,7 +252,9 @@ def main() -> None:
         about = {"bpw": bits + 0.5, "seconds": 0.0}
         report(f"rtn@{bits}", lambda name, w, b=bits: round_to_nearest(w, b), about)
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
-    partial = Partial(scratch, args.model, keep_inputs=False)  # each run gathers its own, so that its time counts that
+    partial = ResumableWork(
+        scratch, args.model, keep_inputs=False
+    )  # each run gathers its own, so that its time counts that
     chooser = Chooser(checkpoint, model, calibration, args.probed)
     for name, recipe in runs(args.run, levers(args.set)):
         if time.time() - begun > args.limit:

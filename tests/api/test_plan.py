@@ -19,7 +19,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from models import save_hf
 from onegraph import plan, quantize
-from onegraph.api import cost, room
+from onegraph.api import cost, resources
 from onegraph.api import plan as planning
 from onegraph.api.choices import choose
 from onegraph.api.size import Size
@@ -176,10 +176,10 @@ def test_who_is_refused_for_memory_is_told_what_would_do(
 
     alone = plan(model, device="cpu", tokens=1 << 20).rounding
     monkeypatch.setattr(planning, "sampling_memory", lambda work, device: 1 << 40)
-    monkeypatch.setattr(room, "available_memory", lambda device: alone)
+    monkeypatch.setattr(resources, "available_memory", lambda device: alone)
     assert "self_generate=False does without" in told(tokens=1 << 20, extend=True)
     assert "give a text" in told(tokens=1 << 20, calibration="self")
-    monkeypatch.setattr(room, "available_memory", lambda device: 1)
+    monkeypatch.setattr(resources, "available_memory", lambda device: 1)
     for options in ({}, {"extend": True}):
         assert told(**options).endswith("ask for fewer tokens")
         assert told(recipe="good", **options).endswith("ask for fewer tokens, or recipe 'quick'")
@@ -238,14 +238,14 @@ def test_nothing_is_sampled_for_a_command_that_cannot_end_well(
     refused("exists already", model, tmp_path, **sampled)
     (tmp_path / "file").write_text("x")
     refused(r"file is no directory", model, tmp_path / "file" / "out", **sampled)
-    monkeypatch.setattr(room.os, "access", lambda *_: False)  # who runs as root may write anywhere
+    monkeypatch.setattr(resources.os, "access", lambda *_: False)  # who runs as root may write anywhere
     refused("cannot be written to", model, tmp_path / "out", **sampled)
     monkeypatch.undo()
     monkeypatch.setattr("onegraph.api.quantize.sample_text", lambda *_: pytest.fail("it sampled"))
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
     refused(r"needs 1\d\d\.\d kB of this disk and 50\.0 kB are free", model, tmp_path / "out", **sampled)
     monkeypatch.undo()
-    monkeypatch.setattr(room, "available_memory", lambda _: 400_000)
+    monkeypatch.setattr(resources, "available_memory", lambda _: 400_000)
     refused(r"ask for fewer tokens", model, tmp_path / "out", **sampled)
     refused(r"takes at least .* of memory on cpu and 400\.0 kB are free", model, tmp_path / "out", calibration=TEXT)
 
@@ -255,7 +255,7 @@ def test_activations_of_a_killed_job_count_as_free(
 ) -> None:
     out = tmp_path / "out"
     stale = tmp_path / "out.partial" / ".activations.tmp"
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=plan(model, **SMALL).disk - 8))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=plan(model, **SMALL).disk - 8))
     with pytest.raises(ValueError, match="of this disk and"):
         plan(model, out, **SMALL)
     stale.mkdir(parents=True)
@@ -275,14 +275,14 @@ def test_pieces_of_a_killed_job_need_no_second_room(
     folder.mkdir()
     for size, free, enough in ((kept - 1, whole.disk - kept, False), (kept, whole.disk - kept, True)):
         (folder / "fisher-00000.safetensors").write_bytes(bytes(size))
-        monkeypatch.setattr(room.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(resources.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         if enough:
             plan(model, out, **SMALL)
         else:
             with pytest.raises(ValueError, match="of this disk and"):
                 plan(model, out, **SMALL)
     (folder / "fisher-00000.safetensors").write_bytes(bytes(10 * whole.disk))  # the result needs its own
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=whole.after.total_bytes - 1))
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda _: SimpleNamespace(free=whole.after.total_bytes - 1))
     with pytest.raises(ValueError, match="of this disk and"):
         plan(model, out, **SMALL)
 
@@ -364,19 +364,19 @@ def test_a_corrected_command_samples_no_second_time(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onegraph.api import quantize as module
-    from onegraph.quant.partial import Partial
+    from onegraph.quant.resumable import ResumableWork
 
     options: dict[str, Any] = {"calibration": "self", "tokens": 128, "sequence": 64, "device": "cpu"}
-    save, pieces = Partial.save, []
+    save, pieces = ResumableWork.save, []
 
-    def stop(self: Partial, name: str, *rest: Any) -> None:
+    def stop(self: ResumableWork, name: str, *rest: Any) -> None:
         save(self, name, *rest)
         pieces.append(name)
         if name == "block-00000":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Partial, "save", stop)
+        patched.setattr(ResumableWork, "save", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize(model, tmp_path / "out", **options)
     assert pieces == ["text", "inputs-00000", "block-00000"]
@@ -395,9 +395,9 @@ def test_a_corrected_command_samples_no_second_time(
 
 
 def test_two_runs_into_one_directory(model: Path, tmp_path: Path) -> None:
-    from onegraph.quant.partial import Partial
+    from onegraph.quant.resumable import ResumableWork
 
-    with Partial(tmp_path / "out.partial", "another"):
+    with ResumableWork(tmp_path / "out.partial", "another"):
         for more in ({}, {"format": "nvfp4"}):
             with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* works there; wait until it has ended"):
                 quantize(model, tmp_path / "out", device="cpu", **more)
@@ -425,7 +425,7 @@ if kept == "memory":
 text = "the thing in the inn, and a hat. " * 20
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (1024 * used + int(headroom), -1))
-api.check_room = lambda found, out: None  # it would refuse, since what it counts on is not known to the byte
+api.check_resources = lambda found, out: None  # it would refuse, since what it counts on is not known to the byte
 try:
     api.quantize(model, out, calibration=text, tokens=128, sequence=64, recipe="quick", device="cpu")
 except (MemoryError, RuntimeError, OSError, ValueError) as error:

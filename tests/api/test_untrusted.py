@@ -22,8 +22,8 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
-from onegraph.api import caged
-from onegraph.api.cage import Cage, CageError, Exhausted
+from onegraph.api import sandbox_worker
+from onegraph.api.sandbox import Exhausted, Sandbox, SandboxWorkerError
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 
@@ -38,17 +38,17 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cage() -> Iterator[Cage]:
-    made = Cage("templates", 1 << 30)
+def cage() -> Iterator[Sandbox]:
+    made = Sandbox("templates", 1 << 30)
     yield made
     made._stop()
 
 
-def render(cage: Cage, template: str, seconds: float = 3) -> Any:
+def render(cage: Sandbox, template: str, seconds: float = 3) -> Any:
     return cage.call("render", seconds=seconds, template=template, messages=CHAT, variables={})
 
 
-def pid(cage: Cage) -> int:
+def pid(cage: Sandbox) -> int:
     cage.start()
     assert cage._child is not None
     return cage._child.pid
@@ -62,7 +62,7 @@ def change(model: Path, **parts: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- the process
 
 
-def test_the_process_sees_nothing_of_the_environment(cage: Cage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_sees_nothing_of_the_environment(cage: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     seen = Path(f"/proc/{pid(cage)}/environ").read_bytes()
     names = {entry.split(b"=")[0] for entry in seen.split(b"\0") if entry}
@@ -73,11 +73,11 @@ def test_the_process_sees_nothing_of_the_environment(cage: Cage, monkeypatch: py
 SHUT = """
 import os, signal, socket, subprocess, sys, threading
 sys.path.insert(0, sys.argv[1])
-import caged
+import sandbox_worker
 if sys.argv[2] == "limits":
-    caged._filter_calls = lambda: False
+    sandbox_worker._filter_calls = lambda: False
 parent = os.getppid()
-filtered = caged.shut()
+filtered = sandbox_worker.enter_sandbox()
 ways = {
     "open": lambda: open("/etc/hostname"),
     "write": lambda: open(sys.argv[3], "w"),
@@ -104,7 +104,7 @@ sys.stdout.write(f"filtered {filtered}\\n")
 @pytest.mark.parametrize("by", ["limits", "filter"])
 def test_the_process_has_no_files_network_or_other_processes(by: str, tmp_path: Path) -> None:
     """By the limits of the process alone, and where the kernel has it by a filter of system calls."""
-    folder, target = str(Path(caged.__file__).parent), tmp_path / "written"
+    folder, target = str(Path(sandbox_worker.__file__).parent), tmp_path / "written"
     kept = tmp_path / "written.kept"
     kept.touch()
     done = subprocess.run(
@@ -118,7 +118,7 @@ def test_the_process_has_no_files_network_or_other_processes(by: str, tmp_path: 
     assert kept.exists()
 
 
-def test_the_process_is_limited(cage: Cage) -> None:
+def test_the_process_is_limited(cage: Sandbox) -> None:
     child = pid(cage)
     assert resource.prlimit(child, resource.RLIMIT_AS) == (1 << 30, 1 << 30)
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
@@ -139,9 +139,9 @@ def test_300_prompts_take_one_process(model: Path) -> None:
     assert (pid(t._cage), pid(t.template._cage)) == before
 
 
-def test_after_a_failure_the_next_call_is_answered(cage: Cage) -> None:
+def test_after_a_failure_the_next_call_is_answered(cage: Sandbox) -> None:
     first = pid(cage)
-    with pytest.raises(CageError, match="no"):
+    with pytest.raises(SandboxWorkerError, match="no"):
         render(cage, "{{ raise_exception('no') }}")
     assert render(cage, "{{ 1 + 1 }}") == "2"
     assert pid(cage) == first
@@ -159,7 +159,7 @@ def test_after_a_failure_the_next_call_is_answered(cage: Cage) -> None:
     assert render(cage, "{{ 1 + 3 }}") == "4"
 
 
-def test_an_interrupted_call_does_not_answer_the_next(cage: Cage) -> None:
+def test_an_interrupted_call_does_not_answer_the_next(cage: Sandbox) -> None:
     class Stop(Exception):
         pass
 
@@ -178,7 +178,7 @@ def test_an_interrupted_call_does_not_answer_the_next(cage: Cage) -> None:
     assert render(cage, "new") == "new"
 
 
-def test_threads_and_forks_get_their_own_answers(cage: Cage) -> None:
+def test_threads_and_forks_get_their_own_answers(cage: Sandbox) -> None:
     wrong = []
 
     def ask(which: int) -> None:
@@ -215,7 +215,7 @@ def test_the_processes_end_with_their_owner(model: Path) -> None:
         gc.enable()
 
 
-def test_a_process_that_cannot_start_is_named(cage: Cage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_named(cage: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     with pytest.raises(OSError, match="cannot start a process for templates"):
         render(cage, "{{ 1 }}")
@@ -228,7 +228,7 @@ def test_what_a_template_is_given_leads_nowhere() -> None:
     """Whatever attributes and items a template can get at: no module, no function with globals."""
     seen: dict[int, object] = {}
 
-    class Given(caged.Templates):
+    class Given(sandbox_worker.Templates):
         def render(self, template: str, messages: list[dict[str, str]], variables: dict[str, Any]) -> str:
             def look(value: object) -> str:
                 seen[id(value)] = value
@@ -268,7 +268,7 @@ def test_a_template_cannot_read_the_environment(value: str, model: Path, monkeyp
     assert "hf_secret" not in errors
 
 
-def test_all_of_jinja_works_where_nothing_can_be_imported_any_more(cage: Cage) -> None:
+def test_all_of_jinja_works_where_nothing_can_be_imported_any_more(cage: Sandbox) -> None:
     from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 
     uses = [f"{value} | {name}{more}" for name in DEFAULT_FILTERS for value in VALUES for more in ("", "(1)", "('a')")]
@@ -278,13 +278,13 @@ def test_all_of_jinja_works_where_nothing_can_be_imported_any_more(cage: Cage) -
     for use in uses:
         try:
             render(cage, f"{{{{ {use} }}}}")
-        except CageError as error:
+        except SandboxWorkerError as error:
             failures.append((use, str(error)))
     assert not [each for each in failures if re.search("Module|Import|permitted|ran (out|longer)", each[1])]
     assert len(failures) < 0.6 * len(uses), "else it does not show much"
 
 
-def test_each_prompt_has_its_own_time(cage: Cage) -> None:
+def test_each_prompt_has_its_own_time(cage: Sandbox) -> None:
     """The limit is for one rendering, not for the life of the process."""
     busy = "{% for a in range(300) %}{% for b in range(3000) %}{% endfor %}{% endfor %}x"
     start = time.process_time()

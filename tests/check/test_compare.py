@@ -270,7 +270,7 @@ def test_what_comes_after_another_read_on_another_path_follows_from_it(ahead, fo
 
 
 def place(chain):
-    return frames.Place("/a/b.py", 7, 0, " n = x.item()  ") if chain is THERE else None
+    return frames.CodeLocation("/a/b.py", 7, 0, " n = x.item()  ") if chain is THERE else None
 
 
 @pytest.mark.parametrize(

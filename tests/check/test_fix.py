@@ -12,7 +12,7 @@ import pytest
 from onegraph.check import CheckError, cli
 from onegraph.check.api import check_target
 from onegraph.check.report import Report, relative
-from onegraph.check.rewrite import Plan, plan, text, verify
+from onegraph.check.rewrite import RewritePlan, plan, text, verify
 from onegraph.check.targets import Options
 
 HEAD = """\
@@ -151,7 +151,7 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> Looking:
     return Looking(monkeypatch)
 
 
-def planned(path: Path) -> tuple[Plan, str]:
+def planned(path: Path) -> tuple[RewritePlan, str]:
     made = plan(f"{path}:factory")
     return made, made.changed.get(str(path), path.read_text())
 

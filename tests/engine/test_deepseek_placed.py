@@ -179,7 +179,7 @@ def test_too_little_memory_says_the_sums(folder, monkeypatch):
 
 def test_too_little_memory_for_state_names_the_device(folder, monkeypatch):
     model = load(folder, ["cpu", "cpu"])
-    monkeypatch.setattr(deepseek_v4, "room_for_cache", lambda device, reserve=0: 10**6)
+    monkeypatch.setattr(deepseek_v4, "free_cache_memory", lambda device, reserve=0: 10**6)
     with pytest.raises(ValueError, match=r"cpu has 0\.0 GB free for state; 500 sequences"):
         model.new_cache(rows=500, pages=900, page_size=128, pages_per_row=2)
 

@@ -13,7 +13,7 @@ from onegraph.formats.fp8 import FP8, FP8Format, fp8_of
 from onegraph.formats.mxfp4 import E8M0
 from onegraph.formats.nvfp4 import E4M3
 from onegraph.formats.weight import Part
-from onegraph.nn.linear import Linear, Siblings, join
+from onegraph.nn.linear import ConcatLinear, Linear, join
 from onegraph.ops.fp8 import fp8_dequantize, fp8_experts, fp8_linear, random_weight
 from test_weight_format import Held, made
 
@@ -192,12 +192,12 @@ def test_siblings_join_where_rows_keep_their_blocks() -> None:
         parts = [made(format, n, 96, seed=1), made(format, 130, 96, seed=2)]
         one, x = join(parts), torch.randn(3, 96)
         assert isinstance(one, Linear) is joins
-        assert isinstance(one, Siblings) is not joins
+        assert isinstance(one, ConcatLinear) is not joins
         want = torch.cat([part(x) for part in parts], -1)
         assert (one(x) - want).norm() <= 1e-6 * want.norm()
     for format in (MX, ROWS):
         assert isinstance(join([made(format, n, 96, seed=n) for n in (5, 7)]), Linear)
-    assert isinstance(join([made(BLOCKS, 128, 96), made(ROWS, 128, 96)]), Siblings)
+    assert isinstance(join([made(BLOCKS, 128, 96), made(ROWS, 128, 96)]), ConcatLinear)
 
 
 def test_cuts_are_between_blocks() -> None:

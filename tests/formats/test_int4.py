@@ -22,7 +22,7 @@ from onegraph.formats.weight import Part
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.loader import Loader
-from onegraph.nn.linear import Linear, Siblings, join
+from onegraph.nn.linear import ConcatLinear, Linear, join
 from onegraph.ops.int4 import int4_linear, random_weight
 from test_weight_format import Held
 
@@ -252,7 +252,7 @@ def test_siblings_join_where_they_have_one_order() -> None:
     joined = join(layers[:2])
     assert isinstance(joined, Linear)
     assert torch.equal(joined.dense().weight, torch.cat([t.weight, other.weight]).float())
-    assert isinstance(join(layers), Siblings)
+    assert isinstance(join(layers), ConcatLinear)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

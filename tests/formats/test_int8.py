@@ -12,7 +12,7 @@ from models import Decoder, save_e8p, save_hf, smollm2_gguf
 from onegraph.api.device import pick_precision
 from onegraph.api.llm import LLM
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
-from onegraph.formats.int8 import INT8, turned, turned_back
+from onegraph.formats.int8 import INT8, rotated, turned_back
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.nn.linear import PackedLinear, dense
@@ -40,15 +40,15 @@ def test_a_turned_weight_is_off_by_half_a_step_at_most(k: int) -> None:
     weight = randn(64, k) * torch.logspace(-6, 6, 64).unsqueeze(1)
     held = INT8.encode(weight)
     assert int(held["weight"].abs().max()) <= 127
-    assert (turned(decoded(weight) - weight).abs() <= held["scale"].float().unsqueeze(1) * 0.501).all()
-    assert (held["scale"].float() <= turned(weight).abs().amax(1) / 127 * (1 + 2**-7)).all()  # no coarser than need be
+    assert (rotated(decoded(weight) - weight).abs() <= held["scale"].float().unsqueeze(1) * 0.501).all()
+    assert (held["scale"].float() <= rotated(weight).abs().amax(1) / 127 * (1 + 2**-7)).all()  # no coarser than need be
 
 
 def test_turning_is_orthonormal_and_evens_out_what_is_large() -> None:
     """One large number in 512: a step of 1/127 of it by itself, a seventh of that turned."""
     weight = randn(8, 512)
     weight[:, 7] = 100
-    assert torch.allclose(turned_back(turned(weight)), weight, atol=1e-4)
+    assert torch.allclose(turned_back(rotated(weight)), weight, atol=1e-4)
     assert (INT8.encode(weight)["scale"].float() < 100 / 127 / 7).all()
 
 
@@ -120,7 +120,7 @@ def rounded(hf: Any, config: LlamaConfig) -> Any:
 
 def exact(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """The product of `ops/int8.py` without its roundings to bfloat16."""
-    return turned(x) @ (codes.float() * scale.float().unsqueeze(-1)).T
+    return rotated(x) @ (codes.float() * scale.float().unsqueeze(-1)).T
 
 
 @pytest.mark.parametrize(

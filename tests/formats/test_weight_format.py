@@ -31,7 +31,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.loader import Loader
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import GroupedLinear, Linear, Siblings, Weight, join
+from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, Weight, join
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.fp8 import random_weight as random_fp8
 from onegraph.ops.mxfp4 import mxfp4_dequantize
@@ -202,7 +202,7 @@ def test_joined_layers_are_the_layers_one_after_the_other(format: WeightFormat) 
     assert isinstance(one, Linear)
     assert near(one(x), torch.cat([part(x) for part in parts], -1))
     other = made(DENSE if format is not DENSE else MXFP4, 128, 128)
-    assert isinstance(join([parts[0], other]), Siblings)
+    assert isinstance(join([parts[0], other]), ConcatLinear)
 
 
 @each_format

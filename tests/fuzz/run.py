@@ -391,22 +391,22 @@ def descriptor_2() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def stopped_after(pieces: int) -> Iterator[None]:
     """Quantization stops as if interrupted when it has kept so many pieces."""
-    from onegraph.quant.partial import Partial
+    from onegraph.quant.resumable import ResumableWork
 
-    save, count = Partial.save, 0
+    save, count = ResumableWork.save, 0
 
-    def counted(self: Partial, *args: object, **kwargs: object) -> None:
+    def counted(self: ResumableWork, *args: object, **kwargs: object) -> None:
         nonlocal count
         save(self, *args, **kwargs)
         count += 1
         if count == pieces:
             raise KeyboardInterrupt
 
-    Partial.save = counted
+    ResumableWork.save = counted
     try:
         yield
     finally:
-        Partial.save = save
+        ResumableWork.save = save
 
 
 __all__ = ["Failure", "Fuzzer", "damage_json", "invoke", "judge", "stopped_after"]

@@ -20,7 +20,7 @@ from onegraph.models.families import FAMILIES, MISSING
 from onegraph.models.fields import INERT, NEUTRAL
 from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
-from onegraph.nn.block import Bare, Norm, Normed, WholeNorms
+from onegraph.nn.block import InputLinear, Norm, Normed, WholeNorms
 from onegraph.ops.route import sigmoid_route
 from onegraph.quant.fisher import kl_factors
 
@@ -262,7 +262,7 @@ def test_parts_are_chosen_by_the_family(tmp_path: Path) -> None:
         made[variant] = Llama.load(Checkpoint.open(tmp_path / variant)).blocks[0]
     assert isinstance(made["gemma3"].qkv, Normed)
     assert isinstance(made["gemma3"].out.after, Norm)
-    assert isinstance(made["olmo2"].qkv, Bare)
+    assert isinstance(made["olmo2"].qkv, InputLinear)
     assert isinstance(made["olmo2"].qkv.after, WholeNorms)
     assert not made["olmo2"].fused
     assert made["phi3"].attention.cos.shape[1] == 4

@@ -62,7 +62,7 @@ def test_weights_are_refused_by_the_byte(variant: str, tmp_path: Path, monkeypat
 
 def test_a_cpu_bounds_caches_and_not_weights_which_are_read_where_they_lie() -> None:
     assert memory.free_memory(CPU) > 1 << 40
-    assert 0 < memory.room_for_cache(CPU) < 1 << 45
+    assert 0 < memory.free_cache_memory(CPU) < 1 << 45
 
 
 def test_a_cache_is_held_against_what_the_machine_has(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.e8p import E8P
 from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
-from onegraph.nn.linear import Linear, Siblings, dense, join
+from onegraph.nn.linear import ConcatLinear, Linear, dense, join
 from onegraph.ops.activation import swiglu
 from onegraph.ops.norm import rms_norm
 
@@ -115,25 +115,25 @@ def test_siblings_fuse_where_that_is_exact(bits: int) -> None:
     q, k, v = (layer(n, 192, bits, seed=n, bias=n != 64)[0] for n in (192, 64, 128))
     x = inputs(192)
     apart = join([q, k, v])
-    assert isinstance(apart, Siblings), "in_scale differs"
+    assert isinstance(apart, ConcatLinear), "in_scale differs"
     assert error(apart(x), torch.cat([part(x) for part in (q, k, v)], dim=-1)) == 0
     k, v = with_scale(k, q.in_scale), with_scale(v, q.in_scale)
-    assert isinstance(join([q, k, v]), Siblings), "output blocks differ: 64, 64 and 128"
+    assert isinstance(join([q, k, v]), ConcatLinear), "output blocks differ: 64, 64 and 128"
     v = layer(320, 192, bits, seed=3)[0]
     one = join([q, k, with_scale(v, q.in_scale)])
     assert isinstance(one, Linear)
     assert error(one(x), torch.cat([part(x) for part in (q, k, with_scale(v, q.in_scale))], dim=-1)) < 1e-6
     nearly = q.in_scale.clone()
     nearly[0] *= 1 + 2**-20
-    assert isinstance(join([q, with_scale(k, nearly)]), Siblings), "one bit of in_scale differs"
+    assert isinstance(join([q, with_scale(k, nearly)]), ConcatLinear), "one bit of in_scale differs"
 
 
 def test_siblings_of_other_rates_or_kinds_stay_apart() -> None:
     q, k = layer(64, 64, 4)[0], layer(64, 64, 2, seed=1)[0]
     k = with_scale(k, q.in_scale)
-    assert isinstance(join([q, k]), Siblings)
+    assert isinstance(join([q, k]), ConcatLinear)
     mixed = join([q, dense(torch.randn(8, 64))])
-    assert isinstance(mixed, Siblings)
+    assert isinstance(mixed, ConcatLinear)
     assert mixed.out_features == 72
     assert join([q]) is q
     both = join([dense(torch.ones(2, 4), torch.ones(2)), dense(torch.ones(3, 4))])

@@ -61,7 +61,7 @@ def _one(mode: int, name: str, depth: int, *spilled: int) -> Form:
 
 
 def _turboquant(bits: int, rows: int, dtype: int, stages: int, *spilled: int) -> Form:
-    defines = turboquant.Plan(128, bits, bits, rows, dtype, 1).defines(stages)
+    defines = turboquant.AttentionTiling(128, bits, bits, rows, dtype, 1).defines(stages)
     return Form(turboquant.KERNELS, f"{bits} bits, {rows} queries, {stages} tiles under way", defines, spilled)
 
 

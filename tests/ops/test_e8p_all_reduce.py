@@ -68,7 +68,17 @@ def test_more_tokens_cross_in_a_launch_of_their_own() -> None:
 
 def test_what_cannot_cross_is_refused() -> None:
     one, group = layer(128, 128, 2), peers(2, 256)
-    weight = one.given["codes"], None, codebook(), one.given["in_scale"], one.given["out_scale"], None, 2, None, False
+    weight = (
+        one.kernel_args["codes"],
+        None,
+        codebook(),
+        one.kernel_args["in_scale"],
+        one.kernel_args["out_scale"],
+        None,
+        2,
+        None,
+        False,
+    )
     for tokens, words in (
         (5, "x has 5 tokens; allowed are 1 to 4: run e8p_linear, then all_reduce"),
         (3, "e8p_all_reduce: a rank sends 384 words of 4 bytes, a peer buffer has room for 256"),

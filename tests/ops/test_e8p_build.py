@@ -345,7 +345,7 @@ def test_shared_memory_of_many_tokens(bits: int) -> None:
 def test_shared_memory_of_the_source(tile: tuple[int, int], join: int) -> None:
     """What a plan asks for ends behind the barriers, which stand where the source says."""
     for bits in (2, 3):
-        plan = e8p_prefill.Plan(*tile, 8, 2, join)
+        plan = e8p_prefill.PrefillTiling(*tile, 8, 2, join)
         checks = f"static_assert(END_BYTES + 64 == {plan.shared(bits)} && PITCH == {e8p_prefill.PITCH});"
         e8p_prefill.KERNELS.cubin(e8p_prefill.defines(plan, 4096, bits, False), (9, 0), checks)
 

@@ -117,7 +117,7 @@ def test_more_than_16_warps(k: int, across: int, down: int, bits: int, monkeypat
     """A block of 640 threads, whose registers are fewer; clusters that have none are cut so only where n is large."""
     for tokens in (1, 2, 4, 8):
         ahead = 1 if tokens > e8p_decode.FEW else e8p_decode.DEPTHS[bits][-2]
-        plan = e8p_decode.Plan(ahead, 3, 1, 1, k // 256, k // 256, across, down)
+        plan = e8p_decode.DecodeTiling(ahead, 3, 1, 1, k // 256, k // 256, across, down)
         assert plan.most_threads == 640
         monkeypatch.setattr(e8p_decode, "plan", lambda *_, plan=plan: plan)
         args, add = _arguments(tokens, 320, k, bits), torch.randn(tokens, 320, device="cuda").bfloat16()
@@ -161,7 +161,7 @@ def test_many_tokens_however_they_are_cut(tile: tuple[int, int], bits: int, monk
             per_split = -(-slices // splits)
             if (splits - 1) * per_split >= slices:
                 continue
-            plan = e8p_prefill.Plan(*tile, per_split, splits, join)
+            plan = e8p_prefill.PrefillTiling(*tile, per_split, splits, join)
             monkeypatch.setattr(e8p_prefill, "plan", lambda *_, plan=plan: plan)
             _poison((tokens, n), torch.bfloat16)
             y = _linear(*args, add.bfloat16(), 1e-5)

@@ -103,7 +103,7 @@ def test_a_compiler_that_has_nothing_to_say_leaves_bytes_alone(tmp_path: Path) -
     assert [bytes.fromhex(f"{value:02x}")[0] for value in range(256)] == list(range(256))
 
 
-def experts(tokens: int, bits: int) -> e8p_experts.Way:
+def experts(tokens: int, bits: int) -> e8p_experts.ExpertVariant:
     found = e8p_experts.way(tokens, 8, 128, 2048, 768, bits, PLAIN, portable=True)
     assert found is not None
     return found
@@ -136,8 +136,8 @@ def tight() -> list[tuple[build.Source, dict[str, int]]]:
         (nvfp4.SHORT, {"HALF": 0, "TILES": 2, "WARPS": 2, "GROUP": 32, "FLOAT": 1}),
         (int4.BATCH, four | {"HALF": 0, "GROUP": 32, "TILES": 2}),
         (fp8.STREAM.source, fp8.LINEARS[fp8.MAX_TOKENS][1].defines(2) | {"HALF": 1, "GRAIN": 32}),
-        (turboquant_attention.KERNELS, turboquant_attention.Plan(256, 4, 4, 8, 0, 1).defines(1)),
-        (turboquant_attention.KERNELS, turboquant_attention.Plan(128, 3, 3, 8, 1, 1).defines(1)),
+        (turboquant_attention.KERNELS, turboquant_attention.AttentionTiling(256, 4, 4, 8, 0, 1).defines(1)),
+        (turboquant_attention.KERNELS, turboquant_attention.AttentionTiling(128, 3, 3, 8, 1, 1).defines(1)),
         (decode_portable.KERNEL, heads.defines),
         (decode_round.KERNEL, eight.defines),
         *((e8p_experts.KERNELS, cut.defines(bits, False)) for bits in (2, 3) for cut in experts(64, bits)),

@@ -165,6 +165,6 @@ def test_every_plan_fits(dim: int, bits: int, device: build.Device) -> None:
     rows = turboquant_attention.most_rows(dim, device is H200)
     for batch in (1, 64, turboquant_attention.MAX_BATCH):
         for most in (4, 8, rows):
-            plan = turboquant_attention.Plan(dim, bits, bits, min(most, rows), 0, 1).fitting(batch, device)
+            plan = turboquant_attention.AttentionTiling(dim, bits, bits, min(most, rows), 0, 1).fitting(batch, device)
             assert plan.shared(plan.stages(batch, device), batch) <= device.shared
             assert device is PLAIN or plan.warps == turboquant_attention.WARPS

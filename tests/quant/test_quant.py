@@ -23,10 +23,10 @@ from onegraph.quant.e8p import encode
 from onegraph.quant.hessian import Moments, corrected, drift, gather
 from onegraph.quant.layer import dequantize, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, descent_coupling, ldlq_coupling, loss, sweep
-from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
+from onegraph.quant.resumable import ResumableWork, key_of
 
 DIM, WIDE, VOCAB, BLOCKS = 64, 96, 50, 2
 
@@ -225,8 +225,8 @@ def test_scales_help_where_rows_and_channels_differ() -> None:
     h = hessian(128, source)
     w = torch.randn(64, 128, generator=source) * torch.logspace(-1, 1, 128) * torch.logspace(-1, 1, 64).unsqueeze(1)
 
-    def error(**levers: Any) -> float:
-        recipe = Recipe(bits=3, **({"channel_scale": 0.0, "row_scale": 0.0, "fit_scales": False} | levers))
+    def error(**recipe_options: Any) -> float:
+        recipe = Recipe(bits=3, **({"channel_scale": 0.0, "row_scale": 0.0, "fit_scales": False} | recipe_options))
         e = dequantize(quantize_group([w], h, [3], recipe, torch.Generator().manual_seed(1))[0], 3) - w
         return ((e @ h) * e).sum().item()
 
@@ -302,20 +302,20 @@ def test_a_killed_job_resumes_to_the_same_bytes(tokens: Tensor, recipe: Recipe, 
     assert same(made, quantize(Tiny(), tokens, recipe, outer=whole.outer))
     for at, kill in enumerate(sorted({1, 2, whole.calls // 3, whole.calls // 2, whole.calls - 1})):
         model = Tiny(kill_at=kill)
-        with Partial(tmp_path / str(at), "tiny") as partial, pytest.raises(KeyboardInterrupt):
+        with ResumableWork(tmp_path / str(at), "tiny") as partial, pytest.raises(KeyboardInterrupt):
             quantize(model, tokens, recipe, partial, outer=model.outer)
         (tmp_path / str(at)).mkdir(exist_ok=True)  # it goes with its last user where nothing was finished
         (tmp_path / str(at) / ".block-00001.safetensors.tmp").write_bytes(b"half of a piece")
-        with Partial(tmp_path / str(at), "tiny") as partial:
+        with ResumableWork(tmp_path / str(at), "tiny") as partial:
             assert same(made, quantize(Tiny(), tokens, recipe, partial, outer=model.outer))
 
 
 def corrected_job(tokens: Tensor, path: Any, before: Recipe, after: Recipe) -> str:
     """What is said of a job that goes on with the work of another; its result is that of a job by itself."""
     said: list[str] = []
-    with Partial(path, "tiny") as partial:
+    with ResumableWork(path, "tiny") as partial:
         quantize(Tiny(), tokens, before, partial)
-    with Partial(path, "tiny", remark=said.append) as partial:
+    with ResumableWork(path, "tiny", remark=said.append) as partial:
         assert same(quantize(Tiny(), tokens, after, partial), quantize(Tiny(), tokens, after))
         partial.remove()
     (line,) = said
@@ -336,14 +336,14 @@ def test_a_corrected_job_takes_over_what_it_leaves_as_it_was(tokens: Tensor, tmp
     line = corrected_job(tokens, path, Recipe(bits=2), Recipe(bits=2, tune=Tune(epochs=1)))
     assert line == f"{path}: keeps 2 blocks"
     said: list[str] = []
-    with Partial(path, "tiny", remark=said.append) as partial:
+    with ResumableWork(path, "tiny", remark=said.append) as partial:
         partial.save("text", "key", {"tokens": tokens})
         quantize(Tiny(), tokens, Recipe(), partial)
     assert not said, "nothing is gone on with that this job has made"
 
 
 def test_hessians_are_kept_only_where_there_is_room(tokens: Tensor, tmp_path: Any) -> None:
-    with Partial(tmp_path / "work", "tiny", keep_inputs=False) as partial:
+    with ResumableWork(tmp_path / "work", "tiny", keep_inputs=False) as partial:
         made = quantize(Tiny(), tokens, Recipe(inputs="reference"), partial)
         assert sorted(f.name for f in (tmp_path / "work").glob("*.safetensors")) == [
             "block-00000.safetensors",
@@ -353,22 +353,22 @@ def test_hessians_are_kept_only_where_there_is_room(tokens: Tensor, tmp_path: An
 
 
 def test_another_model_is_refused(tmp_path: Any) -> None:
-    with Partial(tmp_path / "work", "a") as partial:
+    with ResumableWork(tmp_path / "work", "a") as partial:
         partial.save("block-00000", "key", {"x": torch.zeros(1)})
     with pytest.raises(ValueError, match="unfinished work on another model"):
-        Partial(tmp_path / "work", "b")
-    Partial(tmp_path / "work", "a").close()
+        ResumableWork(tmp_path / "work", "b")
+    ResumableWork(tmp_path / "work", "a").close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ValueError, match="no unfinished quantization"):
-        Partial(tmp_path / "mine", "a")
+        ResumableWork(tmp_path / "mine", "a")
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 HOLD = """
 import sys, time
-from onegraph.quant.partial import Partial
-partial = Partial(sys.argv[1], "a")
+from onegraph.quant.resumable import ResumableWork
+partial = ResumableWork(sys.argv[1], "a")
 print("held", flush=True)
 time.sleep(100)
 """
@@ -382,21 +382,21 @@ def test_a_second_process_is_told_who_works_there_and_a_dead_one_holds_nothing(t
         with pytest.raises(
             ValueError, match=rf"process {process.pid} on {re.escape(socket.gethostname())} works there"
         ):
-            Partial(tmp_path / "work", "a")
+            ResumableWork(tmp_path / "work", "a")
     finally:
         process.kill()
         process.communicate()
-    with Partial(tmp_path / "work", "a"), pytest.raises(ValueError, match=rf"process {os.getpid()} on"):
-        Partial(tmp_path / "work", "a")
+    with ResumableWork(tmp_path / "work", "a"), pytest.raises(ValueError, match=rf"process {os.getpid()} on"):
+        ResumableWork(tmp_path / "work", "a")
     assert not (tmp_path / "work").exists(), "nothing was finished, so nothing is left"
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / ".job.tmp").write_text("half")
     (tmp_path / "work" / "lock").write_bytes(b"\xff\x00 nobody")
-    Partial(tmp_path / "work", "a").close()
+    ResumableWork(tmp_path / "work", "a").close()
 
 
 def test_a_damaged_piece_is_named(tokens: Tensor, tmp_path: Any) -> None:
-    with Partial(tmp_path / "work", "job") as partial:
+    with ResumableWork(tmp_path / "work", "job") as partial:
         quantize(Tiny(), tokens, Recipe(), partial)
         file = tmp_path / "work" / "block-00001.safetensors"
         whole = file.read_bytes()
@@ -532,5 +532,5 @@ def test_what_is_no_regular_file_is_refused_by_name(name: str, kind: str, tmp_pa
     else:
         (folder / name).mkdir()
     with pytest.raises(ValueError, match=re.escape(f"{folder / name} is not a regular file")):
-        Partial(folder, "source")
+        ResumableWork(folder, "source")
     assert target.read_text() == "mine"

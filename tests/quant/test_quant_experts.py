@@ -296,11 +296,11 @@ model, out, held = sys.argv[1:]
 options = dict(num_calibration_tokens=16384, calibration_seq_len=512, recipe="quick", device="cpu")
 options["activation_memory"] = int(held)
 words = " ".join(f"w{i % 131}" for i in range(16384))
-found = api.survey(api.Checkpoint.open(model), model, api.choose(**options, calibration=words))
+found = api.build_plan(api.Checkpoint.open(model), model, api.choose(**options, calibration=words))
 def said(what):
     return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what))
 
-api.check_room = lambda found, out: None
+api.check_resources = lambda found, out: None
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 used = said("VmRSS")
 api.quantize(model, out, calibration=words, **options)

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from onegraph.formats.e8p import codebook
 from onegraph.ops.e8p import e8p_decode
+from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
 from onegraph.quant.e8p import nearest_per_shift
 from onegraph.quant.hessian import Moments, corrected, drift, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, loss
-from onegraph.quant.partial import Partial, key_of
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import RHO, Recipe, Tune
-from onegraph.quant.spill import Spill
+from onegraph.quant.resumable import ResumableWork, key_of
 from test_quant import BLOCKS, VOCAB, Tiny
 
 # ------------------------------------------------------------------------------------------------------ Hessians
@@ -248,12 +248,12 @@ def test_a_key_is_of_values_and_of_tokens_in_their_shape() -> None:
 
 
 def test_a_piece_comes_back_and_none_that_is_another(tmp_path: Any) -> None:
-    work = Partial(tmp_path / "deep" / "work", "job")
+    work = ResumableWork(tmp_path / "deep" / "work", "job")
     piece = {"b": torch.arange(6, dtype=torch.int16).view(2, 3).T, "a": torch.tensor(0.5, dtype=torch.bfloat16)}
     assert work.load("one", "key") is None
     work.save("one", "key", piece)
     work.close()
-    work = Partial(tmp_path / "deep" / "work", "job")
+    work = ResumableWork(tmp_path / "deep" / "work", "job")
     assert work.load("one", "another") is None
     found = work.load("one", "key")
     assert found is not None
@@ -283,11 +283,11 @@ def _digest_in(file: Any) -> str:
 
 def test_an_empty_directory_may_be_worked_in_and_one_without_a_label_not(tmp_path: Any) -> None:
     (tmp_path / "empty").mkdir()
-    assert Partial(tmp_path / "empty", "job").path.joinpath("job").read_text() == "job\n"
+    assert ResumableWork(tmp_path / "empty", "job").path.joinpath("job").read_text() == "job\n"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "one.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="is no unfinished quantization"):
-        Partial(tmp_path / "mine", "job")
+        ResumableWork(tmp_path / "mine", "job")
 
 
 # ---------------------------------------------------------------------------------------------- a job and its parts
@@ -303,7 +303,7 @@ def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp
     done = (2, 3, 4, 5, 7, 8, 9, 10)  # linears, of which k and v share a group
     steps = [(count, 10, name) for count, name in zip(done, groups, strict=True)]
     told: list[tuple[int, int, str]] = []
-    work = Partial(tmp_path / "work", "job")
+    work = ResumableWork(tmp_path / "work", "job")
     quantize(Tiny(), tokens, Recipe(bits=2), work, progress=lambda *step: told.append(step))
     assert told == steps
     told.clear()
@@ -313,7 +313,7 @@ def test_progress_names_every_group_and_what_was_done_before(tokens: Tensor, tmp
 
 
 def test_a_job_that_fails_leaves_no_activations(tokens: Tensor, tmp_path: Any) -> None:
-    spill, seen = Spill(tmp_path / "spilled"), []
+    spill, seen = ActivationOffload(tmp_path / "spilled"), []
 
     def stop(*_: Any) -> None:
         seen.append(spill.used)
@@ -339,7 +339,7 @@ def test_as_many_rows_run_at_once_as_tokens_are_allowed(tokens: Tensor, batch_to
 
 def test_every_piece_of_a_job_has_its_file(tokens: Tensor, tmp_path: Any) -> None:
     model, recipe = Tiny(), Recipe(bits=2, lm_head=2, embed_tokens=2, tune=Tune(epochs=1, batch=24))
-    quantize(model, tokens, recipe, Partial(tmp_path / "work", "job"), outer=model.outer)
+    quantize(model, tokens, recipe, ResumableWork(tmp_path / "work", "job"), outer=model.outer)
     pieces = ["block-00000", "block-00001", "embed", "head", "tuned"]
     assert sorted(path.stem for path in (tmp_path / "work").glob("*.safetensors")) == pieces
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
+from onegraph.quant.resumable import ResumableWork
 from onegraph.quant.tune import PATIENCE, _Best, held_out
 from test_quant import VOCAB, Tiny, divergence, same
 
@@ -75,7 +75,7 @@ def test_the_best_epoch_counts(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) 
 def test_a_killed_tuning_repeats_no_epoch(tokens: Tensor, tmp_path: Any) -> None:
     recipe = Recipe(bits=2, tune=Tune(epochs=4, batch=8))
 
-    def run(partial: Partial, stop: int = -1) -> tuple[Quantized | None, int]:
+    def run(partial: ResumableWork, stop: int = -1) -> tuple[Quantized | None, int]:
         steps = 0
 
         def count(done: int, total: int, what: str) -> None:
@@ -88,9 +88,9 @@ def test_a_killed_tuning_repeats_no_epoch(tokens: Tensor, tmp_path: Any) -> None
             return quantize(Tiny(), tokens, recipe, partial, progress=count), steps
         return None, steps
 
-    with Partial(tmp_path / "work", "tiny") as partial:
+    with ResumableWork(tmp_path / "work", "tiny") as partial:
         assert run(partial, stop=8) == (None, 8)
-    with Partial(tmp_path / "work", "tiny") as partial:
+    with ResumableWork(tmp_path / "work", "tiny") as partial:
         made, steps = run(partial)
         assert steps == 12 - 6, "three steps an epoch, two epochs done"
         assert made is not None

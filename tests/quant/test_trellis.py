@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_wave import spectrum
 from torch import Tensor
 
 from models import Decoder, save_hf, save_rotated
@@ -13,15 +14,14 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.trellis import TRELLIS, UNIT, TrellisConfig, decode
 from onegraph.models.llama import Llama
-from onegraph.quant import trellis, wave
+from onegraph.quant import trellis, two_sided_ldlq
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
 from onegraph.quant.ldlq import damped, ldlq_coupling, loss, sweep
-from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.resumable import ResumableWork
 from test_llama_quantized import divergence, quantized
 from test_quant import VOCAB, Tiny, hessian, same
-from test_wave import spectrum
 
 QUICK = trellis.AROUND_QUICK
 
@@ -47,7 +47,9 @@ def test_a_flat_output_factor_is_ldlq(k: int, n: int) -> None:
     _, factor, w = targets(k, n)
     run, ldlq = trellis.rounder(2, QUICK), ldlq_coupling(factor, 16)
     flat = torch.eye(n, dtype=torch.float64)
-    two = wave.sweep(w, 2, ldlq, wave.output_coupling(flat.clone()), run, wave.output_weights(flat))
+    two = two_sided_ldlq.sweep(
+        w, 2, ldlq, two_sided_ldlq.output_coupling(flat.clone()), run, two_sided_ldlq.output_weights(flat)
+    )
     one = sweep(w, 2, ldlq, encode=run)
     assert (one.codes[0] == two.codes[0]).float().mean() > 0.8  # sums in another order decide a tie otherwise
     assert torch.equal(decode(trellis.stored(two, 2)["codes"], 2).T / UNIT, two.value)
@@ -63,9 +65,9 @@ def test_the_second_factor_and_its_weights_lower_the_loss() -> None:
     def lost(value: Tensor) -> float:
         return (((h_i @ (value - w)) @ h_o) * (value - w)).sum().item()
 
-    weights, coupling = wave.output_weights(lower_o), wave.output_coupling(lower_o)
+    weights, coupling = two_sided_ldlq.output_weights(lower_o), two_sided_ldlq.output_coupling(lower_o)
     apart = lost(sweep(w, 2, ldlq, encode=run).value)
-    plain, weighed = (lost(wave.sweep(w, 2, ldlq, coupling, run, each).value) for each in (None, weights))
+    plain, weighed = (lost(two_sided_ldlq.sweep(w, 2, ldlq, coupling, run, each).value) for each in (None, weights))
     assert plain < 0.8 * apart
     assert weighed < 0.97 * plain
 
@@ -100,9 +102,9 @@ def test_a_killed_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     whole = quantize(Tiny(), tokens, recipe)
     calls = Tiny()
     quantize(calls, tokens, recipe)
-    with Partial(tmp_path / "p", "x") as partial, pytest.raises(KeyboardInterrupt):
+    with ResumableWork(tmp_path / "p", "x") as partial, pytest.raises(KeyboardInterrupt):
         quantize(Tiny(kill_at=calls.calls - 2), tokens, recipe, partial)
-    with Partial(tmp_path / "p", "x") as partial:
+    with ResumableWork(tmp_path / "p", "x") as partial:
         assert same(quantize(Tiny(), tokens, recipe, partial), whole)
     assert whole.config == TrellisConfig(bits=2)
 
@@ -113,9 +115,9 @@ def test_a_killed_job_resumes_to_the_same_bytes(tmp_path: Path) -> None:
 )
 def test_a_model_is_rounded_written_and_run(variant: str, recipe: dict, tmp_path: Path) -> None:
     """Codes as they are and decoded give the same logits; what is lost is less than E8P loses at the rate."""
-    levers = {"inputs": "group", "correct": 0.5, "descent": 0}
-    _, coded, hf = quantized(variant, tmp_path, format="trellis", **levers, **recipe)
-    _, other, _ = quantized(variant, tmp_path / "e8p", **levers, bits=recipe["bits"])
+    recipe_options = {"inputs": "group", "correct": 0.5, "descent": 0}
+    _, coded, hf = quantized(variant, tmp_path, format="trellis", **recipe_options, **recipe)
+    _, other, _ = quantized(variant, tmp_path / "e8p", **recipe_options, bits=recipe["bits"])
     row = torch.randint(0, 131, (96,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(checkpoint: Checkpoint, decode: bool) -> Tensor:

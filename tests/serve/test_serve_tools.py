@@ -21,7 +21,7 @@ from onegraph.api.chat import ChatTemplate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
-from onegraph.serve.protocol import Refused, parse
+from onegraph.serve.protocol import APIError, parse
 from onegraph.serve.tools import BARE, FORCED, TAGGED, CallForm, CallText, Tools, find_form
 from onegraph.serve.worker import Worker
 
@@ -247,7 +247,7 @@ def test_parallel_calls_may_be_forbidden() -> None:
 def test_thinking_is_switched_as_with_other_servers(given: dict[str, bool], wanted: bool | None) -> None:
     body = json.dumps({"model": "m", "messages": ASK, "chat_template_kwargs": given}).encode()
     if wanted is None:
-        with pytest.raises(Refused, match="allowed is an object with enable_thinking or thinking"):
+        with pytest.raises(APIError, match="allowed is an object with enable_thinking or thinking"):
             parse(body, chat=True)
     else:
         assert parse(body, chat=True).thinking is wanted

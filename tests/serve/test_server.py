@@ -34,7 +34,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.http import bind, listen
-from onegraph.serve.protocol import Refused, parse
+from onegraph.serve.protocol import APIError, parse
 from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
@@ -900,8 +900,8 @@ NAMES = ("model", "prompt", "messages", "max_tokens", "stop", "n", "seed", "stre
 def test_whatever_the_body_is_it_is_understood_or_refused(body: dict[str, Any], chat: bool) -> None:
     try:
         asked = parse(json.dumps(body).encode(), chat=chat)
-    except Refused as refused:
-        found: Refused | None = refused
+    except APIError as refused:
+        found: APIError | None = refused
     else:
         found = None
         assert asked.prompts if not chat else asked.messages
@@ -920,5 +920,5 @@ def test_whatever_a_field_is_it_is_understood_or_refused(number: int) -> None:
         fields = json.loads(json.dumps(FIELDS))
         holder, key = places(fields)[number]
         holder[key] = value
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(APIError):
             parse(json.dumps(fields).encode(), chat=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onegraph.api.cage import Cage, CageError, Exhausted
+from onegraph.api.sandbox import Exhausted, Sandbox, SandboxWorkerError
 from onegraph.engine.arguments import ArgumentError
 
 SECONDS = 3  # of CPU time, a rendering
@@ -51,7 +51,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source, self.variables = source, dict(variables)
-        self._cage = Cage("templates", MEMORY)
+        self._cage = Sandbox("templates", MEMORY)
 
     @cached_property
     def switch(self) -> str | None:
@@ -93,7 +93,7 @@ class ChatTemplate:
             )
         except Exhausted as error:
             raise TemplateError(f"the checkpoint's chat template {error}") from None
-        except CageError as error:
+        except SandboxWorkerError as error:
             raise TemplateError(f"the checkpoint's chat template failed: {error}") from None
         return text
 

@@ -38,7 +38,7 @@ class Choices:
     device: torch.device
     format: str
     recipe: str
-    levers: Recipe
+    recipe_options: Recipe
     calibration: str | Path
     tokens: int
     sequence: int
@@ -66,7 +66,7 @@ class Choices:
     @property
     def layers(self) -> Mapping[str, int]:
         """Rates by pattern, as the user gave them."""
-        return self.levers.layers
+        return self.recipe_options.layers
 
     @property
     def rates(self) -> dict[str, int]:
@@ -136,15 +136,15 @@ def choose(
         raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
     bits = 4 if bits is None else bits
     budget = _budget(format, bits, size, coded, {HEAD: lm_head, EMBED: embed_tokens})
-    levers: dict[str, Any] = {"format": format} if format in OWN else {}
-    levers |= {"bits": bits if budget is None else int(bits), "seed": seed}
-    levers |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
-    levers |= {} if expert_prior is None else {"expert_prior": expert_prior}
+    recipe_options: dict[str, Any] = {"format": format} if format in OWN else {}
+    recipe_options |= {"bits": bits if budget is None else int(bits), "seed": seed}
+    recipe_options |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
+    recipe_options |= {} if expert_prior is None else {"expert_prior": expert_prior}
     return Choices(
         device=target,
         format=format,
         recipe=recipe,
-        levers=Recipe.preset(recipe, layers=dict(layers or {}), **levers),
+        recipe_options=Recipe.preset(recipe, layers=dict(layers or {}), **recipe_options),
         calibration=calibration,
         tokens=num_calibration_tokens or TOKENS[target.type],
         sequence=calibration_seq_len,

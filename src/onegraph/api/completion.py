@@ -51,7 +51,7 @@ class Completion:
         return self.text
 
 
-def copies(params: SamplingParams, random: Random | None = None) -> list[SamplingParams]:
+def expand_n(params: SamplingParams, random: Random | None = None) -> list[SamplingParams]:
     """The `n` requested answers, one each: the i-th uses seed + i.
 
     A missing seed comes from `random`, or from the system; it is small enough for `--seed` and for JSON.

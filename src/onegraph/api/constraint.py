@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onegraph.api.cage import Cage, CageError
-from onegraph.api.caged import grammar
+from onegraph.api.sandbox import Sandbox, SandboxWorkerError
+from onegraph.api.sandbox_worker import grammar
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import SamplingParams
@@ -40,7 +40,7 @@ class Constraints:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._tokens: LLTokenizer | None = None
         self._blanks: Blanks | None = None
-        self._cage = Cage("grammars", MEMORY)
+        self._cage = Sandbox("grammars", MEMORY)
         self._last: tuple[str, str, LLMatcher] | None = None  # compiled, for further answers to the same request
         self._lock = threading.Lock()
 
@@ -72,7 +72,7 @@ class Constraints:
         try:
             if error := self._cage.call("check", seconds=SECONDS, kind=name, text=text):
                 raise ArgumentError(name, f"{name}: {_why(error)}")
-        except CageError as error:
+        except SandboxWorkerError as error:
             raise ArgumentError(name, f"{name}: it cannot be compiled: {error}; give a simpler one") from None
 
     def _read(self) -> tuple[LLTokenizer, Blanks]:

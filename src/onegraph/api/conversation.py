@@ -15,7 +15,7 @@ ROOM = 512  # tokens that an answer may have at the least, in a context of four 
 THOUGHT = "</think>"  # what ends a model's thoughts in front of its answer
 
 
-def room_for(limit: int | None, context: int) -> int:
+def reserved_tokens(limit: int | None, context: int) -> int:
     """Tokens of a context that are kept for an answer of at most `limit`, however much was said before."""
     return min(limit or ROOM, ROOM, max(1, context // 4))
 
@@ -71,7 +71,7 @@ class Conversation:
         """
         turns = [*self._turns, {"role": "user", "content": text}]
         context = self._llm.max_model_len
-        room = room_for(self._limit, context)
+        room = reserved_tokens(self._limit, context)
         first = self._first
         while (needed := self._tokens(turns[first:])) + room > context:
             if first == len(turns) - 1:

@@ -15,7 +15,7 @@ import torch
 
 from onegraph.formats.checkpoint import SHARD_BYTES
 from onegraph.models.memory import free_memory, system_memory
-from onegraph.quant import wave
+from onegraph.quant import two_sided_ldlq
 from onegraph.quant.code import CODES
 from onegraph.quant.experts import SHARED_ROWS
 from onegraph.quant.fisher import LARGEST, batch_tokens
@@ -43,7 +43,7 @@ class Work:
         written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
-    levers: Recipe | None
+    recipe_options: Recipe | None
     groups: Sequence[tuple[int, int, int]]
     linears: Sequence[tuple[int, int, int]] = ()
     search: bool = True
@@ -72,7 +72,7 @@ class Work:
     @property
     def both(self) -> list[tuple[int, int, int]]:
         """Linears that are rounded one by one, under a Hessian of two factors."""
-        asked = self.levers is not None and self.levers.fisher and self.levers.fisher_outputs
+        asked = self.recipe_options is not None and self.recipe_options.fisher and self.recipe_options.fisher_outputs
         return [one for one in self.linears if one[0] <= LARGEST] if asked else []
 
     @property
@@ -99,12 +99,12 @@ class Work:
     def streams(self) -> int:
         """Bytes of all residual streams that are held at once: before and after a block, the unquantized model's, and
         what experts saw of them."""
-        if self.levers is None:
+        if self.recipe_options is None:
             return 0
-        kept = 2 if self.levers.correct or self.levers.tune else 1
-        if self.levers.fisher:  # before each block, in bfloat16, behind the last one, and the gradients there
-            return self.stream * self.blocks // 2 + self.stream * (1 + self.levers.fisher)
-        return self.stream * (kept + 1 + (2 if self.levers.correct else 1) * (self.routed > 0))
+        kept = 2 if self.recipe_options.correct or self.recipe_options.tune else 1
+        if self.recipe_options.fisher:  # before each block, in bfloat16, behind the last one, and the gradients there
+            return self.stream * self.blocks // 2 + self.stream * (1 + self.recipe_options.fisher)
+        return self.stream * (kept + 1 + (2 if self.recipe_options.correct else 1) * (self.routed > 0))
 
     @property
     def spilled(self) -> int:
@@ -114,55 +114,65 @@ class Work:
 
 def estimate(work: Work, device: torch.device) -> tuple[float, int]:
     """Seconds, and bytes of the device's memory at the least; the model that writes text is `sampling_memory`."""
-    if work.levers is None:
+    if work.recipe_options is None:
         weights = sum(n * k for n, k, _ in work.groups)
         x = _normal(512, 1024, device)
         per_weight = _timed(lambda: quantize_weight(x, search=work.search), device) / x.numel()
         return weights * per_weight, max((n * k for n, k, _ in work.groups), default=0) * 4
-    return _seconds(work, work.levers, device), _memory(work, work.levers, device)
+    return _seconds(work, work.recipe_options, device), _memory(work, work.recipe_options, device)
 
 
-def _seconds(work: Work, levers: Recipe, device: torch.device) -> float:
+def _seconds(work: Work, recipe_options: Recipe, device: torch.device) -> float:
     """Multiplications by the rate of a probe; and encoding, which on a GPU waits for launches."""
     size = 512 if device.type == "cpu" else 4096
     x = _normal(size, size, device)
     with tensor_cores(device):
         rate = 2 * size**3 / _timed(lambda: x @ x, device)
-    passes = 1 + levers.descent
+    passes = 1 + recipe_options.descent
     # Runs of a block over the text: one gathers for all groups or one for each, and one goes on; each twice where the
     # unquantized model runs beside it.
-    runs = {"reference": 1, "block": 2, "group": 5}[levers.inputs] * (2 if levers.correct else 1)
+    runs = {"reference": 1, "block": 2, "group": 5}[recipe_options.inputs] * (2 if recipe_options.correct else 1)
     work_done = 2.0 * work.block * work.blocks * work.tokens * runs
     rounded = [*work.apart, *work.experts]
-    work_done += sum(2 * k * k * work.tokens * (2 if levers.correct else 1) for _, k, _ in work.groups)
-    shared = min(work.tokens, SHARED_ROWS) * (2 if levers.correct else 1)  # each expert on all of the layer's tokens
+    work_done += sum(2 * k * k * work.tokens * (2 if recipe_options.correct else 1) for _, k, _ in work.groups)
+    shared = min(work.tokens, SHARED_ROWS) * (
+        2 if recipe_options.correct else 1
+    )  # each expert on all of the layer's tokens
     work_done += sum(2 * k * (n + k) * shared for n, k, _ in work.experts)
-    work_done += sum(n * k * k * (1 + 2 * levers.descent) + 6 * k**3 for n, k, _ in rounded)
+    work_done += sum(n * k * k * (1 + 2 * recipe_options.descent) + 6 * k**3 for n, k, _ in rounded)
     work_done += sum(n * k * (n + k) + 6 * k**3 + 8 * n**3 for n, k, _ in work.both)
-    if levers.fisher:  # forward twice, and backwards for each direction with the factors' products
-        work_done += 2.0 * work.tokens * (2 + levers.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
-        work_done += 2.0 * work.tokens * levers.fisher * sum(work.squares)
-    if levers.tune is not None:  # forward, again for its gradients, and twice as much backwards; the head likewise
-        work_done += 8.0 * levers.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
+    if recipe_options.fisher:  # forward twice, and backwards for each direction with the factors' products
+        work_done += (
+            2.0 * work.tokens * (2 + recipe_options.fisher) * (work.block * work.blocks + work.vocab * work.hidden)
+        )
+        work_done += 2.0 * work.tokens * recipe_options.fisher * sum(work.squares)
+    if (
+        recipe_options.tune is not None
+    ):  # forward, again for its gradients, and twice as much backwards; the head likewise
+        work_done += (
+            8.0 * recipe_options.tune.epochs * work.tokens * (work.block * work.blocks + work.vocab * work.hidden)
+        )
     seconds = work_done / rate
     if device.type == "cpu":
         rates = {bits for _, _, bits in (*rounded, *work.both)}
-        code = CODES[levers.format]
+        code = CODES[recipe_options.format]
         vectors, metric = _normal(code.block, 1024 if code.together == 1 else 64, device), torch.eye(code.block)
-        encoders = {bits: code.encoder(device, vectors.shape[1], bits, levers, 0) for bits in rates}
+        encoders = {bits: code.encoder(device, vectors.shape[1], bits, recipe_options, 0) for bits in rates}
         each = {
             bits: _timed(partial(run, vectors, bits, metric), device) / vectors.numel()
             for bits, run in encoders.items()
         }
         seconds += sum(n * k * passes * each[bits] for n, k, bits in rounded)
         seconds += sum(n * k * each[bits] for n, k, bits in work.both)
-    elif levers.format == "trellis":
+    elif recipe_options.format == "trellis":
         seconds += sum((n * k / 256 * TILE + k / 16 * ROUND) * passes for n, k, _ in rounded)
         seconds += sum(n * k / 256 * TILE + (k + n) / 16 * ROUND for n, k, _ in work.both)
     else:
         seconds += sum(k / 8 * passes * STEP for _, k, _ in rounded)
         for n, k, _ in work.both:
-            seconds += (k / 8 + n / wave.ROWS) * (WAVE + wave.ROWS * wave.parts(k, n) * VECTOR)
+            seconds += (k / 8 + n / two_sided_ldlq.ROWS) * (
+                WAVE + two_sided_ldlq.ROWS * two_sided_ldlq.parts(k, n) * VECTOR
+            )
     if work.parts:
         seconds += _measuring(work, rate, device)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
@@ -200,14 +210,14 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
+def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
     """Embedding, one block (two beside an unquantized one), the text's residual streams as far as they may lie in
     memory, and the larger one of what gathering and rounding hold besides; on a CPU also a file of the result."""
-    batch = min(levers.batch_tokens, work.tokens)
-    both = 2 if levers.correct else 1
+    batch = min(recipe_options.batch_tokens, work.tokens)
+    both = 2 if recipe_options.correct else 1
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
-    held = sum(squares) if levers.inputs != "group" else max(squares)
-    kinds = both + (levers.fisher > 0)  # of moments
+    held = sum(squares) if recipe_options.inputs != "group" else max(squares)
+    kinds = both + (recipe_options.fisher > 0)  # of moments
     gathering = 4 * kinds * held + 4 * batch * (3 * work.inner + 4 * work.hidden)
     most = max(work.squares, default=0)
     wide = 30 if most else 20
@@ -216,19 +226,19 @@ def _memory(work: Work, levers: Recipe, device: torch.device) -> int:
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
-    if levers.fisher:  # a block's activations with what its backward passes read, and sums of its factors
+    if recipe_options.fisher:  # a block's activations with what its backward passes read, and sums of its factors
         scores = 3 * work.hidden // 64 * work.sequence
         at_once = min(work.tokens, max(batch_tokens(device, work.hidden), work.sequence))
         graph = 4 * at_once * (8 * work.inner + 16 * work.hidden + scores)
         gathering = max(gathering, graph + 4 * sum(work.squares) // max(work.blocks, 1) + 4 * most)
-    kept = 2 if levers.correct or levers.tune else 1
+    kept = 2 if recipe_options.correct or recipe_options.tune else 1
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
     if work.spilled:  # batches on their way from and to the disk
         base += 4 * 4 * batch * work.hidden
     peak = base + max(gathering, rounding)
     if device.type == "cpu":
         peak = max(peak, min(work.written, SHARD_BYTES))
-    if levers.tune is not None:
+    if recipe_options.tune is not None:
         peak = max(peak, 4 * (work.block * work.blocks + 2 * work.vocab * work.hidden) + work.stream)
     return peak
 

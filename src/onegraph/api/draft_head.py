@@ -21,7 +21,7 @@ from onegraph.api.device import pick_device
 from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
 from onegraph.api.llm import LLM
 from onegraph.api.provenance import versions
-from onegraph.api.room import refuse_existing
+from onegraph.api.resources import refuse_existing
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine

@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 import torch
 
 from onegraph.api import Progress
-from onegraph.api.completion import AnswerText, Completion, copies, for_engine
+from onegraph.api.completion import AnswerText, Completion, expand_n, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.defaults import SamplingDefaults
 from onegraph.api.deprecated import public_names, renamed, warn
@@ -447,7 +447,7 @@ class LLM:
         *,
         fill: bool = False,
     ) -> list[Completion]:
-        asked = [copies(each, self.random) for each in self._params(prompts, params, sampling, fill)]
+        asked = [expand_n(each, self.random) for each in self._params(prompts, params, sampling, fill)]
         rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
         owner = [number for number, several in enumerate(asked) for _ in several]
         watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}

@@ -12,10 +12,10 @@ from onegraph.api import Progress
 from onegraph.api.choices import Choices
 from onegraph.api.plan import budget_layers
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import QuantizableModel
-from onegraph.quant.partial import SPILLED, Partial, key_of
+from onegraph.quant.resumable import SPILLED, ResumableWork, key_of
 from onegraph.quant.sensitivity import Costs, measure, quick
-from onegraph.quant.spill import Spill
 
 
 def measured(
@@ -24,13 +24,13 @@ def measured(
     model: QuantizableModel,
     rows: torch.Tensor,
     outer: Callable[[str], torch.Tensor],
-    partial: Partial,
+    partial: ResumableWork,
     say: Progress,
 ) -> Costs:
     """KL of each part whose rate the budget of `choices` leaves open, alone at the lowest rate; rows: int [N, T] of
     calibration text. From `partial` where an earlier job measured the same."""
     free, probed = budget_layers(checkpoint, choices).free, max(1, choices.probed // rows.shape[1])
-    recipe = quick(choices.levers)
+    recipe = quick(choices.recipe_options)
     key = key_of(rows, probed, sorted(free.items()), recipe.to_dict())
     kept = partial.load("costs", key)
     if kept is not None:
@@ -44,7 +44,7 @@ def measured(
         probed=probed,
         outer=outer,
         progress=lambda done, total: say("measuring", done, total),
-        spill=Spill(partial.path / SPILLED, choices.held),
+        spill=ActivationOffload(partial.path / SPILLED, choices.held),
     )
     partial.save("costs", key, {" ".join(names): torch.tensor(cost).double() for names, cost in costs.items()})
     return costs

@@ -17,7 +17,7 @@ from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
 from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
-from onegraph.api.room import check_room
+from onegraph.api.resources import check_resources
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
 from onegraph.api.text import read_text
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
@@ -138,13 +138,13 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
     located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
-        found = survey(checkpoint, located.name, choices)
+        found = build_plan(checkpoint, located.name, choices)
         if output is not None:
-            check_room(found, Path(output))
+            check_resources(found, Path(output))
     return found
 
 
-def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
+def build_plan(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     """The plan for an open checkpoint; where rates are to be chosen, as if all weights mattered alike, which is right
     in size. Raises ValueError for what cannot be quantized as asked."""
     if choices.format == "nvfp4":
@@ -159,7 +159,7 @@ def survey(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
 
 def allotted(checkpoint: Checkpoint, name: str, choices: Choices, costs: Costs | None) -> tuple[Plan, Choices, Chosen]:
     """The plan with the rates that the budget of `choices` buys, the choices with these in place, and what is known of
-    them. costs: measured; None: as if all weights mattered alike. Raises ValueError, as `survey` does."""
+    them. costs: measured; None: as if all weights mattered alike. Raises ValueError, as `build_plan` does."""
     found = outline(checkpoint)
     layers = budget_layers(checkpoint, choices, found)
     measured, rest = costs is not None, 0
@@ -179,12 +179,14 @@ def budget_layers(checkpoint: Checkpoint, choices: Choices, found: Outline | Non
     """The layers of a checkpoint as the budget of `choices` sees them."""
     found = outline(checkpoint) if found is None else found
     assert choices.budget is not None
-    budget, levers = choices.budget, choices.levers
+    budget, recipe_options = choices.budget, choices.recipe_options
     if not found.own:
         _refuse_foreign(choices, found.why)
         budget = replace(budget, ends=frozenset())
     patterns = with_experts(choices, found).layers
-    return Layers.of(found, checkpoint, budget, patterns, {HEAD: levers.lm_head, EMBED: levers.embed_tokens})
+    return Layers.of(
+        found, checkpoint, budget, patterns, {HEAD: recipe_options.lm_head, EMBED: recipe_options.embed_tokens}
+    )
 
 
 def with_rates(choices: Choices, layers: Layers, rates: Mapping[str, int]) -> Choices:
@@ -192,13 +194,13 @@ def with_rates(choices: Choices, layers: Layers, rates: Mapping[str, int]) -> Ch
     inside = {name: rate for name, rate in rates.items() if name not in (HEAD, EMBED)}
     common = layers.common(inside)
     ends = {name: None if rate == KEEP else rate for name, rate in rates.items() if name not in inside}
-    levers = replace(
-        choices.levers,
-        bits=common or choices.levers.bits,
-        lm_head=ends.get(HEAD, choices.levers.lm_head),
-        embed_tokens=ends.get(EMBED, choices.levers.embed_tokens),
+    recipe_options = replace(
+        choices.recipe_options,
+        bits=common or choices.recipe_options.bits,
+        lm_head=ends.get(HEAD, choices.recipe_options.lm_head),
+        embed_tokens=ends.get(EMBED, choices.recipe_options.embed_tokens),
     )
-    return replace(choices, levers=levers, allotted=inside, budget=None)
+    return replace(choices, recipe_options=recipe_options, allotted=inside, budget=None)
 
 
 def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outline, parts: int = 0) -> Plan:
@@ -209,8 +211,8 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
     choices = with_experts(choices, found)
     shapes = found.shapes
     own = OWN[choices.format].formats
-    rates = resolve_rates(choices.rates, shapes, choices.levers.bits, tuple(own))
-    formats = {layer: own[rate] for layer in shapes if (rate := rates.get(layer, choices.levers.bits)) != KEEP}
+    rates = resolve_rates(choices.rates, shapes, choices.recipe_options.bits, tuple(own))
+    formats = {layer: own[rate] for layer in shapes if (rate := rates.get(layer, choices.recipe_options.bits)) != KEEP}
     if not formats:
         raise ValueError(f"{checkpoint.path}: no layer is left to be rounded; {_why_none(found)}")
     _one_rate(found, formats)
@@ -226,7 +228,7 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
 
 def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
     """Of a tied pair, one of which alone makes the model larger."""
-    rates = {"lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens}
+    rates = {"lm_head": choices.recipe_options.lm_head, "embed_tokens": choices.recipe_options.embed_tokens}
     asked = [name for name, rate in rates.items() if rate is not None]
     if f"{HEAD}.weight" in checkpoint or len(asked) != 1:
         return []
@@ -252,7 +254,7 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
     """Raises ValueError for options that only models of our own decoder have."""
     told = f"this model runs in transformers only ({why})"
     ends: dict[str, int | str | None] = {
-        "lm_head": choices.levers.lm_head, "embed_tokens": choices.levers.embed_tokens
+        "lm_head": choices.recipe_options.lm_head, "embed_tokens": choices.recipe_options.embed_tokens
     }  # fmt: skip
     if choices.budget is not None and choices.budget.size is None:
         ends |= {end.rpartition(".")[2]: "auto" for end in choices.budget.ends}
@@ -277,7 +279,7 @@ def _survey_nvfp4(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     formats: dict[str, WeightFormat] = {each: NVFP4 for each in shapes if each not in kept}
     made = _made(checkpoint, formats, {}, choices, lambda name: name.removesuffix(".weight"), shapes)
     sizes = [(n, k, 4) for n, k in (shapes[each] for each in formats)]
-    work = Work(levers=None, search=choices.recipe != "quick", groups=sizes)
+    work = Work(recipe_options=None, search=choices.recipe != "quick", groups=sizes)
     return _plan(name, choices, formats, shapes, size_of(checkpoint), size_of(made), work, None, [])
 
 
@@ -293,7 +295,7 @@ def _plan(
         source=name,
         device=str(choices.device),
         format=choices.format,
-        bits=choices.levers.bits,
+        bits=choices.recipe_options.bits,
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
@@ -312,7 +314,7 @@ def _plan(
         memory=memory,
         rounding=rounding,
         disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
-        hessians=work.hessians if calibrated and choices.levers.inputs == "reference" else 0,
+        hessians=work.hessians if calibrated and choices.recipe_options.inputs == "reference" else 0,
         notes=notes,
     )
 
@@ -330,7 +332,7 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
         return choices
     asked = dict(choices.layers)  # a pattern of its own keeps its place there: the last match wins
     patterns = {pattern: rate for local in stacks.values() if (pattern := f"*.{local}") not in asked}
-    return replace(choices, levers=replace(choices.levers, layers=patterns | asked))
+    return replace(choices, recipe_options=replace(choices.recipe_options, layers=patterns | asked))
 
 
 def _why_none(found: Outline) -> str:
@@ -367,7 +369,7 @@ def _made(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Checkpoint:
     """The table of tensors that `quantize` would write; there is no file behind it."""
-    recipe, own = choices.levers, choices.format in OWN
+    recipe, own = choices.recipe_options, choices.format in OWN
     formats = dict(formats)
     config = nvfp4_config(checkpoint, formats)
     if own:
@@ -428,7 +430,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
                 groups[key] = groups.get(key, (0, 0, 0))[0] + n, k, format.rate
                 linears.append((n, k, format.rate))
     return Work(
-        levers=choices.levers,
+        recipe_options=choices.recipe_options,
         groups=list(groups.values()),
         linears=linears,
         experts=experts,

@@ -22,9 +22,9 @@ from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
-from onegraph.api.plan import Plan, allotted, nvfp4_config, rounded_layers, survey
+from onegraph.api.plan import Plan, allotted, build_plan, nvfp4_config, rounded_layers
 from onegraph.api.provenance import digest_of, source_of, versions
-from onegraph.api.room import check_room, existing, refuse_existing
+from onegraph.api.resources import check_resources, existing, refuse_existing
 from onegraph.api.size import Size
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
@@ -39,11 +39,11 @@ from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
+from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
-from onegraph.quant.partial import SPILLED, Partial, key_of
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
-from onegraph.quant.spill import Spill
+from onegraph.quant.resumable import SPILLED, ResumableWork, key_of
 
 BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 BEHIND = 4  # of a row that the model goes on with, one part in so many is from the text (docs/log.md, Quantization)
@@ -161,15 +161,15 @@ def quantize(
     text = _text(calibration) if format in OWN else None
     located = locate(model, option="model")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
-        found = survey(checkpoint, located.name, choices)
+        found = build_plan(checkpoint, located.name, choices)
         choices = replace(choices, extend=found.extended)
-        check_room(found, run.out)
+        check_resources(found, run.out)
         tell(f"quantizing {found}")
         if found.chosen:
             tell(AVERAGE)
         for line in found.left_lines:
             tell(line)
-        with Partial(
+        with ResumableWork(
             unfinished(run.out),
             identity(checkpoint),
             remark=tell,
@@ -247,7 +247,9 @@ class _Run:
     tell: Callable[[str], None]
     started: float
 
-    def own(self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: Partial) -> _Made:
+    def own(
+        self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: ResumableWork
+    ) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)
@@ -270,7 +272,7 @@ class _Run:
             told, curve = {"allocation": asked | {"costs": alone}}, chosen.curve
         for line in found.notes:
             self.tell(line)
-        recipe = replace(choices.levers, layers=found.rates)
+        recipe = replace(choices.recipe_options, layers=found.rates)
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
             model,
@@ -279,7 +281,7 @@ class _Run:
             partial,
             outer=outer,
             progress=lambda done, total, _: self.say("quantizing", done, total),
-            spill=Spill(partial.path / SPILLED, choices.held),
+            spill=ActivationOffload(partial.path / SPILLED, choices.held),
         )
         routed = {first: counts for (first, _), counts in quantized.counts.items()}
         for line in few_lines(routed, found, recipe):
@@ -310,11 +312,11 @@ class _Run:
         tokenizer: Tokenizer,
         text: str | None,
         sequence: int,
-        partial: Partial,
+        partial: ResumableWork,
     ) -> tuple[torch.Tensor, int]:
         """The calibration tokens int64 [N, sequence], those of `text` first, and how many these are, or all where there
         is none and the model samples them."""
-        tokens, seed = choices.tokens, choices.levers.seed
+        tokens, seed = choices.tokens, choices.recipe_options.seed
         if text is None:
             starts = [[first_token(checkpoint, tokenizer)]] * -(-tokens // sequence)
             given = torch.empty(0, sequence, dtype=torch.int64)

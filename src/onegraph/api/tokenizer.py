@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onegraph.api.cage import Cage, CageError
 from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError, Tools
+from onegraph.api.sandbox import Sandbox, SandboxWorkerError
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
 
@@ -47,10 +47,10 @@ class Tokenizer:
             ) from None
         seconds = SECONDS + len(data) / BYTES_PER_SECOND
         self._size = len(data)
-        self._cage = Cage("tokenizers", self._memory(0), load={"seconds": seconds, "content": content})
+        self._cage = Sandbox("tokenizers", self._memory(0), load={"seconds": seconds, "content": content})
         try:
             self._special: dict[str, int] = self._cage.start()  # control tokens
-        except CageError as error:
+        except SandboxWorkerError as error:
             raise CheckpointError(f"{self.path}/tokenizer.json: not a tokenizer: {error}") from None
         inside = checkpoint.config.get("text_config")  # of a multimodal model
         told = inside if isinstance(inside, dict) else checkpoint.config
@@ -164,7 +164,7 @@ class Tokenizer:
         seconds = SECONDS + size / BYTES_PER_SECOND
         try:
             return self._cage.call(name, seconds=seconds, memory=self._memory(size), **arguments)
-        except CageError as error:
+        except SandboxWorkerError as error:
             raise CheckpointError(f"{self.path}/tokenizer.json: {failed}: {error}") from None
 
     def _memory(self, size: int) -> int:

@@ -221,7 +221,7 @@ def print_failure(message: str, args: argparse.Namespace) -> None:
 
 def run_fix(args: argparse.Namespace) -> int:
     """Show, or write, what has a mechanical fix; the status is that of the files as they are then."""
-    from onegraph.check.rewrite import Plan, plan
+    from onegraph.check.rewrite import RewritePlan, plan
 
     try:
         others = {"html": "html", "live": "live", "all": "all", "select": "select", "ignore": "ignore"}
@@ -234,7 +234,7 @@ def run_fix(args: argparse.Namespace) -> int:
             raise CheckError("check: got no target, allowed file.py:factory, module:factory or a file")
         status = 0
         for target in args.target:
-            made: Plan = plan(target, options_of(args))
+            made: RewritePlan = plan(target, options_of(args))
             print(made.diff(), end="")
             if args.write:
                 made.write()

@@ -26,7 +26,7 @@ from onegraph.check.simulate.state import Snapshot, changes, methods
 
 FEWEST_STEPS = 3
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
+GivenTensor = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keywords of a step."""
 
 
@@ -77,11 +77,13 @@ class StepCheck(ABC):
         """Number of the storage of a device tensor, which step `index` was given or made; None for the host's."""
 
     @abstractmethod
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
+    def begin(
+        self, record: Step, given: GivenTensor, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool
+    ) -> None:
         """A step is about to run: on the tensors `leaves` of what it is given. `lean`: as `observe` takes it."""
 
     @abstractmethod
-    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+    def call(self, step: Callable[..., Any], given: GivenTensor, record: Step) -> Any:
         """Run it, watched."""
 
     @abstractmethod
@@ -146,7 +148,7 @@ class StepCheck(ABC):
         refreshed: dict[int, set[int]],
         *,
         freed_anyway: bool = True,
-        besides: Iterable[tuple[frames.Place, RawFinding]] = (),
+        besides: Iterable[tuple[frames.CodeLocation, RawFinding]] = (),
     ) -> None:
         """Tell `findings` all that follows from the captured step, the `later` ones and the verdicts on their replays.
 

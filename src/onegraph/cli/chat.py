@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int, SamplingDefaults]:
     """The model's tokenizer, the length of the context, and how the model samples by default. Raises ValueError, before
     any weight is read, for what no turn could do."""
-    from onegraph.api.conversation import room_for
+    from onegraph.api.conversation import reserved_tokens
     from onegraph.api.defaults import SamplingDefaults
     from onegraph.api.llm import MAX_MODEL_LEN
     from onegraph.api.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer,
     with options("thinking:"):
         shortest = len(tokenizer.chat([*system, {"role": "user", "content": "Hi"}], thinking))
     context = args.max_model_len or min(largest, MAX_MODEL_LEN)
-    if shortest + (room := room_for(args.max_tokens, context)) > context:
+    if shortest + (room := reserved_tokens(args.max_tokens, context)) > context:
         raise UsageError(
             f"the context of {context} tokens leaves {context - room} for the question, and 'Hi' in the chat template "
             f"takes {shortest}; give a larger --max-model-len (at most {largest}), or a shorter "

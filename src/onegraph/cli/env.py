@@ -60,7 +60,7 @@ def collect() -> dict[str, Any]:
             found[package] = None
     import torch
 
-    from onegraph.api.cage import state
+    from onegraph.api.sandbox import state
     from onegraph.ops import family
 
     found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"

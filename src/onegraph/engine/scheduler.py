@@ -19,7 +19,7 @@ from onegraph.engine.pages import PageAllocator, extend_digests
 from onegraph.engine.params import Stats
 from onegraph.engine.sequence import Sequence
 from onegraph.engine.snapshots import EVERY, Snapshots
-from onegraph.ops.calls import BROKEN, DIRTY, NOTHING
+from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
 
@@ -435,14 +435,14 @@ class Scheduler:
         for row, (sequence, new) in enumerate(zip(rows, drawn, strict=True)):
             if sequence in self._dirty:  # it starts over from what it had
                 continue
-            if DIRTY in new:
+            if NAN_DRAFTS in new:
                 self._dirty.add(sequence)
                 self._poisoned = True
             if sequence.done:
-                self._poisoned |= BROKEN in new
+                self._poisoned |= NAN_TOKEN in new
                 continue
             for place, token in enumerate(new):
-                if token <= NOTHING or sequence.done:
+                if token <= NO_TOKEN or sequence.done:
                     break
                 sequence.read += 1
                 own = None if known is None else known[row, place]

@@ -19,7 +19,7 @@ from onegraph.engine.exact_window import Sizes
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.per_token import PerTokenDecoder
 from onegraph.engine.rounds import RoundState, draw_each
-from onegraph.ops.calls import BROKEN
+from onegraph.ops.calls import NAN_TOKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
 from onegraph.ops.step import begin_step, finish_step
@@ -143,7 +143,7 @@ class Steps:
             )
         last = inputs["drawn"] if decoding else torch.empty_like(new)
         report: Tensor = finish_step(new, logits, after, last, positions)
-        return report if decoding else report.masked_fill(_broken(hidden, counts), BROKEN)
+        return report if decoding else report.masked_fill(_broken(hidden, counts), NAN_TOKEN)
 
     def round(
         self, stage: int, choice: Choice, drafts: int, positions: Tensor, limits: Tensor, table: Tensor,

@@ -4,8 +4,8 @@ A linear W [n, k] is held as weight int8 [n, k] and scale bfloat16 [n],
 
     W = diag(scale) @ weight @ T
 
-with T an orthonormal block Hadamard with random signs (`turn`), which evens out what is large in a row: its largest
-number sets the step of all of them. Inputs are turned likewise, x @ T^t, in front of the product.
+with T an orthonormal block Hadamard with random signs (`block_rotation`), which evens out what is large in a row: its
+largest number sets the step of all of them. Inputs are turned likewise, x @ T^t, in front of the product.
 """
 
 from collections.abc import Mapping
@@ -23,22 +23,22 @@ ROWS_AT_ONCE = 1024  # that are encoded: a whole layer takes several times its f
 
 
 @cache
-def turn(k: int) -> Tensor:
+def block_rotation(k: int) -> Tensor:
     """float32 [b, b]: one block of T for k inputs, b the largest power of two that divides k, at most 128."""
     block = hadamard_block(k)
     result: Tensor = rotation(block) * block**-0.5
     return result
 
 
-def turned(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """x [..., k] -> x @ T^t, float32."""
-    matrix = turn(x.shape[-1])
+    matrix = block_rotation(x.shape[-1])
     return (x.float().reshape(-1, len(matrix)) @ matrix.T).view(x.shape)
 
 
 def turned_back(x: Tensor) -> Tensor:
     """x [..., k] -> x @ T, float32."""
-    matrix = turn(x.shape[-1])
+    matrix = block_rotation(x.shape[-1])
     return (x.float().reshape(-1, len(matrix)) @ matrix).view(x.shape)
 
 
@@ -58,7 +58,7 @@ class Int8(WeightFormat):
         scales = torch.empty(len(weight), dtype=torch.bfloat16, device=weight.device)
         for first in range(0, len(weight), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            rows = turned(weight[part])
+            rows = rotated(weight[part])
             scale = rows.abs().amax(1) / 127
             near = scale.bfloat16()
             up = torch.nextafter(near, torch.full_like(near, torch.inf))

@@ -12,9 +12,9 @@ from onegraph.models.loader import Loader
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
 from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
-from onegraph.models.shares import Share, columns, gate_up_parts, qkv_parts, share_of
+from onegraph.models.shares import TPShard, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
-from onegraph.nn.block import MLP, Bare, HeadValues, Norm, Normed, Scaled, Stream, Summed, WholeNorms
+from onegraph.nn.block import MLP, HeadValues, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.linear import dense
@@ -39,9 +39,9 @@ class Block(nn.Module):
         self,
         *,
         layer: int,
-        qkv: Normed | Bare | Inputs | LatentInputs,
+        qkv: Normed | InputLinear | Inputs | LatentInputs,
         attention: Attention | Recurrent | LatentAttention,
-        out: Summed,
+        out: ResidualLinear,
         mlp: MLP | MoE,
         end: PerLayerEnd | None = None,
         scale: Tensor | None = None,
@@ -103,11 +103,13 @@ def build_block(
     def norm(name: str) -> Tensor:
         return norm_weight(loader, config, f"{prefix}{name}.weight", device)
 
-    def front(name: str | None, linears: list[tuple[str, Part]], after: nn.Module | None = None) -> Normed | Bare:
+    def front(
+        name: str | None, linears: list[tuple[str, Part]], after: nn.Module | None = None
+    ) -> Normed | InputLinear:
         layers, parts = [prefix + each for each, _ in linears], [part for _, part in linears]
         joint = loader.siblings(layers, device, joined=joined, parts=parts)
         if name is None:
-            return Bare(joint, after=after)
+            return InputLinear(joint, after=after)
         return Normed(norm(name), joint, config.eps, after=after, fused=fused)
 
     def behind(name: str | None) -> nn.Module | None:
@@ -118,18 +120,18 @@ def build_block(
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
         linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
-        down = Summed(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
+        down = ResidualLinear(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
     half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
         inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
-        out = Summed(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        out = ResidualLinear(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
         return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
     linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
-    out = Summed(linear, after=behind(names.attention_out), fused=fused, peer=peer)
+    out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
@@ -159,7 +161,7 @@ def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -
 
 
 def build_attention(
-    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: Share
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: TPShard
 ) -> tuple[Attention, WholeNorms | HeadValues | None]:
     """The attention of block `i`, a rank's share of its heads, and what its queries, keys and values go through before
     it: norms of all heads together, or of each head of values."""
@@ -258,7 +260,7 @@ def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch
 
 
 def build_shared(
-    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: Share
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: TPShard
 ) -> SharedExpert | None:
     """The expert of the block of `prefix` that every token uses, if there is one; of its hidden units a share."""
     if routed.shared is None:

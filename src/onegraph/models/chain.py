@@ -45,7 +45,7 @@ class Chain:
         format = self.links[0].format
         chain = weight_ops(format).chain
         assert chain is not None
-        weights, biases = [link.given for link in self.links], [link.bias for link in self.links]
+        weights, biases = [link.kernel_args for link in self.links], [link.bias for link in self.links]
         return chain.run(format, x, residual, weights, biases, self.eps)
 
 
@@ -92,7 +92,7 @@ class ChainedLlama(nn.Module):
         """Whether a link that is a launch of its own has the same bits for one token and for several."""
         links = (link for chain in self.chains for link in chain.links)
         ops = ((weight_ops(link.format).steady, link) for link in links)
-        return all(steady is not None and steady(link.format, stream.value, link.given) for steady, link in ops)
+        return all(steady is not None and steady(link.format, stream.value, link.kernel_args) for steady, link in ops)
 
     def _follow(self, chain: Chain, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         if x.shape[:-1].numel() <= self.most:

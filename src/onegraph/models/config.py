@@ -12,7 +12,7 @@ from typing import Any
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models import windows, wrapper
-from onegraph.models.families import FAMILIES, MISSING, Norms, Traits
+from onegraph.models.families import FAMILIES, MISSING, ArchSpec, Norms
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.heads import Heads
 from onegraph.models.latent_config import Latent
@@ -186,7 +186,7 @@ class LlamaConfig:
         return replace(self, routed=replace(self.routed, in_stacks=down is not None, turned=turned))
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> ArchSpec:
         """What its family is made of."""
         return FAMILIES[self.model_type]
 
@@ -416,14 +416,14 @@ def _sizes(fields: Fields, latent: bool) -> tuple[int, int, int, int]:
     return heads, kv_heads, hidden, head_dim
 
 
-def _wide_from(traits: Traits, fields: Fields, layers: int) -> int:
+def _wide_from(traits: ArchSpec, fields: Fields, layers: int) -> int:
     """See `LlamaConfig`."""
     if not traits.per_layer or not fields.flag("use_double_wide_mlp"):
         return layers
     return layers - fields.integer("num_kv_shared_layers", low=0, high=layers)
 
 
-def _per_layer(traits: Traits, fields: Fields) -> tuple[int, int]:
+def _per_layer(traits: ArchSpec, fields: Fields) -> tuple[int, int]:
     """See `LlamaConfig`."""
     if not traits.per_layer:
         return 0, 0
@@ -465,14 +465,14 @@ def _check_activation(fields: Fields, known: str) -> None:
             raise ValueError(f"{key} {short(given)} is not supported; supported: {known}")
 
 
-def _drafts(traits: Traits, fields: Fields) -> int:
+def _drafts(traits: ArchSpec, fields: Fields) -> int:
     """Layers that only predict further tokens."""
     key = traits.mtp or "num_nextn_predict_layers"
     has = key in traits.defaults or (traits.mtp is not None and fields.get(key) is not None)
     return fields.integer(key, low=0, high=64) if has else 0
 
 
-def _ropes(family: str, traits: Traits, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:
+def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config

@@ -17,7 +17,7 @@ from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.deepseek_v4_place import RESERVE, place
 from onegraph.models.deepseek_v4_weights import build_attention, build_moe, check_ranks
 from onegraph.models.loader import Loader
-from onegraph.models.memory import free_memory, room_for_cache
+from onegraph.models.memory import free_cache_memory, free_memory
 from onegraph.models.shares import head_part
 from onegraph.nn.deepseek_attention import Attend, DeepseekAttention
 from onegraph.nn.deepseek_cache import DeepseekCache, PlacedCache
@@ -308,7 +308,7 @@ class DeepseekV4(nn.Module):
             needed = sum(
                 DeepseekCache.bytes_of(a, itemsize=self.dtype.itemsize, fp8=self.fp8_kv, **sizes) for a in layers
             )
-            if needed > (free := room_for_cache(device, reserve=1 << 30)):
+            if needed > (free := free_cache_memory(device, reserve=1 << 30)):
                 raise ValueError(
                     f"{device} has {free / 1e9:.1f} GB free for state; {rows} sequences in {pages} pages of "
                     f"{page_size} tokens need {needed / 1e9:.1f} GB there: take fewer or shorter ones, or more devices"

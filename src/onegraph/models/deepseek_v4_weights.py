@@ -9,11 +9,11 @@ from onegraph.formats.weight import WeightFormat
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
 from onegraph.models.experts import read_experts
 from onegraph.models.loader import Loader
-from onegraph.models.shares import Share, check_shares, columns, refusal, rows, share_of
+from onegraph.models.shares import TPShard, check_shares, columns, refusal, rows, share_of
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.nn.deepseek_moe import DeepseekMoE
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, dense, in_one
+from onegraph.nn.linear import Linear, dense, fuse
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import SwiGLU
@@ -43,7 +43,7 @@ def build_attention(
     cos, sin = tables
     q_b = loader.linear(f"{prefix}wq_b", device, rows(share, c.heads, c.head_dim))
     index_q = loader.linear(f"{prefix}indexer.wq_b", device) if indexed else None
-    queries = None if index_q is None else in_one([q_b, index_q])
+    queries = None if index_q is None else fuse([q_b, index_q])
     if queries is not None:
         q_b, index_q = queries[1]
     return DeepseekAttention(
@@ -109,7 +109,7 @@ def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[
         return f"{c.out_groups} groups of heads cannot be split evenly"
     if c.expert_size % ranks:
         return f"{c.expert_size} hidden units of an expert cannot be split evenly"
-    share, sizes = Share(1, ranks), loader.layers()
+    share, sizes = TPShard(1, ranks), loader.layers()
     for i in layers:
         prefix = c.layer(i).prefix
         up, down = rows(share, c.expert_size), columns(share, c.expert_size)

@@ -27,9 +27,9 @@ from onegraph.models.llama import Llama
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
 from onegraph.nn.attention import Attend, Attention, PagedCache
-from onegraph.nn.block import MLP, Normed, Summed
+from onegraph.nn.block import MLP, Normed, ResidualLinear
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import ConcatLinear, Linear
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.norm import rms_norm
 
@@ -211,9 +211,9 @@ class EagleHead(nn.Module):
         embed: Embedding | None,
         lm_head: Linear | None,
         fc: Linear,
-        qkv: Linear | Siblings,
+        qkv: Linear | ConcatLinear,
         attention: Attention,
-        out: Summed,
+        out: ResidualLinear,
         mlp: MLP,
         norms: tuple[Tensor, Tensor, Tensor],
         vocabulary: Tensor | None,
@@ -262,7 +262,7 @@ class EagleHead(nn.Module):
         with loader.reading():
             hidden_norm, input_norm, behind = (loader.tensor(f"{LAYER}{name}.weight", device) for name in NORMS)
             side = [f"{LAYER}mlp.{name}_proj" for name in ("gate", "up")]
-            down = Summed(loader.linear(f"{LAYER}mlp.down_proj", device), gate=SwiGLU())
+            down = ResidualLinear(loader.linear(f"{LAYER}mlp.down_proj", device), gate=SwiGLU())
             return cls(
                 config=config,
                 target=target,
@@ -272,7 +272,7 @@ class EagleHead(nn.Module):
                 fc=loader.linear("fc", device),
                 qkv=loader.siblings([f"{LAYER}self_attn.{name}_proj" for name in "qkv"], device),
                 attention=attention,
-                out=Summed(loader.linear(f"{LAYER}self_attn.o_proj", device)),
+                out=ResidualLinear(loader.linear(f"{LAYER}self_attn.o_proj", device)),
                 mlp=MLP(Normed(behind, loader.siblings(side, device), eps), down),
                 norms=(hidden_norm, input_norm, loader.tensor("norm.weight", device)),
                 vocabulary=_vocabulary(loader, config, device) if "d2t" in parts.tensors else None,

@@ -11,7 +11,7 @@ from onegraph.formats.fused import stack_names
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.loader import Loader
-from onegraph.models.shares import ALL, Share
+from onegraph.models.shares import ALL, TPShard
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
 from onegraph.ops.activation import Gate
@@ -24,7 +24,7 @@ def read_experts(
     down: Sequence[str],
     gate: Gate,
     device: torch.device,
-    share: Share = ALL,
+    share: TPShard = ALL,
 ) -> Experts:
     """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
 
@@ -58,7 +58,7 @@ def read_stacks(
     *,
     interleaved: bool = False,
     transposed: bool = False,
-    share: Share = ALL,
+    share: TPShard = ALL,
 ) -> Experts:
     """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 

@@ -54,7 +54,7 @@ _LFM2 = Names(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traits:
+class ArchSpec:
     """A family, as the parts of its decoder are chosen by.
 
     Args:
@@ -189,20 +189,20 @@ MISSING = {
     "cohere2": "blocks whose attention and MLP run side by side",
 }  # fmt: skip
 
-FAMILIES: dict[str, Traits] = {
-    "llama": Traits(
+FAMILIES: dict[str, ArchSpec] = {
+    "llama": ArchSpec(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, mlp_bias="mlp_bias", **_BIASED
     ),
-    "mistral": Traits(
+    "mistral": ArchSpec(
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         windows=windows.uniform,
     ),
-    "qwen2": Traits(
+    "qwen2": ArchSpec(
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
         windows=windows.upper,
         qkv_bias=True,
     ),
-    "qwen3": Traits(
+    "qwen3": ArchSpec(
         defaults={
             "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128,
         },
@@ -210,7 +210,7 @@ FAMILIES: dict[str, Traits] = {
         head_norm=True,
         **_BIASED,
     ),
-    "smollm3": Traits(
+    "smollm3": ArchSpec(
         defaults={
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2e6,
         },
@@ -218,14 +218,14 @@ FAMILIES: dict[str, Traits] = {
         mlp_bias="mlp_bias",
         **_BIASED,
     ),
-    "mixtral": Traits(
+    "mixtral": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
             "num_experts_per_tok": 2,
         },
         windows=windows.uniform,
     ),
-    "qwen3_moe": Traits(
+    "qwen3_moe": ArchSpec(
         defaults={
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "sliding_window": 4096,
             "moe_intermediate_size": 768, "num_experts_per_tok": 8, "decoder_sparse_step": 1,
@@ -234,7 +234,7 @@ FAMILIES: dict[str, Traits] = {
         head_norm=True,
         **_BIASED,
     ),
-    "gpt_oss": Traits(
+    "gpt_oss": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "num_experts_per_tok": 4,
@@ -247,7 +247,7 @@ FAMILIES: dict[str, Traits] = {
         sinks=True,
         **_BIASED,
     ),
-    "gemma2": Traits(
+    "gemma2": ArchSpec(
         defaults=_GEMMA_SIZES | {
             "vocab_size": 256000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
@@ -255,7 +255,7 @@ FAMILIES: dict[str, Traits] = {
         windows=windows.every_other,
         **_GEMMA,
     ),
-    "gemma3_text": Traits(
+    "gemma3_text": ArchSpec(
         defaults=_GEMMA_SIZES | {
             "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         },
@@ -264,7 +264,7 @@ FAMILIES: dict[str, Traits] = {
         two_ropes=True,
         **_GEMMA,
     ),
-    "gemma4_text": Traits(
+    "gemma4_text": ArchSpec(
         defaults={
             "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
@@ -290,7 +290,7 @@ FAMILIES: dict[str, Traits] = {
         fixed={"use_bidirectional_attention": ("vision",)},  # images alone attend in both directions
         **_BIASED,
     ),
-    "glm4_moe": Traits(
+    "glm4_moe": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
             "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
@@ -301,7 +301,7 @@ FAMILIES: dict[str, Traits] = {
         head_norm="use_qk_norm",
         partial=0.5,
     ),
-    "qwen2_moe": Traits(
+    "qwen2_moe": ArchSpec(
         defaults={
             "num_key_value_heads": 16, "max_position_embeddings": 32768, "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
@@ -310,7 +310,7 @@ FAMILIES: dict[str, Traits] = {
         windows=windows.off,
         qkv_bias="qkv_bias",
     ),
-    "olmoe": Traits(
+    "olmoe": ArchSpec(
         defaults={
             "num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
             "num_experts_per_tok": 8, "num_experts": 64,
@@ -318,41 +318,41 @@ FAMILIES: dict[str, Traits] = {
         whole_norm=True,
         **_BIASED,
     ),
-    "olmo2": Traits(
+    "olmo2": ArchSpec(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         norms=AFTER,
         whole_norm=True,
         **_BIASED,
     ),
-    "phi3": Traits(
+    "phi3": ArchSpec(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         windows=windows.uniform,
         joined=True,
         rope_kinds=("default",),  # transformers takes its "yarn" for longrope
         partial=1.0,
     ),
-    "granite": Traits(
+    "granite": ArchSpec(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
         mlp_bias="mlp_bias",
         multipliers=True,
         **_BIASED,
     ),
-    "qwen3_5_text": Traits(
+    "qwen3_5_text": ArchSpec(
         defaults=_GATED_DELTA | {"num_key_value_heads": 4}, mixers=mixers.gated_delta, **_QWEN_HYBRID
     ),
-    "qwen3_5_moe_text": Traits(
+    "qwen3_5_moe_text": ArchSpec(
         defaults=_GATED_DELTA | _QWEN_EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8},
         mixers=mixers.gated_delta,
         **_QWEN_HYBRID,
     ),
-    "qwen3_next": Traits(
+    "qwen3_next": ArchSpec(
         defaults=_GATED_DELTA | _QWEN_EXPERTS | {
             "num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1, "norm_topk_prob": True,
         },
         mixers=mixers.grouped_gated_delta,
         **_QWEN_HYBRID,
     ),
-    "lfm2": Traits(
+    "lfm2": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
             "tie_word_embeddings": True, "conv_L_cache": 3,
@@ -369,7 +369,7 @@ FAMILIES: dict[str, Traits] = {
             "conv_use_xavier_init",
         ),
     ),
-    "ministral3": Traits(
+    "ministral3": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
             "rope_parameters": {
@@ -380,7 +380,7 @@ FAMILIES: dict[str, Traits] = {
         windows=windows.uniform,
         query_scaling=True,
     ),
-    "olmo3": Traits(
+    "olmo3": ArchSpec(
         defaults={
             "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
             "sliding_window": 4096,
@@ -391,7 +391,7 @@ FAMILIES: dict[str, Traits] = {
         two_ropes=True,
         **_BIASED,
     ),
-    "minimax_m2": Traits(
+    "minimax_m2": ArchSpec(
         defaults={
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5e6,
             "num_local_experts": 256, "num_experts_per_tok": 8,
@@ -405,12 +405,12 @@ FAMILIES: dict[str, Traits] = {
         },
         idle=("mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
     ),
-    "deepseek_v3": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
-    "kimi_k2": Traits(defaults=_DEEPSEEK_V3, **_LATENT),
-    "deepseek_v32": Traits(
+    "deepseek_v3": ArchSpec(defaults=_DEEPSEEK_V3, **_LATENT),
+    "kimi_k2": ArchSpec(defaults=_DEEPSEEK_V3, **_LATENT),
+    "deepseek_v32": ArchSpec(
         defaults=_DEEPSEEK_V3 | _INDEX | {"max_position_embeddings": 163840}, windows=windows.indexed, **_LATENT
     ),
-    "glm_moe_dsa": Traits(
+    "glm_moe_dsa": ArchSpec(
         defaults=_DEEPSEEK_V3 | _INDEX | {
             "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192,
             "v_head_dim": 256, "n_group": 1, "topk_group": 1, "index_n_heads": 32, "indexer_rope_interleave": True,
@@ -419,7 +419,7 @@ FAMILIES: dict[str, Traits] = {
         windows=windows.indexed,
         **_LATENT,
     ),
-    "mistral4": Traits(
+    "mistral4": ArchSpec(
         defaults=_DEEPSEEK_V3 | {
             "max_position_embeddings": 1048576, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
             "num_experts_per_tok": 4, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
@@ -432,9 +432,9 @@ FAMILIES: dict[str, Traits] = {
         query_scaling=True,
         fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
     ),
-    "qwen2_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
-    "qwen2_5_vl_text": Traits(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
-    "qwen3_vl_moe_text": Traits(
+    "qwen2_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen2_5_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
+    "qwen3_vl_moe_text": ArchSpec(
         defaults={
             "num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 5e5,
             "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
@@ -444,7 +444,7 @@ FAMILIES: dict[str, Traits] = {
         fixed={"norm_topk_prob": (True,)},
         **_BIASED,
     ),
-    "qwen3_vl_text": Traits(
+    "qwen3_vl_text": ArchSpec(
         defaults={
             "num_key_value_heads": 32, "max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5,
         },

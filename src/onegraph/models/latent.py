@@ -23,13 +23,13 @@ from onegraph.models.latent_config import (
     Q,
 )
 from onegraph.models.loader import Loader
-from onegraph.models.shares import Share, columns, rows
+from onegraph.models.shares import TPShard, columns, rows
 from onegraph.nn.block import Normed
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.latent_index import Indexer
 
 
-def latent_parts(latent: Latent, share: Share) -> list[tuple[str, Part]]:
+def latent_parts(latent: Latent, share: TPShard) -> list[tuple[str, Part]]:
     """Within a block, each linear of the attention and what a rank has of it: the heads of queries, keys and values."""
     queries = rows(share, latent.heads, latent.nope + latent.rope)
     return [
@@ -48,7 +48,7 @@ def build_latent(
     tables: tuple[Tensor | None, Tensor | None, Tensor | None],
     scale: float,
     device: torch.device,
-    share: Share,
+    share: TPShard,
     *,
     joined: bool,
     fused: bool,

@@ -26,7 +26,7 @@ from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import GroupedLinear, Linear, Siblings, join
+from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, join
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
 
@@ -337,12 +337,12 @@ class Loader:
         *,
         joined: bool = True,
         parts: Sequence[Part] | None = None,
-    ) -> Linear | Siblings:
+    ) -> Linear | ConcatLinear:
         """Linears that read the same input, or of each a part: as one where that is exact, unless `joined` is False."""
         each = [WHOLE] * len(layers) if parts is None else parts
         linears = [self._linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
-        made = join(linears) if joined else Siblings(linears)
-        return self._packed(made) if isinstance(made, Linear) else Siblings([self._packed(one) for one in linears])
+        made = join(linears) if joined else ConcatLinear(linears)
+        return self._packed(made) if isinstance(made, Linear) else ConcatLinear([self._packed(one) for one in linears])
 
     def grouped(
         self, layer: str, groups: int, device: torch.device, some: tuple[int, int] | None = None

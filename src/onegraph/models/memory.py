@@ -26,7 +26,7 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
     return max(0, min(free + held - used, allowed - used) - reserve)
 
 
-def room_for_cache(device: torch.device, reserve: int = 0) -> int:
+def free_cache_memory(device: torch.device, reserve: int = 0) -> int:
     """As `free_memory`; on a CPU what the system has. Linux grants more, and its OOM killer then ends the process."""
     if device.type == "cpu" and (free := system_memory()) is not None:
         return free
@@ -117,7 +117,7 @@ def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, ex
 
     rows: of a batch. tokens: that its pages hold. exact: whether it is in the model's dtype.
     """
-    if needed > (free := room_for_cache(device)):
+    if needed > (free := free_cache_memory(device)):
         size = f"{rows} rows, {tokens} tokens of {needed / tokens / 1e3:.1f} kB"
         codes = ", or keep it in codes (kv 'turboquant:4')" if exact else ""
         raise ValueError(

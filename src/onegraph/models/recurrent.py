@@ -8,7 +8,7 @@ from torch import Tensor
 from onegraph.models.loader import Loader
 from onegraph.models.mixers import GatedDelta, Mixer
 from onegraph.nn.block import Normed
-from onegraph.nn.linear import Linear, Siblings, join
+from onegraph.nn.linear import ConcatLinear, Linear, join
 from onegraph.nn.recurrent import GatedDeltaNet, Inputs, Recurrent, Reordered, ShortConvolution
 
 
@@ -50,10 +50,10 @@ def build_recurrent(
 
 def _in_order(
     linears: Sequence[Linear], order: list[int] | None, joined: bool
-) -> tuple[Linear | Siblings, Reordered | None]:
+) -> tuple[Linear | ConcatLinear, Reordered | None]:
     """Linears of one input as one, with rows in the given order; where they stay apart or their format has no such
     parts, as they are, and what brings their results into it."""
-    whole = join(linears) if joined else linears[0] if len(linears) == 1 else Siblings(linears)
+    whole = join(linears) if joined else linears[0] if len(linears) == 1 else ConcatLinear(linears)
     if order is None:
         return whole, None
     if joined and isinstance(whole, Linear):

@@ -19,7 +19,7 @@ UNITS = (128, 64, 32, 16, 8, 1)  # rows of the head that stay together: what a f
 
 
 @dataclass(frozen=True)
-class Share:
+class TPShard:
     """One of `ranks` equal parts."""
 
     rank: int = 0
@@ -46,22 +46,22 @@ class Share:
         return found
 
 
-ALL = Share()
+ALL = TPShard()
 
 
-def qkv_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+def qkv_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """Within a block: the linears of `config.qkv_at`, by name, and of each the rows of a rank's heads."""
     heads, names = config.attention[layer], config.qkv_at(layer)
     sizes = config.heads, heads.kv_heads, heads.kv_heads
     return _rows(names, sizes if config.traits.joined else sizes[: len(names)], share, heads.dim)
 
 
-def gate_up_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+def gate_up_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """The same of `config.gate_up` and hidden units."""
     return _rows(config.gate_up, (config.inner_at(layer),) * 2, share)
 
 
-def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: int = 1) -> list[tuple[str, Part]]:
+def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: TPShard, unit: int = 1) -> list[tuple[str, Part]]:
     if share.whole:
         return [(name, Part()) for name in names]
     if len(names) == 1:  # files hold them as one
@@ -70,18 +70,18 @@ def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: Share, unit: in
     return [(name, Part(rows=span)) for name, span in zip(names, spans, strict=True)]
 
 
-def share_of(peer: Peer | None) -> Share:
+def share_of(peer: Peer | None) -> TPShard:
     """What of every layer a rank has; all of it where there is one."""
-    return ALL if peer is None else Share(peer.index, peer.count)
+    return ALL if peer is None else TPShard(peer.index, peer.count)
 
 
-def rows(share: Share, size: int, unit: int = 1) -> Part:
+def rows(share: TPShard, size: int, unit: int = 1) -> Part:
     """The outputs that a rank has, of `size` units."""
     first, last = share.span(size)
     return Part() if share.whole else Part(rows=(first * unit, last * unit))
 
 
-def columns(share: Share, size: int, unit: int = 1) -> Part:
+def columns(share: TPShard, size: int, unit: int = 1) -> Part:
     """The inputs that a rank has, of `size` units."""
     first, last = share.span(size)
     return Part() if share.whole else Part(columns=(first * unit, last * unit))
@@ -107,7 +107,7 @@ def head_part(loader: Loader, vocabulary: int, hidden: int, peer: Peer | None) -
     return unit, Part() if unit is None else Part(rows=part_of(vocabulary, unit, peer.count, peer.index))
 
 
-def attention_parts(config: LlamaConfig, share: Share, layer: int) -> list[tuple[str, Part]]:
+def attention_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """Each linear of a layer's attention, by its name within the block, and what a rank has of it."""
     if config.latent is not None:
         from onegraph.models.latent import latent_parts
@@ -152,13 +152,13 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     for what, size in widths.items():
         if size % ranks:
             return f"{size} {what} cannot be split evenly"
-    for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
+    for name, format, n, k, part in _cuts(config, loader, TPShard(1, ranks)):
         if why := refusal(format, n, k, part):
             return f"{name} in {format}: {why}"
     return ""
 
 
-def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
+def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
     """Every layer that a rank has a part of: name, format, outputs, inputs, part."""
     sizes = loader.layers()
     for i in range(config.layers):
@@ -177,7 +177,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: Share) -> Iterator[tuple[s
 
 
 def _expert_cuts(
-    config: LlamaConfig, loader: Loader, share: Share, prefix: str
+    config: LlamaConfig, loader: Loader, share: TPShard, prefix: str
 ) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
     from onegraph.formats.fused import stack_names
 

@@ -18,7 +18,7 @@ from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, Siblings, dense
+from onegraph.nn.linear import ConcatLinear, Linear, dense
 from onegraph.nn.moe import MoE
 
 Groups = list[list[tuple[str, nn.Module]]]
@@ -148,7 +148,7 @@ class LlamaSource:
 
 def _siblings(names: Sequence[str], linear: nn.Module) -> list[tuple[str, nn.Module]]:
     """Linears of one input by name; of one name the linear itself, which files hold as one."""
-    parts = linear.parts if isinstance(linear, Siblings) else [linear]
+    parts = linear.parts if isinstance(linear, ConcatLinear) else [linear]
     return list(zip(names, parts, strict=True))
 
 

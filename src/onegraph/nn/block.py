@@ -1,8 +1,9 @@
 """The pieces of a decoder block: what stands in front of a linear and behind it, in its launch where the format can.
 
-A block is `Normed`, attention, `Summed`, and a feed-forward half: `MLP`, or the routed experts of `nn/moe.py`; between
-them runs the residual stream. Which of norm, SwiGLU and sum run inside a linear follows from its format and is settled
-when the piece is built, and so is what a family has in front of a linear or behind it: one forward serves them all.
+A block is `Normed`, attention, `ResidualLinear`, and a feed-forward half: `MLP`, or the routed experts of `nn/moe.py`;
+between them runs the residual stream. Which of norm, SwiGLU and sum run inside a linear follows from its format and is
+settled when the piece is built, and so is what a family has in front of a linear or behind it: one forward serves them
+all.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.weight import WeightFormat
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import ConcatLinear, Linear
 from onegraph.nn.peers import Peer
 from onegraph.ops.activation import GeGLU, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
@@ -115,7 +116,13 @@ class Normed(nn.Module):
     norm: Tensor | None
 
     def __init__(
-        self, norm: Tensor, linear: Linear | Siblings, eps: float, *, after: nn.Module | None = None, fused: bool = True
+        self,
+        norm: Tensor,
+        linear: Linear | ConcatLinear,
+        eps: float,
+        *,
+        after: nn.Module | None = None,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.eps = eps
@@ -133,12 +140,12 @@ class Normed(nn.Module):
         return self.after(self.linear(x)), total
 
 
-class Bare(nn.Module):
+class InputLinear(nn.Module):
     """A linear of the stream as it is, then `after`; stands where `Normed` does in blocks that norm behind only."""
 
     fused = False
 
-    def __init__(self, linear: Linear | Siblings, *, after: nn.Module | None = None) -> None:
+    def __init__(self, linear: Linear | ConcatLinear, *, after: nn.Module | None = None) -> None:
         super().__init__()
         self.linear, self.after = linear, after or nn.Identity()
 
@@ -148,7 +155,7 @@ class Bare(nn.Module):
         return self.after(self.linear(total)), total
 
 
-class Summed(nn.Module):
+class ResidualLinear(nn.Module):
     """A linear whose result joins the stream.
 
     gate: what is in front of the linear, of x [..., 2k] = gate | up. after: what its result goes through before it
@@ -190,7 +197,7 @@ class Summed(nn.Module):
 class MLP(nn.Module):
     """The feed-forward half of a block: a norm, gate and up, what stands between, down, the sum."""
 
-    def __init__(self, gate_up: Normed | Bare, down: Summed) -> None:
+    def __init__(self, gate_up: Normed | InputLinear, down: ResidualLinear) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
 

@@ -66,7 +66,7 @@ class DeepseekAttention(nn.Module):
         q_b: low rank -> heads * head_dim.
         states: x -> the compressor's state | the indexer's | the indexer's head weights; None without compressor.
         index_q: low rank -> index_heads * indexer.dim; None without indexer. queries: q_b and index_q as one layer in
-            the same storage (`nn.linear.in_one`), where they are one.
+            the same storage (`nn.linear.fuse`), where they are one.
         out_a, out_b: the grouped projection [.., groups, k] and the one behind it.
         sinks: float32 [heads]. cos, sin: float32 [positions, rope dimensions / 2], shared by layers of a kind.
         window: latest tokens that a query sees. top_k: entries that the indexer selects.

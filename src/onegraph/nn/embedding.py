@@ -27,5 +27,5 @@ class Embedding(Weight):
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self._look_up is not None
-        rows = self._look_up(self.format, ids, self.given).to(self.dtype)
+        rows = self._look_up(self.format, ids, self.kernel_args).to(self.dtype)
         return rows if self.factor == 1 else rows * self.factor  # `scale` may be a tensor of the format

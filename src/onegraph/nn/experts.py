@@ -48,5 +48,5 @@ class Experts(nn.Module):
         return self.gate_up_bias, self.down_bias
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        both = self.gate_up.given, self.down.given
+        both = self.gate_up.kernel_args, self.down.kernel_args
         return self._run(self.gate_up.format, x, experts, weights, *both, self.gate, self.biases)

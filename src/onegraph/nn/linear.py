@@ -40,7 +40,7 @@ class Weight(nn.Module):
         return {key: self._buffers[key] for key in self.format.fields}  # type: ignore[misc]  # each is there
 
     @property
-    def given(self) -> Tensors:
+    def kernel_args(self) -> Tensors:
         """What the ops take: the fields, and the format's constants."""
         return {key: self._buffers[key] for key in (*self.format.fields, *self._constants)}  # type: ignore[misc]  # likewise
 
@@ -93,16 +93,16 @@ class Linear(Weight):
         steady = weight_ops(self.format).steady
         return invariant.in_passes(
             lambda x, add: self._run(x, add, eps, silu, float32), x, add,
-            steady=steady is not None and steady(self.format, x, self.given),
+            steady=steady is not None and steady(self.format, x, self.kernel_args),
         )  # fmt: skip
 
     def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
-        return weight_ops(self.format).linear(self.format, x, self.given, self.bias, add, eps, silu, float32)
+        return weight_ops(self.format).linear(self.format, x, self.kernel_args, self.bias, add, eps, silu, float32)
 
     def summed(self, x: Tensor, peer: Peer, add: Tensor | None = None, *, silu: bool = False) -> Tensor:
         """The sum of all ranks' results [..., n], plus `add`, which is the same on all of them; `silu` as in a call."""
         run = weight_ops(self.format).all_reduce
-        found = None if run is None else run(self.format, x, self.given, self.bias, add, silu, peer.group)
+        found = None if run is None else run(self.format, x, self.kernel_args, self.bias, add, silu, peer.group)
         return peer.all_reduce(self._run(x, None, None, silu, False), add) if found is None else found
 
     def after_norm(self, weight: Tensor) -> "Linear":
@@ -111,12 +111,12 @@ class Linear(Weight):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> "Linear":
         """The layer decoded once: for CPUs, whose time goes into reading codes."""
-        weight = weight_ops(self.format).decode(self.format, self.given).to(dtype)
+        weight = weight_ops(self.format).decode(self.format, self.kernel_args).to(dtype)
         return dense(weight, None if self.bias is None else self.bias.to(dtype))
 
     def int8(self) -> "Linear":
         """The layer in int8 by row: for CPUs."""
-        weight = weight_ops(self.format).decode(self.format, self.given)
+        weight = weight_ops(self.format).decode(self.format, self.kernel_args)
         return Linear(INT8, INT8.encode(weight), self.bias)
 
     def float16(self) -> "Linear":
@@ -154,7 +154,7 @@ class PackedLinear(Linear):
         return {"weight": packed.unpack(self._packed)}
 
     @property
-    def given(self) -> Tensors:
+    def kernel_args(self) -> Tensors:
         return self.tensors
 
     def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
@@ -174,10 +174,10 @@ class GroupedLinear(Weight):
         run = weight_ops(self.format).grouped
         if run is None:
             raise ValueError(f"{self.format} has no grouped linear; load it dense")
-        return run(self.format, x, self.given)
+        return run(self.format, x, self.kernel_args)
 
 
-class Siblings(nn.Module):
+class ConcatLinear(nn.Module):
     """Linears that read the same input, outputs side by side: what cannot be one layer still has one layer's shape."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
@@ -192,19 +192,21 @@ class Siblings(nn.Module):
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
-def join(parts: Sequence[Linear]) -> Linear | Siblings:
-    """One layer with the rows of all `parts`, where the format says that this is exact; otherwise `Siblings`. Two
+def join(parts: Sequence[Linear]) -> Linear | ConcatLinear:
+    """One layer with the rows of all `parts`, where the format says that this is exact; otherwise `ConcatLinear`. Two
     launches saved a layer at q/k/v, one at gate/up."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0].format
     if any(part.format is not first for part in parts):
-        return Siblings(parts)
+        return ConcatLinear(parts)
     joined = first.join([part.tensors for part in parts])
-    return Siblings(parts) if joined is None else Linear(first, joined, _joined([part.bias for part in parts], parts))
+    return (
+        ConcatLinear(parts) if joined is None else Linear(first, joined, _joined([part.bias for part in parts], parts))
+    )
 
 
-def in_one(parts: Sequence[Linear]) -> tuple[Linear, list[Linear]] | None:
+def fuse(parts: Sequence[Linear]) -> tuple[Linear, list[Linear]] | None:
     """Layers in codes that read the same input as one layer, and each of them anew in the storage of that one: who runs
     all of them together keeps no second copy of any. None where the format joins no layers, or not so."""
     whole = join(parts) if all(part.format.coded and part.bias is None for part in parts) else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from onegraph.nn.block import Norm, Stream
 from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, Siblings
+from onegraph.nn.linear import ConcatLinear, Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import Gate
@@ -23,7 +23,7 @@ class GatedExpert(SharedExpert):
 
     scale: Tensor
 
-    def __init__(self, gate_up: Linear | Siblings, down: Linear, gate: Gate, scale: Tensor) -> None:
+    def __init__(self, gate_up: Linear | ConcatLinear, down: Linear, gate: Gate, scale: Tensor) -> None:
         super().__init__(gate_up, down, gate)
         self.register_buffer("scale", scale)
 

@@ -33,7 +33,7 @@ class SharedExpert(nn.Module):
             if run is not None:
                 # constants of the format are of all experts: only the fields get a dimension in front
                 both = (
-                    {**layer.given, **{key: t.unsqueeze(0) for key, t in layer.tensors.items()}}
+                    {**layer.kernel_args, **{key: t.unsqueeze(0) for key, t in layer.tensors.items()}}
                     for layer in (gate_up, down)
                 )
                 return run(format, flat, self.first[:tokens], self.ones[:tokens], *both, self.gate, None).view_as(x)

@@ -17,9 +17,9 @@ Written = Annotated[Tensor, "written"]  # an argument that the op writes
 MAX_TOKENS = 8  # that a round brings a row: the newest and its drafts
 
 # What a step's report says in place of a token:
-BROKEN = -1  # the model gave NaN
-NOTHING = -2  # none
-DIRTY = -3  # none, since the model gave NaN beside drafts, which lies in the cache now
+NAN_TOKEN = -1  # the model gave NaN
+NO_TOKEN = -2  # none
+NAN_DRAFTS = -3  # none, since the model gave NaN beside drafts, which lies in the cache now
 
 
 @dataclass(eq=False)

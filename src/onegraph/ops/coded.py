@@ -31,7 +31,7 @@ from onegraph.formats.weight import Dtypes, Shape, WeightFormat
 from onegraph.ops.activation import Gate, check_gate, swiglu
 from onegraph.ops.checks import FLOATS, check_routes
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.weight import Given, WeightOps
+from onegraph.ops.weight import KernelArgs, WeightOps
 
 _EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -378,26 +378,26 @@ class Coded:
         grouped, experts = self.ops.get("grouped_linear"), self.ops.get("experts")
         names = tuple(key.removesuffix("?") for key in self.tensors)
 
-        def tensors(weight: Given) -> tuple[Tensor | None, ...]:
+        def tensors(weight: KernelArgs) -> tuple[Tensor | None, ...]:
             return tuple(map(weight.get, names))
 
         def numbers(format: WeightFormat) -> tuple[int, ...]:
             return tuple(getattr(format, key) for key in self.numbers)
 
         def run(
-            format: WeightFormat, x: Tensor, weight: Given, bias: Tensor | None,
+            format: WeightFormat, x: Tensor, weight: KernelArgs, bias: Tensor | None,
             add: None, eps: None, silu: bool, float32: bool,
         ) -> Tensor:  # fmt: skip
             y: Tensor = linear(x, *tensors(weight), bias, *numbers(format), float32)
             return y
 
-        def run_grouped(format: WeightFormat, x: Tensor, weight: Given) -> Tensor:
+        def run_grouped(format: WeightFormat, x: Tensor, weight: KernelArgs) -> Tensor:
             assert grouped is not None
             y: Tensor = grouped(x, *tensors(weight), *numbers(format))
             return y
 
         def run_experts(
-            format: WeightFormat, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Given, down: Given,
+            format: WeightFormat, x: Tensor, chosen: Tensor, weights: Tensor, gate_up: KernelArgs, down: KernelArgs,
             gate: Gate, biases: tuple[Tensor, Tensor] | None,
         ) -> Tensor:  # fmt: skip
             if biases is not None and not self.expert_biases:

@@ -8,11 +8,18 @@ from onegraph.ops.activation import Gate
 from onegraph.ops.deepseek_moe import routed_experts
 from onegraph.ops.embedding import embedding
 from onegraph.ops.linear import linear
-from onegraph.ops.weight import Given, WeightOps
+from onegraph.ops.weight import KernelArgs, WeightOps
 
 
 def _linear(
-    format: WeightFormat, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
+    format: WeightFormat,
+    x: Tensor,
+    weight: KernelArgs,
+    bias: Tensor | None,
+    add: None,
+    eps: None,
+    silu: bool,
+    float32: bool,
 ) -> Tensor:
     if float32 and bias is None:
         wide: Tensor = linear(x, weight["weight"], True)
@@ -21,7 +28,7 @@ def _linear(
     return y.float() if float32 else y
 
 
-def _grouped(format: WeightFormat, x: Tensor, weight: Given) -> Tensor:
+def _grouped(format: WeightFormat, x: Tensor, weight: KernelArgs) -> Tensor:
     groups, n, k = weight["weight"].shape
     y = torch.bmm(x.reshape(-1, groups, k).transpose(0, 1), weight["weight"].transpose(1, 2))
     return y.transpose(0, 1).reshape(*x.shape[:-1], n)
@@ -32,8 +39,8 @@ def _experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up: Given,
-    down: Given,
+    gate_up: KernelArgs,
+    down: KernelArgs,
     gate: Gate,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:

@@ -10,7 +10,7 @@ decoding", arXiv 2408.07978).
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import BROKEN, DIRTY, NOTHING
+from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -50,8 +50,8 @@ def _accept(
     at = torch.where(fits, own, 0), torch.where(fits, place, 0)
     history.index_put_(at, torch.where(fits, tokens, history[0, 0]))
     positions.add_(taken)
-    report = tokens.masked_fill(broken, BROKEN).masked_fill(~kept, NOTHING)
-    report[:, 0].masked_fill_(spoiled, DIRTY)
+    report = tokens.masked_fill(broken, NAN_TOKEN).masked_fill(~kept, NO_TOKEN)
+    report[:, 0].masked_fill_(spoiled, NAN_DRAFTS)
     return report, taken
 
 

@@ -14,18 +14,18 @@ from onegraph.ops.e8p_chain import e8p_chain
 from onegraph.ops.e8p_embedding import e8p_embedding
 from onegraph.ops.e8p_experts import e8p_experts
 from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
-from onegraph.ops.weight import ChainOps, Given, WeightOps
+from onegraph.ops.weight import ChainOps, KernelArgs, WeightOps
 
 ROWS_AT_ONCE = 512  # when a layer is decoded: a vocabulary at once would take gigabytes, and four times as long
 
 
-def _stored(weight: Given) -> tuple[Tensor | None, ...]:
+def _stored(weight: KernelArgs) -> tuple[Tensor | None, ...]:
     """In the order of the ops' arguments."""
     return weight["codes"], weight.get("residual"), weight["codebook"], weight["in_scale"], weight["out_scale"]
 
 
 def _run(
-    format: E8PFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, eps: float | None,
+    format: E8PFormat, x: Tensor, weight: KernelArgs, bias: Tensor | None, add: Tensor | None, eps: float | None,
     silu: bool, float32: bool,
 ) -> Tensor:  # fmt: skip
     y: Tensor = e8p_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32)
@@ -33,7 +33,7 @@ def _run(
 
 
 def _all_reduce(
-    format: E8PFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, silu: bool, group: Any
+    format: E8PFormat, x: Tensor, weight: KernelArgs, bias: Tensor | None, add: Tensor | None, silu: bool, group: Any
 ) -> Tensor | None:
     if not 1 <= x.shape[:-1].numel() <= MAX_TOKENS:
         return None
@@ -41,7 +41,7 @@ def _all_reduce(
     return made
 
 
-def _dense(format: E8PFormat, weight: Given) -> Tensor:
+def _dense(format: E8PFormat, weight: KernelArgs) -> Tensor:
     codes, residual, table = weight["codes"], weight.get("residual"), weight["codebook"]
     n, k = codes.shape[0], codes.shape[1] * 8
     dense = torch.empty(n, k, device=codes.device)
@@ -56,13 +56,13 @@ def _dense(format: E8PFormat, weight: Given) -> Tensor:
     return dense
 
 
-def _look_up(format: E8PFormat, ids: Tensor, weight: Given) -> Tensor:
+def _look_up(format: E8PFormat, ids: Tensor, weight: KernelArgs) -> Tensor:
     rows: Tensor = e8p_embedding(ids, *_stored(weight), format.rate)
     return rows
 
 
 def _run_experts(
-    format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Given, down: Given, gate: Gate,
+    format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: KernelArgs, down: KernelArgs, gate: Gate,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     both = []
@@ -79,7 +79,7 @@ def _chain_most(format: E8PFormat, sizes: tuple[int, int, int, int]) -> int:
 
 
 def _chain(
-    format: E8PFormat, x: Tensor, residual: Tensor, weights: list[Given], biases: list[Tensor | None], eps: float
+    format: E8PFormat, x: Tensor, residual: Tensor, weights: list[KernelArgs], biases: list[Tensor | None], eps: float
 ) -> tuple[Tensor, Tensor]:
     made: tuple[Tensor, Tensor] = e8p_chain(
         x,
@@ -96,7 +96,7 @@ def _chain(
     return made
 
 
-def _steady(format: E8PFormat, x: Tensor, weight: Given) -> bool:
+def _steady(format: E8PFormat, x: Tensor, weight: KernelArgs) -> bool:
     from onegraph.ops.cuda import e8p as kernels
 
     n, k = weight["codes"].shape[0], weight["codes"].shape[1] * 8

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from onegraph.formats.int8 import turned, turned_back
+from onegraph.formats.int8 import rotated, turned_back
 from onegraph.formats.weight import WeightFormat
 from onegraph.ops.activation import SwiGLU
-from onegraph.ops.weight import Given, WeightOps
+from onegraph.ops.weight import KernelArgs, WeightOps
 
 FEW = 8
 """Rows up to which torch's kernel reads int8 faster than its bfloat16 product reads decoded rows."""
@@ -18,7 +18,14 @@ AT_ONCE = 1 << 23  # weights that are decoded at a time
 
 
 def _linear(
-    format: WeightFormat, x: Tensor, weight: Given, bias: Tensor | None, add: None, eps: None, silu: bool, float32: bool
+    format: WeightFormat,
+    x: Tensor,
+    weight: KernelArgs,
+    bias: Tensor | None,
+    add: None,
+    eps: None,
+    silu: bool,
+    float32: bool,
 ) -> Tensor:
     """Activations are rounded to bfloat16 on both sides of the product, which sums in float32."""
     y = _product(x.reshape(-1, x.shape[-1]), weight["weight"], weight["scale"])
@@ -29,7 +36,7 @@ def _linear(
 
 def _product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x [T, k], codes [n, k], scale [n] -> bfloat16 [T, n]."""
-    x = turned(x).bfloat16()
+    x = rotated(x).bfloat16()
     if len(x) <= FEW and codes.shape[1] % VECTOR == 0:
         return torch._weight_int8pack_mm(x, codes, scale)
     parts = codes.split(max(1, AT_ONCE // codes.shape[1]))
@@ -41,8 +48,8 @@ def _experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    gate_up: Given,
-    down: Given,
+    gate_up: KernelArgs,
+    down: KernelArgs,
     gate: SwiGLU,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
@@ -58,7 +65,7 @@ def _experts(
     return out.to(x.dtype)
 
 
-def _decode(format: WeightFormat, weight: Given) -> Tensor:
+def _decode(format: WeightFormat, weight: KernelArgs) -> Tensor:
     return turned_back(weight["weight"].float() * weight["scale"].float().unsqueeze(-1))
 
 

@@ -73,11 +73,11 @@ def _sample_on_gpu(
 ) -> Tensor:
     from onegraph.ops.cuda import sampling as kernels
 
-    asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
+    parameters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "position": position}
     run = kernels.choose(logits.shape[0], logits.shape[1], logits.device.index)
     if run is None:
-        return sample_sorted(logits, *asked.values())
-    return run(logits.float().contiguous(), **{name: each.contiguous() for name, each in asked.items()})
+        return sample_sorted(logits, *parameters.values())
+    return run(logits.float().contiguous(), **{name: each.contiguous() for name, each in parameters.items()})
 
 
 def _tokens_like(logits: Tensor, *_: Tensor) -> Tensor:

@@ -64,10 +64,10 @@ def _check_adjust(call: AdjustLogits) -> None:
 
 def _min_p(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     width = logits.shape[1]
-    heat = temperature.masked_fill(temperature <= 0, 1.0).double()[:, None]
+    scale = temperature.masked_fill(temperature <= 0, 1.0).double()[:, None]
     least = torch.where(temperature > 0, min_p, 0.0).double()[:, None]
     x = logits.double()
-    weights = ((x - x.amax(dim=1, keepdim=True)) / heat).exp()
+    weights = ((x - x.amax(dim=1, keepdim=True)) / scale).exp()
     dropped = weights < least
     logits.masked_fill_(dropped, float("-inf"))
     units = (weights * UNIT).long()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import BROKEN
+from onegraph.ops.calls import NAN_TOKEN
 from onegraph.ops.checks import check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
 
@@ -17,7 +17,7 @@ def _finish(tokens: Tensor, logits: Tensor, after: Tensor, drawn: Tensor, positi
     drawn.copy_(tokens)
     positions.copy_(after)
     best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens.masked_fill(best.isnan() | best.isposinf(), BROKEN)
+    return tokens.masked_fill(best.isnan() | best.isposinf(), NAN_TOKEN)
 
 
 def _check_begin(positions: Tensor, limits: Tensor, length: int) -> None:

@@ -9,24 +9,24 @@ from onegraph.ops.activation import SwiGLU
 from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
 from onegraph.ops.trellis import trellis_embedding, trellis_linear
 from onegraph.ops.trellis_experts import trellis_experts
-from onegraph.ops.weight import Given, WeightOps
+from onegraph.ops.weight import KernelArgs, WeightOps
 
 ROWS_AT_ONCE = 512  # when a layer is decoded: whole rotation blocks
 
 
-def _stored(weight: Given) -> tuple[Tensor, ...]:
+def _stored(weight: KernelArgs) -> tuple[Tensor, ...]:
     return weight["codes"], weight["in_scale"], weight["out_scale"]
 
 
 def _run(
-    format: TrellisFormat, x: Tensor, weight: Given, bias: Tensor | None, add: Tensor | None, eps: float | None,
+    format: TrellisFormat, x: Tensor, weight: KernelArgs, bias: Tensor | None, add: Tensor | None, eps: float | None,
     silu: bool, float32: bool,
 ) -> Tensor:  # fmt: skip
     y: Tensor = trellis_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32)
     return y
 
 
-def _dense(format: TrellisFormat, weight: Given) -> Tensor:
+def _dense(format: TrellisFormat, weight: KernelArgs) -> Tensor:
     codes, in_scale, out_scale = _stored(weight)
     n, k = out_scale.shape[0], in_scale.shape[0]
     dense = torch.empty(n, k, device=codes.device)
@@ -41,13 +41,14 @@ def _dense(format: TrellisFormat, weight: Given) -> Tensor:
     return dense
 
 
-def _look_up(format: TrellisFormat, ids: Tensor, weight: Given) -> Tensor:
+def _look_up(format: TrellisFormat, ids: Tensor, weight: KernelArgs) -> Tensor:
     rows: Tensor = trellis_embedding(ids, *_stored(weight), format.rate)
     return rows
 
 
 def _run_experts(
-    format: TrellisFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Given, down: Given, gate: SwiGLU,
+    format: TrellisFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: KernelArgs, down: KernelArgs,
+    gate: SwiGLU,
     biases: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
     first, second = biases or (None, None)
@@ -62,7 +63,7 @@ def _reads(format: TrellisFormat, n: int, k: int, dtype: torch.dtype, device: in
     return kernels.supports_weight(n, k, format.rate, dtype, device)
 
 
-def _steady(format: TrellisFormat, x: Tensor, weight: Given) -> bool:
+def _steady(format: TrellisFormat, x: Tensor, weight: KernelArgs) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
     n, k = weight["out_scale"].shape[0], weight["in_scale"].shape[0]

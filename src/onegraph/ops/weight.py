@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onegraph.formats.weight import WeightFormat
 
-Given = Mapping[str, Tensor]  # the tensors of `WeightFormat.fields` and `.constants`, by name
+KernelArgs = Mapping[str, Tensor]  # the tensors of `WeightFormat.fields` and `.constants`, by name
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class WeightOps:
     """
 
     linear: Callable[..., Tensor]
-    decode: Callable[[Any, Given], Tensor]
+    decode: Callable[[Any, KernelArgs], Tensor]
     all_reduce: Callable[..., Tensor | None] | None = None
-    grouped: Callable[[Any, Tensor, Given], Tensor] | None = None
+    grouped: Callable[[Any, Tensor, KernelArgs], Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
-    embedding: Callable[[Any, Tensor, Given], Tensor] | None = None
+    embedding: Callable[[Any, Tensor, KernelArgs], Tensor] | None = None
     chain: ChainOps | None = None
-    steady: Callable[[Any, Tensor, Given], bool] | None = None
+    steady: Callable[[Any, Tensor, KernelArgs], bool] | None = None
     reads: Callable[[Any, int, int, torch.dtype, int], bool] | None = None
 
 

@@ -15,8 +15,8 @@ share an input: |d|^2 itself is so heavy-tailed (first tokens, which all others 
 of a text would count, and rounding fits those (docs/log.md).
 
 The unquantized model runs forward once, its residual stream before each block put aside in bfloat16
-(`quant/spill.py`), and backward block by block: memory holds one block, its activations for `batch_tokens` tokens, and
-its factors.
+(`quant/activation_offload.py`), and backward block by block: memory holds one block, its activations for `batch_tokens`
+tokens, and its factors.
 """
 
 import math
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onegraph.ops.registry import reference_ops
+from onegraph.quant.activation_offload import ActivationOffload, Batches
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.layer import generator
-from onegraph.quant.spill import Batches, Spill
 
 LARGEST = 16384  # outputs that a linear with a second factor may have: it takes n^2 bytes on disk, 20 n^2 to round by
 
@@ -104,7 +104,7 @@ def kl_factors(
     draws: int = 1,
     outputs: bool = True,
     rounded: Callable[[str], bool] = lambda name: True,
-    spill: Spill | None = None,
+    spill: ActivationOffload | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Factors]]:
     """The factors of each block's linears, last block first; a linear that no token reaches has none.
@@ -117,7 +117,7 @@ def kl_factors(
     Routed experts have none, linears of more than `LARGEST` outputs no H_O: they, and those that share an input with
     them, are rounded as without. Deterministic on one machine.
     """
-    spill = spill or Spill()
+    spill = spill or ActivationOffload()
     first = model.embed(tokens[:1, :1])
     rows = max(1, batch_tokens(first.device, first.shape[-1]) // tokens.shape[1])
     before: list[Batches] = []

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onegraph.quant.activation_offload import ActivationOffload, Batches
 from onegraph.quant.calibrate import ExpertLayer, QuantizableModel
-from onegraph.quant.spill import Batches, Spill
 
 Groups = list[list[tuple[str, Any]]]
 
@@ -127,7 +127,7 @@ def gather(
     *,
     weights: Mapping[int, Sequence[Tensor]] | None = None,
     experts: Sequence[int] = (),
-    spill: Spill | None = None,
+    spill: ActivationOffload | None = None,
 ) -> Gathered:
     """Moments of the groups `wanted` (indices into `linear_groups`) and what `experts` (indices into `expert_layers`)
     saw while `block` ran over the batches of `hidden`, and what the block made of them.
@@ -135,7 +135,7 @@ def gather(
     `reference` is the unquantized block and its own stream; with it the cross moments are gathered too. `weights`: of
     the tokens of each batch [B * T, 1], by group; with them the weighed moments are too.
     """
-    spill = spill or Spill()
+    spill = spill or ActivationOffload()
     groups, layers = model.linear_groups(block), [model.expert_layers(block)[i] for i in experts]
     sums: dict[int, list[Tensor | None]] = {}  # of h, cross, weighed
     rows, outputs = 0, spill.batches()

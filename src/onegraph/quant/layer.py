@@ -10,7 +10,7 @@ from onegraph.formats.rotated import hadamard_block
 from onegraph.formats.weight import Tensors
 from onegraph.ops.hadamard import hadamard
 from onegraph.ops.weight import weight_ops
-from onegraph.quant import wave
+from onegraph.quant import two_sided_ldlq
 from onegraph.quant.code import CODES, Code
 from onegraph.quant.ldlq import Coupling, Rounded, damped, descent_coupling, ldlq_coupling, sweep
 from onegraph.quant.recipe import Recipe
@@ -49,7 +49,7 @@ def quantize_group(
 
     All get the same in_scale. Those of one rate are rounded side by side: rows do not interact, and a sweep's cost is
     in its number of steps. With `outputs`, which give the second factors [n_i, n_i] of their Hessians
-    (`quant/fisher.py`) one by one, rows do interact, and each is rounded by itself (`quant/wave.py`). float32
+    (`quant/fisher.py`) one by one, rows do interact, and each is rounded by itself (`quant/two_sided_ldlq.py`). float32
     throughout; deterministic.
     """
     device, k, code = h.device, h.shape[0], CODES[recipe.format]
@@ -124,10 +124,10 @@ def _round_both(
     damped_o, lower = damped(rotated, recipe.output_damping, torch.float32)
     del rotated
     k, n = target.shape
-    parts = wave.parts(k, n, code.block)
-    run = code.encoder(target.device, parts * wave.ROWS, bits, recipe, parts)
-    weights = wave.output_weights(lower) if code.together > 1 else None
-    rounded = wave.sweep(target, bits, ldlq, wave.output_coupling(lower), run, weights)
+    parts = two_sided_ldlq.parts(k, n, code.block)
+    run = code.encoder(target.device, parts * two_sided_ldlq.ROWS, bits, recipe, parts)
+    weights = two_sided_ldlq.output_weights(lower) if code.together > 1 else None
+    rounded = two_sided_ldlq.sweep(target, bits, ldlq, two_sided_ldlq.output_coupling(lower), run, weights)
     del lower
     return rounded, _rotated_back(damped_o, out)
 

@@ -1,10 +1,10 @@
 """Quantize a model block by block: gather, round, put the rounded weights in place, go on.
 
 Memory holds one block (two where earlier layers' error is corrected for) and the residual stream of the calibration
-text, or the part of it that its bound allows (`quant/spill.py`). Each finished block is a piece on disk, and is read
-from there when the checkpoint is written. A job that was killed runs the stream through its pieces and goes on, and
-ends with the same bytes: nothing random depends on what ran before. Each piece is kept under the name of all that it
-depends on, so that a job with other rates for some layers takes over what they do not touch.
+text, or the part of it that its bound allows (`quant/activation_offload.py`). Each finished block is a piece on disk,
+and is read from there when the checkpoint is written. A job that was killed runs the stream through its pieces and goes
+on, and ends with the same bytes: nothing random depends on what ran before. Each piece is kept under the name of all
+that it depends on, so that a job with other rates for some layers takes over what they do not touch.
 """
 
 import copy
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from onegraph.formats.quantization import OWN
 from onegraph.formats.rotated import KEEP, resolve_rates
 from onegraph.formats.weight import Tensors
+from onegraph.quant.activation_offload import ActivationOffload, Batches
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks, quantize_experts
 from onegraph.quant.fisher import LARGEST, Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, drift, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
-from onegraph.quant.partial import Partial, Piece, key_of
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD, Layers, Quantized, load_piece
-from onegraph.quant.spill import Batches, Spill
+from onegraph.quant.resumable import Piece, ResumableWork, key_of
 from onegraph.quant.tune import tune
 
 Progress = Callable[[int, int, str], None]  # (steps done, steps in all, what is next)
@@ -37,11 +37,11 @@ def quantize(
     model: QuantizableModel,
     tokens: Tensor,
     recipe: Recipe,
-    partial: Partial | None = None,
+    partial: ResumableWork | None = None,
     *,
     outer: Callable[[str], Tensor] | None = None,
     progress: Progress | None = None,
-    spill: Spill | None = None,
+    spill: ActivationOffload | None = None,
 ) -> Quantized:
     """Quantize `model` on calibration `tokens` int [N, T].
 
@@ -56,7 +56,7 @@ def quantize(
     """
     if tokens.dim() != 2 or tokens.dtype not in (torch.int32, torch.int64) or not tokens.numel():
         raise ValueError(f"tokens is {tokens.dtype} {tuple(tokens.shape)}; it must be an integer tensor [N, T]")
-    return _Job(model, tokens, recipe, partial, outer, progress, spill or Spill()).run()
+    return _Job(model, tokens, recipe, partial, outer, progress, spill or ActivationOffload()).run()
 
 
 class _Job:
@@ -65,10 +65,10 @@ class _Job:
         model: QuantizableModel,
         tokens: Tensor,
         recipe: Recipe,
-        partial: Partial | None,
+        partial: ResumableWork | None,
         outer: Callable[[str], Tensor] | None,
         progress: Progress | None,
-        spill: Spill,
+        spill: ActivationOffload,
     ) -> None:
         self.factors: dict[int, Factors] = {}  # of blocks, where they are not kept on disk
         self.spill, self.counts = spill, dict[tuple[str, str], list[int]]()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onegraph.formats.rotated import RotatedConfig
 from onegraph.formats.weight import Tensors
-from onegraph.quant.partial import Partial
+from onegraph.quant.resumable import ResumableWork
 
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 
@@ -16,7 +16,7 @@ class Layers(Mapping[str, Tensors]):
     """Quantized linears by name, sorted, their checkpoint tensors on the CPU. Those of pieces on disk are read when
     they are asked for, and one piece is in memory at a time."""
 
-    def __init__(self, partial: Partial | None) -> None:
+    def __init__(self, partial: ResumableWork | None) -> None:
         self._partial = partial
         self._held: dict[str, Tensors] = {}
         self._pieces: dict[str, tuple[str, str]] = {}  # linear -> name and key of its piece
@@ -50,7 +50,7 @@ class Layers(Mapping[str, Tensors]):
         return linear in self._held or linear in self._pieces
 
 
-def load_piece(partial: Partial | None, name: str, key: str) -> dict[str, Tensors] | None:
+def load_piece(partial: ResumableWork | None, name: str, key: str) -> dict[str, Tensors] | None:
     """Linears of a piece on disk, None where it is not there."""
     found = None if partial is None else partial.load(name, key)
     if found is None:
@@ -67,8 +67,8 @@ class Quantized:
     """What `quantize` made: the config for config.json and, per linear or stack of experts, its checkpoint tensors on
     the CPU.
 
-    Where finished blocks are kept on disk, so are `layers`: they can be read until the `Partial` is removed. `counts`
-    are the calibration tokens that chose each expert, by the names of the stacks that share them.
+    Where finished blocks are kept on disk, so are `layers`: they can be read until the `ResumableWork` is removed.
+    `counts` are the calibration tokens that chose each expert, by the names of the stacks that share them.
     """
 
     config: RotatedConfig

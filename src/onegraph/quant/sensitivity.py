@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from onegraph.quant.activation_offload import ActivationOffload, Batches
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import quantize_experts
 from onegraph.quant.hessian import Gathered, gather
@@ -23,7 +24,6 @@ from onegraph.quant.layer import dequantize, generator, quantize_embedding, quan
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
-from onegraph.quant.spill import Batches, Spill
 
 LOWEST = 2  # bits: at 1, of formats that have it, errors no longer add up
 Parts = tuple[str, ...]  # the linears, or stacks of experts, of one part, by full name
@@ -54,7 +54,7 @@ def measure(
     probed: int,
     outer: Callable[[str], Tensor] | None = None,
     progress: Progress | None = None,
-    spill: Spill | None = None,
+    spill: ActivationOffload | None = None,
 ) -> Costs:
     """KL of each part whose rate is to be chosen.
 
@@ -67,7 +67,7 @@ def measure(
 
     Raises ValueError, as `quantize` does, for weights or inputs that are not finite.
     """
-    return _Measuring(model, tokens, recipe, free, probed, outer, progress, spill or Spill()).run()
+    return _Measuring(model, tokens, recipe, free, probed, outer, progress, spill or ActivationOffload()).run()
 
 
 class _Measuring:
@@ -80,7 +80,7 @@ class _Measuring:
         probed: int,
         outer: Callable[[str], Tensor] | None,
         progress: Progress | None,
-        spill: Spill,
+        spill: ActivationOffload,
     ) -> None:
         self.model, self.recipe, self.free, self.outer = model, recipe, free, outer
         self.progress, self.spill = progress, spill

@@ -21,8 +21,8 @@ from onegraph.ops.registry import reference_ops
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.experts import put_stacks
 from onegraph.quant.layer import dequantize, generator
-from onegraph.quant.partial import Piece
 from onegraph.quant.recipe import TUNE_RATE, Recipe, Tune
+from onegraph.quant.resumable import Piece
 
 PATIENCE = 2  # epochs that may pass without a lower KL on the sequences held out
 

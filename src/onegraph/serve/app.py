@@ -27,7 +27,7 @@ from onegraph.serve.connection import STALLED
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.prompts import Prompts
-from onegraph.serve.protocol import Refused, overloaded, parse, parse_detokenize, parse_tokenize
+from onegraph.serve.protocol import APIError, overloaded, parse, parse_detokenize, parse_tokenize
 from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
 from onegraph.serve.worker import Full, Stopped, Worker
@@ -98,7 +98,7 @@ class Server:
             try:
                 self._authorize(request)
                 response: Response = await endpoint(request)
-            except Refused as refused:
+            except APIError as refused:
                 headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
                 response = json_response(refused.body(), refused.status, headers)
             except ClientDisconnect:
@@ -114,9 +114,9 @@ class Server:
         if key is None:
             return
         if scheme.lower() != "bearer" or not given.strip():
-            raise Refused("no API key: send it as 'Authorization: Bearer KEY'", status=401, code="missing_api_key")
+            raise APIError("no API key: send it as 'Authorization: Bearer KEY'", status=401, code="missing_api_key")
         if not hmac.compare_digest(given.strip().encode(), key.encode()):
-            raise Refused("wrong API key", status=401, code="invalid_api_key")
+            raise APIError("wrong API key", status=401, code="invalid_api_key")
 
     # ------------------------------------------------------------------------------------------------------- endpoints
 
@@ -141,7 +141,7 @@ class Server:
         return await self._answer(request, chat=True)
 
     async def embeddings(self, request: Request) -> Response:
-        raise Refused("embeddings are not supported: this server generates text", status=404, code="not_supported")
+        raise APIError("embeddings are not supported: this server generates text", status=404, code="not_supported")
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -174,7 +174,7 @@ class Server:
         except Full:
             raise overloaded() from None
         except Stopped as stopped:
-            raise Refused(str(stopped), status=503) from None
+            raise APIError(str(stopped), status=503) from None
         try:
             yield
         finally:
@@ -187,7 +187,7 @@ class Server:
     def _check_name(self, name: str | None) -> None:
         if name != self.settings.name:
             message = f"the model {name!r} is not served here; this is {self.settings.name!r}"
-            raise Refused(message, status=404, param="model", code="model_not_found")
+            raise APIError(message, status=404, param="model", code="model_not_found")
 
     # --------------------------------------------------------------------------------------------------------- answers
 
@@ -197,14 +197,14 @@ class Server:
             self._check_name(asked.model)
             if asked.answers > self.worker.limit:
                 message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"
-                raise Refused(f"{message} at once", param="n")
+                raise APIError(f"{message} at once", param="n")
             started = time.perf_counter()
             with self._reserved(asked.answers):
                 sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
                 try:
                     answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True)
                 except Stopped as stopped:
-                    raise Refused(str(stopped), status=503) from None
+                    raise APIError(str(stopped), status=503) from None
         form = None if asked.tools is None else self.prompts.form
         reply = Reply(asked, self.settings.name, prompt_tokens, form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
@@ -297,8 +297,8 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     headers = dict(error.headers or {})  # which methods a path has
-    return json_response(Refused(message, status=error.status_code).body(), error.status_code, headers)
+    return json_response(APIError(message, status=error.status_code).body(), error.status_code, headers)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return json_response(Refused(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)
+    return json_response(APIError(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)

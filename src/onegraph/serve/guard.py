@@ -12,7 +12,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onegraph.serve.protocol import Refused
+from onegraph.serve.protocol import APIError
 from onegraph.serve.reply import json_response
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
@@ -36,24 +36,24 @@ class Guard:
         else:
             await json_response(refused.body(), refused.status)(scope, receive, send)
 
-    def _refuse(self, method: str, headers: Headers) -> Refused | None:
+    def _refuse(self, method: str, headers: Headers) -> APIError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._hosts is not None and not is_local(host) and _name(host) not in self._hosts:
-            return Refused(
+            return APIError(
                 f"Host: got {host[:80]!r}; allowed is an IP address or localhost; behind a proxy, start the server "
                 "with --allow-host NAME or an API key",
                 status=403,
                 code="host_not_allowed",
             )
         if origin is not None and origin.partition("://")[2] != host and not {origin, "*"} & {*self._origins}:
-            return Refused(
+            return APIError(
                 f"web pages of {origin[:80]!r} may not send requests here; allow it with --allow-origin",
                 status=403,
                 code="origin_not_allowed",
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and not _JSON.fullmatch(kind):
-            return Refused(f"Content-Type: got {kind[:80]!r}; allowed is application/json", status=415)
+            return APIError(f"Content-Type: got {kind[:80]!r}; allowed is application/json", status=415)
         return None
 
 

@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from onegraph.api.completion import copies
+from onegraph.api.completion import expand_n
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer, TooLong
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
-from onegraph.serve.protocol import Asked, Refused
+from onegraph.serve.protocol import APIError, CompletionRequest
 from onegraph.serve.tools import CallForm, find_form
 
 T = TypeVar("T")
@@ -50,17 +50,17 @@ class Prompts:
         """How the model calls functions, None where it does not."""
         return find_form(self._llm.tokenizer.template)
 
-    async def read(self, asked: Asked) -> tuple[list[Sequence], int]:
-        """The engine's requests, and how many tokens the prompts have. Raises Refused. Cancelled, it does nothing more
+    async def read(self, asked: CompletionRequest) -> tuple[list[Sequence], int]:
+        """The engine's requests, and how many tokens the prompts have. Raises APIError. Cancelled, it does nothing more
         than what has begun."""
         return await self._run(asked.size, self._read, asked)
 
-    async def tokenize(self, asked: Asked, special: bool) -> list[int]:
-        """The tokens of a text or a conversation, however many. Raises Refused."""
+    async def tokenize(self, asked: CompletionRequest, special: bool) -> list[int]:
+        """The tokens of a text or a conversation, however many. Raises APIError."""
         return await self._run(asked.size, self._tokenize, asked, special)
 
     async def detokenize(self, tokens: list[int]) -> str:
-        """Their text, control tokens among it. Raises Refused."""
+        """Their text, control tokens among it. Raises APIError."""
         return await self._run(len(tokens), self._detokenize, tokens)
 
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -68,9 +68,9 @@ class Prompts:
         lane = next(lane for lane, most in zip(self._lanes, LANES, strict=True) if size <= most)
         try:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
-        except (RuntimeError, Refused):
+        except (RuntimeError, APIError):
             if self._closed:
-                raise Refused("the server is shutting down", status=503) from None
+                raise APIError("the server is shutting down", status=503) from None
             raise
 
     def close(self) -> None:
@@ -81,33 +81,35 @@ class Prompts:
             if "tokenizer" in vars(lane):
                 lane.tokenizer.interrupt()
 
-    def _prompts(self, asked: Asked, lane: _Lane, context: int | None, special: bool = True) -> list[list[int]]:
+    def _prompts(
+        self, asked: CompletionRequest, lane: _Lane, context: int | None, special: bool = True
+    ) -> list[list[int]]:
         """Raises ValueError, TooLong among them."""
         if asked.messages is None:
             given = asked.prompts
             return [lane.tokenizer.encode(p, special, max_tokens=context) if isinstance(p, str) else p for p in given]
         if asked.speaks_of_tools and self.form is None:
-            raise Refused(
+            raise APIError(
                 "tools: the model's chat template knows none, or writes calls in a form that is not known here",
                 param="tools" if asked.tools else "messages", code="unsupported_parameter",
             )  # fmt: skip
         tools = None if asked.tools is None else asked.tools.defined
         return [lane.tokenizer.chat(asked.messages, asked.thinking, tools, max_tokens=context)]
 
-    def _tokenize(self, asked: Asked, special: bool, lane: _Lane) -> list[int]:
+    def _tokenize(self, asked: CompletionRequest, special: bool, lane: _Lane) -> list[int]:
         try:
             return self._prompts(asked, lane, None, special)[0]
         except ValueError as error:
             named = error.field if isinstance(error, ArgumentError) else "prompt"
-            raise Refused(str(error), param=_field(named, asked)) from None
+            raise APIError(str(error), param=_field(named, asked)) from None
 
     def _detokenize(self, tokens: list[int], lane: _Lane) -> str:
         try:
             return lane.tokenizer.decode(tokens, special=True)
         except ValueError as error:
-            raise Refused(str(error), param="tokens") from None
+            raise APIError(str(error), param="tokens") from None
 
-    def _read(self, asked: Asked, lane: _Lane) -> tuple[list[Sequence], int]:
+    def _read(self, asked: CompletionRequest, lane: _Lane) -> tuple[list[Sequence], int]:
         llm, context = self._llm, self._llm.max_model_len
         name = _field("prompt", asked) or ""
         try:
@@ -120,17 +122,17 @@ class Prompts:
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
-                for params in copies(base, llm.random)
+                for params in expand_n(base, llm.random)
             ]
             return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except TooLong as error:
             message = f"{error}; shorten the prompt to {context - 1} tokens or less"
-            raise Refused(message, param=_field("prompt", asked), code="context_length_exceeded") from None
+            raise APIError(message, param=_field("prompt", asked), code="context_length_exceeded") from None
         except ValueError as error:  # a TemplateError or CheckpointError, too
             named = error.field if isinstance(error, ArgumentError) else ""
-            raise Refused(str(error), param=_field(named, asked, name)) from None
+            raise APIError(str(error), param=_field(named, asked, name)) from None
 
-    def _length(self, asked: Asked, prompt: list[int]) -> int:
+    def _length(self, asked: CompletionRequest, prompt: list[int]) -> int:
         context = self._llm.max_model_len
         room = context - len(prompt)
         most = room if asked.messages is not None else min(ANSWER, room)
@@ -145,11 +147,11 @@ class Prompts:
                 f"the prompt has {len(prompt)} tokens, {wanted} more were asked for; the context is {context}; {cure}"
             )
             param = "max_tokens" if room > 0 else _field("prompt", asked)
-            raise Refused(message, param=param, code="context_length_exceeded")
+            raise APIError(message, param=param, code="context_length_exceeded")
         return wanted
 
 
-def _field(what: str, asked: Asked, otherwise: str = "") -> str | None:
+def _field(what: str, asked: CompletionRequest, otherwise: str = "") -> str | None:
     """The request's field for an argument of the engine or the tokenizer; `otherwise` where it has none."""
     text = "prompt" if asked.messages is None else "messages"
     forms = {"thinking": "chat_template_kwargs", "json_schema": "tools" if asked.tools else "response_format"}

@@ -20,7 +20,7 @@ MAX_DIGITS = 1000  # of an integer
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
 
 
-class Refused(Exception):
+class APIError(Exception):
     """What the client did wrong, as OpenAI's API says it: an HTTP status, one sentence, the field, a code."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -32,12 +32,12 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def overloaded() -> Refused:
-    return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
+def overloaded() -> APIError:
+    return APIError("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request: `prompts` of /v1/completions, texts or token ids, or the `messages` of a chat.
 
     sampling: fields of SamplingParams. usage: whether a stream ends with token counts. tools: that the answer may call.
@@ -79,22 +79,22 @@ class Asked:
         return bool(said) or self.tools is not None
 
 
-def parse(body: bytes, *, chat: bool) -> Asked:
-    """Raises Refused for what is malformed, unknown or not supported."""
+def parse(body: bytes, *, chat: bool) -> CompletionRequest:
+    """Raises APIError for what is malformed, unknown or not supported."""
     fields = _object(body)
     if "best_of" in fields and _equal(fields["best_of"], fields.get("n", 1)):
         del fields["best_of"]
     for name in [name for name in fields if name in _OFF or name in _IGNORED]:
         if name in _OFF and not any(_equal(fields[name], off) for off in _OFF[name]):
-            raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+            raise APIError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
         del fields[name]
     _check(fields, {**_FIELDS, **(_CHAT if chat else _COMPLETION)})
     return _asked(fields, chat)
 
 
-def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
+def parse_tokenize(body: bytes) -> tuple[str | None, CompletionRequest, bool]:
     """The model that a body of /tokenize names, its text or conversation, and whether the tokenizer adds its special
-    tokens. Raises Refused."""
+    tokens. Raises APIError."""
     fields = _object(body)
     for name in ("add_generation_prompt", "return_token_strs", "continue_final_message"):
         if _equal(fields.get(name, name == "add_generation_prompt"), name == "add_generation_prompt"):
@@ -102,17 +102,17 @@ def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
     _check(fields, _TOKENIZE)
     chat = "messages" in fields
     if chat == ("prompt" in fields):
-        raise Refused("give either prompt or messages", param="messages" if chat else "prompt")
+        raise APIError("give either prompt or messages", param="messages" if chat else "prompt")
     model, special = fields.pop("model", None), fields.pop("add_special_tokens", True)
     return model, _asked({"model": model or "", **fields}, chat), special
 
 
 def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
-    """The model that a body of /detokenize names, and its tokens. Raises Refused."""
+    """The model that a body of /detokenize names, and its tokens. Raises APIError."""
     fields = _object(body)
     _check(fields, _DETOKENIZE)
     if "tokens" not in fields:
-        raise Refused("tokens is missing", param="tokens")
+        raise APIError("tokens is missing", param="tokens")
     return fields.get("model"), fields["tokens"]
 
 
@@ -122,19 +122,19 @@ def _object(body: bytes) -> dict[str, Json]:
         fields = json.loads(body, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise Refused(f"the body is not JSON: {what}") from None
+        raise APIError(f"the body is not JSON: {what}") from None
     if not isinstance(fields, dict):
-        raise Refused(f"the body is {_shown(fields)}; a JSON object is expected")
+        raise APIError(f"the body is {_shown(fields)}; a JSON object is expected")
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def _check(fields: Mapping[str, Json], known: Mapping[str, _Check]) -> None:
     if unknown := sorted(fields.keys() - known.keys()):
-        raise Refused(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])
+        raise APIError(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])
     for name, value in fields.items():
         fine, allowed = known[name]
         if not fine(value):
-            raise Refused(f"{name}: got {_shown(value)}; allowed is {allowed}", param=name)
+            raise APIError(f"{name}: got {_shown(value)}; allowed is {allowed}", param=name)
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> Json:
@@ -176,26 +176,26 @@ def _named(told: TokenText) -> dict[int, str]:
     return names
 
 
-def _asked(fields: dict[str, Json], chat: bool) -> Asked:
+def _asked(fields: dict[str, Json], chat: bool) -> CompletionRequest:
     for name in ("model", "messages" if chat else "prompt"):
         if name not in fields:
-            raise Refused(f"{name} is missing", param=name)
+            raise APIError(f"{name} is missing", param=name)
     options = fields.get("stream_options", {})
     if options and not fields.get("stream"):
-        raise Refused("stream_options is for stream: true alone", param="stream_options")
+        raise APIError("stream_options is for stream: true alone", param="stream_options")
     if unknown := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
-        raise Refused(f"stream_options: {unknown[0]} is not known here", param="stream_options")
+        raise APIError(f"stream_options: {unknown[0]} is not known here", param="stream_options")
     stop = fields.get("stop", [])
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
     tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
     if tools is not None and tools.schema is not None:
         if "json_schema" in sampling or "regex" in sampling:
-            raise Refused(
+            raise APIError(
                 "tool_choice: it forces a call, and response_format or regex another form", param="tool_choice"
             )
         sampling["json_schema"] = tools.schema
-    return Asked(
+    return CompletionRequest(
         model=fields["model"],
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
@@ -216,27 +216,27 @@ def _tools(fields: dict[str, Json]) -> Tools | None:
     try:
         return parse_tools(fields)
     except ArgumentError as error:
-        raise Refused(str(error), param=error.field) from None
+        raise APIError(str(error), param=error.field) from None
 
 
 def _message(at: int, message: Json) -> dict[str, Any]:
     """Role and text, and what belongs to tools; what an SDK's own message objects bring along is null and left out."""
     where = f"messages[{at}]"
     if not isinstance(message, dict):
-        raise Refused(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
+        raise APIError(f"{where}: got {_shown(message)}; an object with role and content is expected", param="messages")
     message = {name: value for name, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in _ROLES:
-        raise Refused(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
+        raise APIError(f"{where}: role is {_shown(role)}; allowed are {', '.join(_ROLES)}", param="messages")
     calls = message.get("tool_calls", []) if role == "assistant" else []
     if message.get("annotations") == []:  # of OpenAI's own answers
         del message["annotations"]
     if unknown := sorted(message.keys() - {"role", "content", "name", *_ROLES[role]}):
-        raise Refused(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
+        raise APIError(f"{where}: {unknown[0]} is not supported; leave it out", param="messages")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if calls else content
     for i, part in enumerate(parts if isinstance(parts, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise Refused(
+            raise APIError(
                 f"{where}.content[{i}] has type {_shown(part['type'])}; this server takes text only",
                 param="messages",
                 code="unsupported_parameter",
@@ -244,25 +244,25 @@ def _message(at: int, message: Json) -> dict[str, Any]:
     if not isinstance(parts, list) or not all(
         isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
     ):
-        raise Refused(f"{where}: content is neither a text nor a list of text parts", param="messages")
+        raise APIError(f"{where}: content is neither a text nor a list of text parts", param="messages")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
     found["content"] = "".join(part["text"] for part in parts)
     if calls:
         found["tool_calls"] = _calls(where, calls)
     if role == "tool":
         if not isinstance(message.get("tool_call_id"), str):
-            raise Refused(f"{where}: tool_call_id is missing", param="messages")
+            raise APIError(f"{where}: tool_call_id is missing", param="messages")
         found["tool_call_id"] = message["tool_call_id"]
     return found
 
 
 def _calls(where: str, calls: Json) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise Refused(f"{where}: tool_calls is {_shown(calls)}; a list of calls is expected", param="messages")
+        raise APIError(f"{where}: tool_calls is {_shown(calls)}; a list of calls is expected", param="messages")
     try:
         return [parse_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     except ValueError as error:
-        raise Refused(str(error), param="messages") from None
+        raise APIError(str(error), param="messages") from None
 
 
 def _integer(text: str) -> int:
@@ -343,7 +343,7 @@ def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     if chat and fields.get("logprobs"):
         found["logprobs"] = fields.get("top_logprobs", 0)
     elif chat and fields.get("top_logprobs"):
-        raise Refused("top_logprobs is for logprobs: true alone", param="top_logprobs")
+        raise APIError("top_logprobs is for logprobs: true alone", param="top_logprobs")
     elif not chat and "logprobs" in fields:
         found["logprobs"] = fields["logprobs"]
     wanted = fields.get("response_format", {"type": "text"})
@@ -353,7 +353,7 @@ def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     guided += [(name, value, "structured_outputs") for name, value in fields.get("structured_outputs", {}).items()]
     for name, value, where in guided:
         if "json_schema" in found or "regex" in found:
-            raise Refused(f"{where}: the request constrains the answer in another way too; give one", param=where)
+            raise APIError(f"{where}: the request constrains the answer in another way too; give one", param=where)
         if name == "choice":
             value = "|".join(map(re.escape, value))
         found["json_schema" if name == "json" else "regex"] = value

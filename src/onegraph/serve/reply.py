@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from onegraph.serve.protocol import Asked, Refused, chat_logprobs, completion_logprobs
+from onegraph.serve.protocol import APIError, CompletionRequest, chat_logprobs, completion_logprobs
 from onegraph.serve.text import Piece
 from onegraph.serve.tools import FORCED, CallForm, CallText
 
@@ -19,7 +19,7 @@ from onegraph.serve.tools import FORCED, CallForm, CallText
 class Reply:
     """Pieces -> the JSON of a whole answer, or of a stream's events."""
 
-    def __init__(self, asked: Asked, model: str, prompt_tokens: int, form: CallForm | None) -> None:
+    def __init__(self, asked: CompletionRequest, model: str, prompt_tokens: int, form: CallForm | None) -> None:
         self.asked, self.prompt_tokens, self.tokens = asked, prompt_tokens, 0
         self.chat = chat = asked.messages is not None
         self._calls: dict[int, CallText] = {}  # of each answer, where it may call tools
@@ -34,11 +34,11 @@ class Reply:
         }
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
-        """Raises Refused where an answer failed."""
+        """Raises APIError where an answer failed."""
         found: dict[int, list[Piece]] = {}
         async for piece in pieces:
             if piece.error is not None:
-                raise Refused(piece.error, status=500)
+                raise APIError(piece.error, status=500)
             self.tokens += piece.tokens
             found.setdefault(piece.index, []).append(piece)
         choices = [self._choice(found[i], "message") for i in sorted(found)]
@@ -52,7 +52,7 @@ class Reply:
                 yield self._event([self._choice([Piece(i)], "delta")])
         async for piece in pieces:
             if piece.error is not None:
-                yield event(Refused(piece.error, status=500).body())
+                yield event(APIError(piece.error, status=500).body())
                 return
             self.tokens += piece.tokens
             choice = self._choice([piece], "delta", role=False)

@@ -153,8 +153,8 @@ class Worker:
                     executor.step("prefill", **choice._asdict(), exact=exact)
                 self._scheduler = scheduler
                 self._ready.set()
-                while self._obey(scheduler):
-                    self._pass_on(scheduler.step())
+                while self._handle_commands(scheduler):
+                    self._dispatch_tokens(scheduler.step())
         except Exception as error:  # a device, or a bug: what the sequences had computed is lost
             why = f"the engine failed, restart the server: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         with self._lock:
@@ -166,7 +166,7 @@ class Worker:
         self._over(len(lost), "failed")
         self._writer.put(None)
 
-    def _obey(self, scheduler: Scheduler) -> bool:
+    def _handle_commands(self, scheduler: Scheduler) -> bool:
         """Do what was asked meanwhile, and wait for more where there is nothing to compute. False: to end."""
         while command := self._commands.next(wait=scheduler.idle):
             what, answers = command
@@ -181,7 +181,7 @@ class Worker:
                     self._over(1, "finished" if answer.ended else "cancelled")  # a stop string is an end
         return True
 
-    def _pass_on(self, new: list[tuple[EngineSequence, int]]) -> None:
+    def _dispatch_tokens(self, new: list[tuple[EngineSequence, int]]) -> None:
         """A step's tokens to the writer, each answer's together."""
         tokens: dict[EngineSequence, list[int]] = {}
         for sequence, token in new:

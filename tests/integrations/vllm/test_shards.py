@@ -11,7 +11,7 @@ from onegraph.formats.e8p import E8P
 from onegraph.formats.mxfp4 import MXFP4
 from onegraph.formats.nvfp4 import NVFP4
 from onegraph.formats.weight import WeightFormat
-from onegraph.integrations.vllm.shards import Share, Slots
+from onegraph.integrations.vllm.shards import Shard, Slots
 from onegraph.ops.weight import weight_ops
 
 
@@ -52,7 +52,7 @@ def outputs(slots: Slots, module: Any, x: Tensor) -> list[Tensor]:
     spans = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in module.parameters()]
     found = []
     for i, part in enumerate(slots.parts):
-        given = slots.given(module, i)
+        given = slots.kernel_args(module, i)
         for view in (given[key] for key in part.format.fields):
             assert any(first <= view.data_ptr() < last for first, last in spans), "a copy"
         found.append(part.ops.linear(part.format, x, given, None, None, None, False, False))
@@ -79,7 +79,7 @@ def test_columns_of_a_fused_layer(formats: tuple[WeightFormat, ...], ranks: int)
     wanted = [whole(tensors, format, x) for tensors, format in zip(layers, formats, strict=True)]
     local = [512 // ranks, *[256 // min(ranks, 2)] * 2]
     for rank in range(ranks):
-        slots = Slots(dict(zip("abc", formats, strict=True)), local, k, Share(rank, ranks), torch.float32)
+        slots = Slots(dict(zip("abc", formats, strict=True)), local, k, Shard(rank, ranks), torch.float32)
         got = outputs(slots, loaded(slots, layers, ["q", "k", "v"]), x)
         for want, part, replicas in zip(wanted, got, (1, *[ranks // min(ranks, 2)] * 2), strict=True):
             first = rank // replicas * part.shape[1]
@@ -94,18 +94,18 @@ def test_one_linear_of_the_file_where_vllm_counts_three(format: WeightFormat) ->
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
     want = whole(tensors, format, x).split(sizes, dim=1)
     for rank in range(2):
-        slots = Slots({"qkv_proj": format}, [256, 128, 128], k, Share(rank, 2), torch.float32)
+        slots = Slots({"qkv_proj": format}, [256, 128, 128], k, Shard(rank, 2), torch.float32)
         (got,) = outputs(slots, loaded(slots, [tensors], [None]), x)
         own = [part.chunk(2, dim=1)[rank] for part in want]
         torch.testing.assert_close(got, torch.cat(own, dim=1), rtol=1e-4, atol=1e-4)
-    slots = Slots({"qkv_proj": format}, [128, 128, 128], k, Share(0, 4), torch.float32)
+    slots = Slots({"qkv_proj": format}, [128, 128, 128], k, Shard(0, 4), torch.float32)
     with pytest.raises(ValueError, match=r"qkv_proj: its number of outputs is 1024 .* no share among 4 ranks"):
         loaded(slots, [tensors], [None])
 
 
 def test_pieces_that_cut_a_rotation_block() -> None:
     tensors = stored(384, 64, E8P[4], 0)
-    slots = Slots({"gate_up_proj": E8P[4]}, [64, 128], 64, Share(0, 2), torch.float32)
+    slots = Slots({"gate_up_proj": E8P[4]}, [64, 128], 64, Shard(0, 2), torch.float32)
     with pytest.raises(ValueError, match=r"gate_up_proj: rows 0:64 of 384 cut a rotation block"):
         loaded(slots, [tensors], [None])
 
@@ -116,7 +116,7 @@ def test_rows_of_a_layer_add_up(format: WeightFormat) -> None:
     x = torch.randn(2, 512, generator=torch.Generator().manual_seed(1))
     total = torch.zeros(2, 192)
     for rank in range(4):
-        slots = Slots({"o_proj": format}, [192], 128, Share(rank, 4), torch.float32)
+        slots = Slots({"o_proj": format}, [192], 128, Shard(rank, 4), torch.float32)
         part = x[:, rank * 128 : rank * 128 + 128].contiguous()
         total += outputs(slots, loaded(slots, [tensors], [None]), part)[0]
     torch.testing.assert_close(total, whole(tensors, format, x), rtol=1e-4, atol=1e-4)
@@ -131,7 +131,7 @@ def test_what_is_one_layer_is_one_launch(formats: tuple[WeightFormat, ...], same
         scales = [tensors["in_scale"] for tensors in layers if "in_scale" in tensors]
         for scale in scales[1:] if same_input else ():
             scale.copy_(scales[0])
-        slots = Slots(dict(zip("abc", formats, strict=True)), sizes, 256, Share(), torch.float32)
+        slots = Slots(dict(zip("abc", formats, strict=True)), sizes, 256, Shard(), torch.float32)
         module = loaded(slots, layers, ["q", "k", "v"])
         rotated = isinstance(formats[0], type(E8P[4]))
         exact = len(set(formats)) == 1 and (not rotated or (same_input and sizes[-1] == 128))
@@ -139,13 +139,13 @@ def test_what_is_one_layer_is_one_launch(formats: tuple[WeightFormat, ...], same
         if exact:
             x = torch.randn(2, 256, generator=torch.Generator().manual_seed(3))
             part = slots.parts[0]
-            once = part.ops.linear(part.format, x, slots.given(module, None), None, None, None, False, False)
+            once = part.ops.linear(part.format, x, slots.kernel_args(module, None), None, None, None, False, False)
             assert torch.equal(once, torch.cat(outputs(slots, module, x), dim=1))
 
 
 @pytest.mark.parametrize("format", [*E8P.values(), MXFP4, NVFP4, DENSE], ids=repr)
 def test_made_up_weights_keep_the_size_of_what_they_read(format: WeightFormat) -> None:
-    slots = Slots({"a": format, "b": format}, [256, 256], 512, Share(), torch.float32)
+    slots = Slots({"a": format, "b": format}, [256, 256], 512, Shard(), torch.float32)
     module = nn.Module()
     slots.create(module)
     slots.finish(module, made_up=True)
@@ -158,7 +158,7 @@ def test_made_up_weights_keep_the_size_of_what_they_read(format: WeightFormat) -
 def test_vocabulary_is_padded_and_cut(by_row: bool) -> None:
     tensors = stored(384, 64, E8P[4], 0)
     for rank, used in ((0, (0, 256)), (1, (256, 384))):
-        share = Share(rank, 2, vocabulary=used, by_row=by_row)
+        share = Shard(rank, 2, vocabulary=used, by_row=by_row)
         slots = Slots({"lm_head": E8P[4]}, [256], 64, share, torch.float32)
         module: Any = loaded(slots, [tensors], [None])
         first, last = used
@@ -167,11 +167,11 @@ def test_vocabulary_is_padded_and_cut(by_row: bool) -> None:
         scale = tensors["out_scale"].float() * tensors["scale"]
         assert torch.equal(module.out_scale[:count], scale[first:last])
         assert not module.out_scale[count:].any()
-        assert len(slots.given(module, None, rows=count)["codes"]) == count
+        assert len(slots.kernel_args(module, None, rows=count)["codes"]) == count
 
 
 def refusal(
-    parts: dict[str, WeightFormat], rows: list[int], k: int, share: Share, tensors: dict[str, Tensor], shard: Any
+    parts: dict[str, WeightFormat], rows: list[int], k: int, share: Shard, tensors: dict[str, Tensor], shard: Any
 ) -> str:
     try:
         loaded(Slots(parts, rows, k, share, torch.float32), [tensors], [shard])
@@ -183,43 +183,43 @@ def refusal(
 def test_what_does_not_divide_is_refused_by_name() -> None:
     e8p = E8P[4]
     linear = stored(576, 256, e8p, 0)
-    told = refusal({"o_proj": e8p}, [288], 256, Share(0, 2), linear, None)
+    told = refusal({"o_proj": e8p}, [288], 256, Shard(0, 2), linear, None)
     assert "o_proj: rows 0:288 of 576 cut a rotation block" in told
     assert told.endswith("choose a smaller tensor_parallel_size, or keep this layer unquantized")
-    told = refusal({"d_proj": e8p}, [576], 64, Share(1, 4), linear, None)
+    told = refusal({"d_proj": e8p}, [576], 64, Shard(1, 4), linear, None)
     assert "d_proj: columns 64:128 of 256 cut a rotation block" in told
     assert "its number of outputs is 576 in the checkpoint, of which 200 is no share among 3 ranks" in refusal(
-        {"o_proj": e8p}, [200], 256, Share(0, 3), linear, None
+        {"o_proj": e8p}, [200], 256, Shard(0, 3), linear, None
     )
-    head = Share(0, 4, vocabulary=(0, 192))
+    head = Shard(0, 4, vocabulary=(0, 192))
     assert "lm_head: rows 0:192 of 768 cut" in refusal({"lm_head": e8p}, [192], 64, head, stored(768, 64, e8p, 0), None)
-    assert refusal({"up": MXFP4}, [8], 32, Share(0, 3), stored(24, 96, MXFP4, 0), None) == "nothing was refused"
+    assert refusal({"up": MXFP4}, [8], 32, Shard(0, 3), stored(24, 96, MXFP4, 0), None) == "nothing was refused"
 
 
 def test_what_a_checkpoint_may_not_hold() -> None:
     tensors = stored(128, 64, E8P[4], 0)
-    alone: tuple[Any, ...] = {"up": E8P[4]}, [128], 64, Share()
+    alone: tuple[Any, ...] = {"up": E8P[4]}, [128], 64, Shard()
     assert "holds no up.residual" in refusal(*alone, {k: v for k, v in tensors.items() if k != "residual"}, None)
     assert "up.codes is torch.int32 of 2 dimensions; in e8p at 4 bits it must be int16 of 2" in refusal(
         *alone, tensors | {"codes": tensors["codes"].int()}, None
     )
     assert "up.in_scale holds NaN" in refusal(*alone, tensors | {"in_scale": tensors["in_scale"] * float("nan")}, None)
     assert "comes as part None of 2 linears" in refusal(
-        {"a": E8P[4], "b": E8P[4]}, [128, 128], 64, Share(), tensors, None
+        {"a": E8P[4], "b": E8P[4]}, [128, 128], 64, Shard(), tensors, None
     )
     mixed = {"a": E8P[2], "b": E8P[4]}
     assert "a.residual is in the checkpoint; e8p at 2 bits has no" in refusal(
-        mixed, [128, 128], 64, Share(), tensors, "q"
+        mixed, [128, 128], 64, Shard(), tensors, "q"
     )
     with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 2"):
-        Slots({"q": E8P[4], "kv": E8P[4]}, [64, 64, 64], 64, Share(), torch.float32)
+        Slots({"q": E8P[4], "kv": E8P[4]}, [64, 64, 64], 64, Shard(), torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):
-        Slots({"odd": E8P[4]}, [64], 60, Share(), torch.float32)
+        Slots({"odd": E8P[4]}, [64], 60, Shard(), torch.float32)
 
 
 def test_loading_again_starts_from_the_file() -> None:
     """Reloaded weights (a trainer's) pass through the same loader and the same folding of scales."""
-    slots = Slots({"up": E8P[3]}, [128], 64, Share(), torch.float32)
+    slots = Slots({"up": E8P[3]}, [128], 64, Shard(), torch.float32)
     first, second = stored(128, 64, E8P[3], 0), stored(128, 64, E8P[3], 1)
     module: Any = loaded(slots, [first], [None])
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
@@ -233,7 +233,7 @@ def test_loading_again_starts_from_the_file() -> None:
 
 
 def test_the_norm_in_front_goes_into_buffers_that_were_there() -> None:
-    slots = Slots({"a": E8P[2], "b": E8P[4]}, [128, 128], 64, Share(), torch.float32)
+    slots = Slots({"a": E8P[2], "b": E8P[4]}, [128, 128], 64, Shard(), torch.float32)
     layers = [stored(128, 64, E8P[2], 0), stored(128, 64, E8P[4], 1)]
     module: Any = nn.Module()
     slots.create(module)
@@ -251,6 +251,6 @@ def test_the_norm_in_front_goes_into_buffers_that_were_there() -> None:
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
     normed = torch.nn.functional.rms_norm(x, (64,), weight, 1e-5)
     for i, (part, tensors) in enumerate(zip(slots.parts, layers, strict=True)):
-        given = slots.given(module, i, after_norm=True)
+        given = slots.kernel_args(module, i, after_norm=True)
         got = part.ops.linear(part.format, x, given, None, None, 1e-5, False, False)
         torch.testing.assert_close(got, whole(tensors, part.format, normed), rtol=1e-4, atol=1e-4)

@@ -41,7 +41,7 @@ class Case:
         return norm, silu, bias, add, wide
 
     @property
-    def plan(self) -> e8p_batch.Plan:
+    def plan(self) -> e8p_batch.BatchTiling:
         own = PLAN(self.n, self.k, self.bits, self.tokens, H200)
         cluster, parts = self.cut
         return replace(own, cluster=cluster, parts=parts, per_block=-(-self.k // (256 * cluster * parts)))

@@ -25,7 +25,7 @@ from onegraph.ops.ranks import CHUNK, LAST_ROUND, ROUNDS
 
 FOLDER = Path(sys.argv[1])
 PLANNED = e8p_decode.plan
-PLAN = e8p_decode.Plan  # ahead, tiles, cluster, blocks, slices, per_block, across, down
+PLAN = e8p_decode.DecodeTiling  # ahead, tiles, cluster, blocks, slices, per_block, across, down
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Case:
     k: int
     bits: int
     with_: str = ""
-    plan: e8p_decode.Plan | None = None
+    plan: e8p_decode.DecodeTiling | None = None
     half: bool = False
     ranks: int = 1
 
@@ -46,7 +46,7 @@ class Case:
         return (*(name in self.with_ for name in ("norm", "silu", "bias", "add", "wide")), self.ranks)
 
     @property
-    def chosen(self) -> e8p_decode.Plan:
+    def chosen(self) -> e8p_decode.DecodeTiling:
         return self.plan or PLANNED(self.n, self.k, self.bits, self.tokens, H200)
 
     @property

@@ -33,7 +33,7 @@ class Case:
     k: int
     bits: int
     with_: str = ""
-    plan: e8p_portable.Plan | None = None
+    plan: e8p_portable.PortableTiling | None = None
     half: bool = False
 
     @property
@@ -46,7 +46,7 @@ class Case:
         count = -(-self.tokens // e8p_portable.AT_ONCE)
         return [self.tokens * (i + 1) // count - self.tokens * i // count for i in range(count)]
 
-    def chosen(self, tokens: int) -> e8p_portable.Plan:
+    def chosen(self, tokens: int) -> e8p_portable.PortableTiling:
         return self.plan or PLANNED(self.n, self.k, self.bits, tokens, SMALL)
 
     def defines(self, tokens: int) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Case:
 
 
 PLANNED = e8p_portable.plan
-PLAN = e8p_portable.Plan  # ahead, tokens, turns, strips, parts, unit, across, down, hold
+PLAN = e8p_portable.PortableTiling  # ahead, tokens, turns, strips, parts, unit, across, down, hold
 CASES = [
     # as planned for 6 SMs: every rate, both dtypes, odd numbers of tokens, blocks of 64 rows and columns, all fusions
     Case(1, 192, 576, 2, "norm"),
@@ -152,7 +152,7 @@ def check(case: Case) -> None:
     print(f"{bits} bits, {tokens} tokens, {turned}{who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
 
 
-def alike(n: int, k: int, bits: int, most: e8p_portable.Plan | None = None) -> list[Case]:
+def alike(n: int, k: int, bits: int, most: e8p_portable.PortableTiling | None = None) -> list[Case]:
     """A case for each number of tokens that a kernel is compiled for, cut as 16 are: as planned, or as `most`."""
     own = {t: e8p_portable.like_most(n, k, bits, t, SMALL) for t in e8p_portable.CLASSES}
     plans = {t: plan if most is None else replace(most, tokens=t) for t, plan in own.items()}

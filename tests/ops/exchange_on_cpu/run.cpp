@@ -27,8 +27,8 @@ static void __syncthreads() { block->arrive_and_wait(); }
 static int min(int a, int b) { return a < b ? a : b; }
 static float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static u32 __float_as_uint(float v) { u32 f; memcpy(&f, &v, 4); return f; }
-static void wait_for_previous() {}
-static void let_next_start() {}
+static void pdl_wait() {}
+static void pdl_trigger() {}
 static u32 bf16(float v) { const u32 x = __float_as_uint(v); return x + 0x7FFF + (x >> 16 & 1) >> 16; }
 static u32 floats_to_bf16s(float a, float b) { return bf16(a) | bf16(b) << 16; }
 static float2 halves_to_floats(u32 v) {

@@ -18,7 +18,7 @@ from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover, uncollected
 from onegraph.check.live.recorder import Numbers, Recorder, stored
 from onegraph.check.live.watch import call_step, calls_noted, recorded
-from onegraph.check.protocol import Given, StepCheck, checked_count
+from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
@@ -108,14 +108,16 @@ class _Live(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return self.storages.of(tensor, phase, index) if tensor.is_cuda else None
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
+    def begin(
+        self, record: Step, given: GivenTensor, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool
+    ) -> None:
         self.before = before
         self.versions = {f"input {path}": _version(t) for path, t in leaves.items()}
         self.versions |= {name: _version(t) for name, t in before.tensors.items()}
         torch.cuda.synchronize()
         self.recorder.step = record
 
-    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+    def call(self, step: Callable[..., Any], given: GivenTensor, record: Step) -> Any:
         index = record.index
         with self.recorder.watching() if index else ExitStack(), recorded(self.recorder) as compiled:
             result = guarded(f"step {index}", call_step, step, *given)

@@ -22,7 +22,7 @@ from onegraph.check.program.region import Region, identity
 from onegraph.check.program.replays import refreshed
 from onegraph.check.program.statements import twins
 from onegraph.check.program.world import Capture, ProgramWorld
-from onegraph.check.protocol import Given, StepCheck
+from onegraph.check.protocol import GivenTensor, StepCheck
 from onegraph.check.report import SILENT, Finding, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.compare import StorageTable
@@ -204,7 +204,9 @@ class _Eager(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return None  # it is given nothing, and what it returned is known by name
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
+    def begin(
+        self, record: Step, given: GivenTensor, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool
+    ) -> None:
         world, capture = self.world, self.capture
         self.made = dict.fromkeys(world.storages.alive(), ("build", -1))
         world.alone()
@@ -218,7 +220,7 @@ class _Eager(StepCheck):
         with world.off():
             self.generators = [(g, g.get_state()) for g in world.randomness.generators]
 
-    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+    def call(self, step: Callable[..., Any], given: GivenTensor, record: Step) -> Any:
         with _modes(self.capture):
             try:
                 return call_body(step)

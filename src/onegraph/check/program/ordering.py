@@ -142,7 +142,7 @@ class Ordering:
 
     def _race(self, capture: Capture, race: Race, replay: frames.Chain = ()) -> None:
         mine = race.number in self.world.made_by
-        at = self.world.roots.place(replay or race.earlier.chain) or frames.Place("", 0, 0, "")
+        at = self.world.roots.place(replay or race.earlier.chain) or frames.CodeLocation("", 0, 0, "")
         where = f"{relative(at.path)}:{at.line}"
         if replay and mine and not race.earlier.writes:
             text = f"an output is read on another stream, and the next replay ({where}) does not wait for that"

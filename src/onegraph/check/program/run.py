@@ -98,7 +98,7 @@ def _of_functions(world: ProgramWorld) -> list[Report]:
         return []
     call = world.calls[0]
     code = getattr(inspect.unwrap(call.function), "__code__", None)
-    home = frames.place(code, 0) if code is not None else frames.Place("<compiled>", 1, 1, "")
+    home = frames.place(code, 0) if code is not None else frames.CodeLocation("<compiled>", 1, 1, "")
     step = Step(FUNCTIONS, ops=call.ops)
     view = Capture(FUNCTIONS, step, home, names=call.names)
     findings = findings_of(world, view)

@@ -62,7 +62,7 @@ class Capture:
 
     number: int
     step: Step
-    place: frames.Place
+    place: frames.CodeLocation
     chain: frames.Chain = ()
     region: Region | None = None
     stream: Any = None

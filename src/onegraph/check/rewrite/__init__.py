@@ -16,7 +16,7 @@ MOST = 200
 
 
 @dataclass
-class Plan:
+class RewritePlan:
     """What `--fix` would do to a target. changed: new text by file; before, report: of the target without and with it;
     done: findings that it takes away; left: those that have no mechanical fix, unchanged in the new text."""
 
@@ -149,7 +149,7 @@ class _Work:
                     yield rewrite, file
 
 
-def plan(target: str, options: Options = DEFAULTS) -> Plan:
+def plan(target: str, options: Options = DEFAULTS) -> RewritePlan:
     """Find every rewrite of a target (file.py, file.py:factory, module:factory) that is certainly right.
 
     A rewrite is taken where, checked again, its finding is gone, no other has come, and the steps, run eagerly on the
@@ -165,7 +165,7 @@ def plan(target: str, options: Options = DEFAULTS) -> Plan:
         done += taken[0]
         seen = taken[1]
     changed = {path: text.text for path, text in work.now.items()}
-    return Plan(target, first.report, seen.report, work.files, changed, done)
+    return RewritePlan(target, first.report, seen.report, work.files, changed, done)
 
 
 def root_of(target: str) -> str:

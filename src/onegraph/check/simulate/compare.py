@@ -30,10 +30,10 @@ class StorageTable:
 
 def differences(
     captured: Step, later: list[Step], verdicts: dict[int, Verdict], table: StorageTable, refreshed: dict[int, set[int]]
-) -> tuple[list[RawFinding], list[tuple[frames.Place, RawFinding]]]:
+) -> tuple[list[RawFinding], list[tuple[frames.CodeLocation, RawFinding]]]:
     """(hazards at an op, hazards at a branch with their place), for every later step against the captured one."""
     found: list[RawFinding] = []
-    branches: list[tuple[frames.Place, RawFinding]] = []
+    branches: list[tuple[frames.CodeLocation, RawFinding]] = []
     parted = any(step.parted or len(step.ops) != len(captured.ops) for step in later)
     for step in later:
         verdict = verdicts.get(step.index)
@@ -153,7 +153,9 @@ def pairs(captured: Step, step: Step) -> Iterator[tuple[int, OpRecord, OpRecord]
             yield block.a + offset, captured.ops[block.a + offset], step.ops[block.b + offset]
 
 
-def _paths(captured: Step, step: Step, verdict: Verdict | None) -> Iterator[tuple[int, frames.Place, RawFinding]]:
+def _paths(
+    captured: Step, step: Step, verdict: Verdict | None
+) -> Iterator[tuple[int, frames.CodeLocation, RawFinding]]:
     """(position in the captured step, place, raw finding) of each stretch that one of the two did not do."""
     if not step.parted and len(step.ops) == len(captured.ops):
         return
@@ -372,7 +374,7 @@ def _pair(mine: Any, other: Any) -> tuple[Any, Any] | None:
 
 
 def traced(
-    numbers: dict[int, Any], steps: dict[int, Step], locate: Callable[[frames.Chain], frames.Place | None]
+    numbers: dict[int, Any], steps: dict[int, Step], locate: Callable[[frames.Chain], frames.CodeLocation | None]
 ) -> str:
     """Where a changing number came from: the host read that gave the same numbers (or the same up to an offset)."""
     if len(numbers) < 2 or any(isinstance(v, bool) or not isinstance(v, int | float) for v in numbers.values()):

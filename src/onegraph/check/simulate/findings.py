@@ -41,7 +41,7 @@ class Findings:
         roots: frames.Roots,
         steps: dict[int, Step],
         names: dict[int, str],
-        home: frames.Place,
+        home: frames.CodeLocation,
         *,
         origin: Origin = Origin.SIMULATE,
     ) -> None:
@@ -50,7 +50,7 @@ class Findings:
         self.home = home  # where a finding stands that no line of the user's led to
         self.found: dict[tuple[str, str, int], Finding] = {}
         self.traces: dict[tuple[str, str, int], Trace] = {}
-        self.opaque: dict[str, frames.Place] = {}  # where each op that nothing looks into was met first
+        self.opaque: dict[str, frames.CodeLocation] = {}  # where each op that nothing looks into was met first
 
     def of_running(self, raw_findings: Iterable[RawFinding]) -> None:
         """Hazards of single ops. What only the warm-up does is what warm-ups are for; what only later, uncaptured steps
@@ -103,14 +103,14 @@ class Findings:
             if code == "CG307" and cause is not None and cause.severity is Severity.ERROR and finding.values:
                 self._replace(finding, severity=Severity.WARNING)
 
-    def of_branches(self, branches: Sequence[tuple[frames.Place, RawFinding]]) -> None:
+    def of_branches(self, branches: Sequence[tuple[frames.CodeLocation, RawFinding]]) -> None:
         asked = list(self.world.asked_capturing)
         later = {index for index in self.steps if index > self.world.captured_step}
-        parted: dict[frames.Place, set[int]] = {}
+        parted: dict[frames.CodeLocation, set[int]] = {}
         for place, raw in branches:
             parted.setdefault(place, set()).add(raw.step)
 
-        def capture_decides(place: frames.Place) -> bool:
+        def capture_decides(place: frames.CodeLocation) -> bool:
             """Whether all steps that are not captured part from the captured one; live, it from its own eager run."""
             return bool(asked) and parted[place] in (later, {self.world.captured_step})
 
@@ -127,7 +127,7 @@ class Findings:
                 continue  # the host read is the cause and is named already
             self._add(raw, place)
 
-    def _read_here(self, place: frames.Place, values: tuple[str, ...], what: str) -> bool:
+    def _read_here(self, place: frames.CodeLocation, values: tuple[str, ...], what: str) -> bool:
         """Whether a host read of the same line is reported: what it does to that line's ops is told there."""
         for code in ("CG101", "CG108", "CG104"):
             known = self.found.get((code, place.path, place.line))
@@ -207,7 +207,7 @@ class Findings:
             raw = RawFinding(self.world.captured_step, "CG105", Severity.ERROR, (), text, error)
             self._add(raw, self.home)
 
-    def _add(self, raw: RawFinding, place: frames.Place | None, *, construct: str = "") -> None:
+    def _add(self, raw: RawFinding, place: frames.CodeLocation | None, *, construct: str = "") -> None:
         place = place or self.home
         construct = construct or _unlooked(raw)
         key = (raw.code, place.path, place.line)
@@ -239,7 +239,7 @@ class Findings:
             count=raw.count,
         )
 
-    def _cause(self, raw: RawFinding, place: frames.Place) -> Cause | None:
+    def _cause(self, raw: RawFinding, place: frames.CodeLocation) -> Cause | None:
         """The host read that simulation saw first, the line that used a rebound tensor first, or the one where the same
         op was met as opaque before."""
         if raw.code == "CG401" and isinstance(raw.note, str):
@@ -270,7 +270,7 @@ class Findings:
         for code, path, line in self.found:
             by_place.setdefault((path, line), []).append(code)
         for index, op in enumerate(captured.ops):
-            place = self.roots.place(op.chain) or frames.Place("", 0, 0, "")
+            place = self.roots.place(op.chain) or frames.CodeLocation("", 0, 0, "")
             kind = "sync" if op.name == "aten._local_scalar_dense.default" else op.kind
             timeline.append(
                 Event(
@@ -308,14 +308,14 @@ class Findings:
         return sorted(first - later)
 
 
-def home_of(step: Callable[..., Any], factory: Callable[..., Any]) -> frames.Place:
+def home_of(step: Callable[..., Any], factory: Callable[..., Any]) -> frames.CodeLocation:
     """The first line of the step's own code, or of the factory's where the step is torch's (a module, an op)."""
     for thing in (step, getattr(step, "__func__", None), getattr(type(step), "forward", None), inspect.unwrap(factory)):
         code = getattr(thing, "__code__", None)
         if code is not None and not frames._skipped(code.co_filename):
             source = frames.linecache.getline(code.co_filename, code.co_firstlineno).rstrip("\n")
             return frames.place(code, 0)._replace(line=code.co_firstlineno, source=source)
-    return frames.Place("<step>", 1, 1, "")
+    return frames.CodeLocation("<step>", 1, 1, "")
 
 
 def _module(chain: frames.Chain) -> str:

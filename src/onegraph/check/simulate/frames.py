@@ -24,7 +24,7 @@ Chain = tuple[tuple[CodeType, int], ...]
 """Frames of torch left out, innermost first: (code object, index of the instruction)."""
 
 
-class Place(NamedTuple):
+class CodeLocation(NamedTuple):
     path: str
     line: int
     column: int
@@ -149,20 +149,20 @@ def compiled() -> bool:
     return frame is not None
 
 
-def place(code: CodeType, lasti: int) -> Place:
+def place(code: CodeType, lasti: int) -> CodeLocation:
     """File, line, column (from 1) and text of the instruction `lasti` of `code`."""
     return _place(code, code.co_filename, lasti)
 
 
 @functools.lru_cache(maxsize=65536)
-def _place(code: CodeType, path: str, lasti: int) -> Place:
+def _place(code: CodeType, path: str, lasti: int) -> CodeLocation:
     """`place`; code objects of two files with the same text are equal, so the file's name is part of the key."""
     line, column = code.co_firstlineno, 1
     for index, (start, _, first, _) in enumerate(code.co_positions()):
         if index * 2 == lasti:
             line, column = start or line, (first or 0) + 1
             break
-    return Place(path, line, column, linecache.getline(path, line).rstrip("\n"))
+    return CodeLocation(path, line, column, linecache.getline(path, line).rstrip("\n"))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -210,7 +210,7 @@ class Roots:
         """The innermost frame of the user; the innermost frame of all where none is."""
         return next((c for c in calls if self.owns(c[0])), calls[0] if calls else None)
 
-    def place(self, calls: Chain) -> Place | None:
+    def place(self, calls: Chain) -> CodeLocation | None:
         where = self.where(calls)
         return place(*where) if where else None
 
@@ -242,7 +242,7 @@ def tree(path: str) -> ast.Module | None:
         return None
 
 
-def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Place | None:
+def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> CodeLocation | None:
     """The branch or loop header at which two runs parted.
 
     Args:
@@ -283,7 +283,7 @@ def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> Pl
         found = _header(at.path, code, at.line, end, before, early=depth >= level, again=again and depth == level)
         if found is not None:
             line, column = found
-            return Place(at.path, line, column, linecache.getline(at.path, line).rstrip("\n"))
+            return CodeLocation(at.path, line, column, linecache.getline(at.path, line).rstrip("\n"))
     return place(*mine[level])
 
 

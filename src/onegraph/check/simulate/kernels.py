@@ -17,7 +17,7 @@ from onegraph.check.simulate.budget import Budget, for_replay
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, flat_bytes, refuse
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import Argument, OpRecord
-from onegraph.check.simulate.unknown import Given
+from onegraph.check.simulate.unknown import GivenTensor
 
 Code = tuple[CodeType, str]
 
@@ -93,7 +93,7 @@ class _Launch:
     inner: dict[str, Any]
     virtual: list[DeviceTensor]
     chain: frames.Chain
-    given: tuple[Given, ...] | None = None
+    given: tuple[GivenTensor, ...] | None = None
 
 
 def launch(world: Machine, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:

@@ -10,7 +10,7 @@ from onegraph.check.simulate import frames
 from onegraph.check.simulate.device import DeviceTensor, Owner
 from onegraph.check.simulate.records import RawFinding, Step
 from onegraph.check.simulate.storages import Storages
-from onegraph.check.simulate.unknown import Given, Unknowns
+from onegraph.check.simulate.unknown import GivenTensor, Unknowns
 
 
 class Machine(Owner, Protocol):
@@ -45,7 +45,7 @@ class Machine(Owner, Protocol):
 
     def adopt(self, tensor: DeviceTensor) -> None: ...
 
-    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[Given, ...]: ...
+    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[GivenTensor, ...]: ...
 
     def unknown(
         self, tensors: Iterable[Tensor], source: str, chain: frames.Chain = (), *, exposed: bool = False

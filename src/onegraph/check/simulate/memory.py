@@ -137,7 +137,7 @@ def charge(pool: Pool, step: Step, shift: int = 0) -> Need:
     return Need(pool.reserved - before, peak, pool.used - base, alive, spans)
 
 
-def facts(step: Step, locate: Callable[[frames.Chain], frames.Place | None]) -> dict[str, Any]:
+def facts(step: Step, locate: Callable[[frames.Chain], frames.CodeLocation | None]) -> dict[str, Any]:
     """The memory of a graph of `step` as a report tells it: bytes, and whose lines' tensors are alive at the peak."""
     pool = Pool()
     need = charge(pool, step)
@@ -145,7 +145,7 @@ def facts(step: Step, locate: Callable[[frames.Chain], frames.Place | None]) -> 
     return told(need, step, locate) | {"second graph of the pool": again.reserved}
 
 
-def told(need: Need, step: Step, locate: Callable[[frames.Chain], frames.Place | None]) -> dict[str, Any]:
+def told(need: Need, step: Step, locate: Callable[[frames.Chain], frames.CodeLocation | None]) -> dict[str, Any]:
     """`need` in words and numbers that JSON has."""
     return {
         "pool": need.reserved,
@@ -155,7 +155,9 @@ def told(need: Need, step: Step, locate: Callable[[frames.Chain], frames.Place |
     }
 
 
-def _lines(need: Need, step: Step, locate: Callable[[frames.Chain], frames.Place | None]) -> list[dict[str, Any]]:
+def _lines(
+    need: Need, step: Step, locate: Callable[[frames.Chain], frames.CodeLocation | None]
+) -> list[dict[str, Any]]:
     """Lines whose tensors are alive at the peak, the largest first."""
     found: dict[tuple[str, int, str], list[int]] = {}
     for position, nbytes in need.alive.values():

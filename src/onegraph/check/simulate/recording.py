@@ -10,12 +10,12 @@ from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
-from onegraph.check.simulate.unknown import Given
+from onegraph.check.simulate.unknown import GivenTensor
 
 
 def launched(
     world: Machine, func: Any, name: str, chain: frames.Chain, virtual: list[DeviceTensor], scalars: tuple[Any, ...],
-    given: tuple[Given, ...] | None = None,
+    given: tuple[GivenTensor, ...] | None = None,
 ) -> None:  # fmt: skip
     """Write down a launch that cannot be run: whatever it was given, it may have written. `given`: as `World.given`
     told before it; None: as it is now."""

@@ -70,7 +70,7 @@ class OpRecord:
     codes: tuple[str, ...] = ()
     again: Callable[["OpRecord", Callable[[Tensor], None]], bool] | None = None
     opaque: bool = False  # nothing here computes what it gives and writes
-    given: tuple[Any, ...] = ()  # see `unknown.Given`; empty where nothing is unknown
+    given: tuple[Any, ...] = ()  # see `unknown.GivenTensor`; empty where nothing is unknown
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.declared import nameless
-from onegraph.check.protocol import Given, StepCheck, checked_count
+from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
@@ -268,7 +268,9 @@ class _Simulation(StepCheck):
     def storage(self, tensor: Tensor, phase: str, index: int) -> int | None:
         return tensor.record.number if isinstance(tensor, DeviceTensor) else None
 
-    def begin(self, record: Step, given: Given, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool) -> None:
+    def begin(
+        self, record: Step, given: GivenTensor, leaves: dict[str, Tensor], before: Snapshot, *, lean: bool
+    ) -> None:
         world = self.world
         for path, tensor in containers.tensors(given).items():
             if path not in leaves and isinstance(tensor, DeviceTensor) and tensor.record.phase == "inputs":
@@ -283,7 +285,7 @@ class _Simulation(StepCheck):
             self.rng = torch.default_generator.get_state()
         world.begin(record, world.streams_main.id)
 
-    def call(self, step: Callable[..., Any], given: Given, record: Step) -> Any:
+    def call(self, step: Callable[..., Any], given: GivenTensor, record: Step) -> Any:
         world = self.world
         drawn = None if self.lean else (random_state(), world.randomness.asked)
         world.phase = "step"

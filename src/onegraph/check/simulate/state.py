@@ -200,7 +200,7 @@ _MUTATORS = {"append", "extend", "add", "insert", "pop", "popleft", "appendleft"
              "sort"}  # fmt: skip
 
 
-def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None:
+def assignment_of(name: str, codes: list[types.CodeType]) -> frames.CodeLocation | None:
     """The line, among the functions that ran, that changes the state called `name`: an attribute through an attribute,
     a variable where it is none of the function's own; else through another name that is spelled alike."""
     last = name.removesuffix(" (length)")
@@ -216,7 +216,7 @@ def assignment_of(name: str, codes: list[types.CodeType]) -> frames.Place | None
         for node in ast.walk(module):
             line = getattr(node, "lineno", 0)
             for changed in _changed(node, last) if code.co_firstlineno <= line <= end else ():
-                at = frames.Place(
+                at = frames.CodeLocation(
                     code.co_filename,
                     line,
                     getattr(node, "col_offset", 0) + 1,

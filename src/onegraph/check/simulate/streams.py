@@ -87,7 +87,7 @@ class Streams:
     def _race(self, world: Machine, race: Race) -> None:
         lines = []
         for use in (race.earlier, race.later):
-            at = world.roots.place(use.chain) or frames.Place("", 0, 0, "")
+            at = world.roots.place(use.chain) or frames.CodeLocation("", 0, 0, "")
             lines.append(f"{relative(at.path)}:{at.line} {'writes' if use.writes else 'reads'} it")
         text = (
             f"work on two streams that nothing orders uses the same memory: {lines[0]} on one stream, this line "

@@ -25,7 +25,7 @@ ESCAPE = DeviceTensor.data_ptr
 """What stands for the op in the record of an address that was handed out."""
 
 
-class Given(NamedTuple):
+class GivenTensor(NamedTuple):
     """A device tensor that an op with an unknown argument was given.
 
     Args:
@@ -144,7 +144,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def given_of(
     unknowns: Unknowns, step: Step, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor], made_in: int, keep: bool
-) -> tuple[Given, ...]:
+) -> tuple[GivenTensor, ...]:
     """What an op is about to be given: device tensors of the step number `made_in`, of which it may write `targets`.
     keep: with copies of what is known, but for what lies outside of the step and was not written by it, which a replay
     finds as it is."""
@@ -157,7 +157,7 @@ def given_of(
         still = outside and record.number not in step.inputs and storage_of(inner) not in step.before
         whole = id(inner) in written_to
         value = _counts(inner, whole).clone() if keep and not unknown and not still else None
-        found.append(Given(whose(step, record.number, outside), view_of(inner), unknown, whole, value))
+        found.append(GivenTensor(whose(step, record.number, outside), view_of(inner), unknown, whole, value))
     return tuple(found)
 
 
@@ -243,7 +243,7 @@ class Doubts:
         pairs = zip(op.tensors, op.given, theirs.given, strict=False)
         return any(self._argument(*pair) for pair in pairs if id(pair[0]) in read)
 
-    def _argument(self, tensor: Tensor, mine: Given, theirs: Given) -> bool:
+    def _argument(self, tensor: Tensor, mine: GivenTensor, theirs: GivenTensor) -> bool:
         key = storage_of(tensor)
         unknown = key in self.unknown
         if unknown != theirs.unknown or mine.view[0] != theirs.view[0]:

@@ -35,7 +35,7 @@ from onegraph.check.simulate.records import (
 from onegraph.check.simulate.storages import Storages
 from onegraph.check.simulate.streams import Streams
 from onegraph.check.simulate.threads import PerThread, Threads
-from onegraph.check.simulate.unknown import ESCAPE, Given, Unknowns, given_of
+from onegraph.check.simulate.unknown import ESCAPE, GivenTensor, Unknowns, given_of
 
 BUILTIN = {
     "aten",
@@ -209,7 +209,7 @@ class World:
             if record is not None:
                 self.current.marked.setdefault(record.number, (len(self.current.ops), index))
 
-    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[Given, ...]:
+    def given(self, tensors: Iterable[DeviceTensor], targets: Iterable[Tensor]) -> tuple[GivenTensor, ...]:
         """What an op of the running step is about to be given, for a replay to compare with (`unknown.Doubts`).
         `targets`: the plain tensors of those that it may write."""
         if self.phase != "step" or self.muted or self.current is None:

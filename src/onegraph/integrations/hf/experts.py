@@ -112,7 +112,7 @@ class CodedStack(_Coded):
         """Dense, as the module would hold it."""
         given: Tensors = {}
         constants = self.format.constants(self.device)
-        for key, tensor in self.given.items():
+        for key, tensor in self.kernel_args.items():
             given[key] = tensor if key in constants else tensor[expert]
         rows = as_held(self.flags, self.which, self._ops.decode(self.format, given), 0).to(self.dtype)
         return rows.t().contiguous() if self.flags.is_transposed else rows
@@ -159,7 +159,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
             biases = biases_of(self)
             chosen, gains = top_k_index.to(torch.int32).contiguous(), top_k_weights.float().contiguous()
             x = hidden_states.contiguous()
-            return run(first.format, x, chosen, gains, first.given, second.given, gate, biases)
+            return run(first.format, x, chosen, gains, first.kernel_args, second.kernel_args, gate, biases)
     plain: Tensor = type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
     return plain
 

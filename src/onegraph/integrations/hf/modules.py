@@ -56,7 +56,7 @@ class _Coded(nn.Module):
         return bool(self._given)
 
     @property
-    def given(self) -> Tensors:
+    def kernel_args(self) -> Tensors:
         """What the ops take."""
         return {key: self._buffers[name] for key, name in self._given.items()}  # type: ignore[misc]  # each is there
 
@@ -105,13 +105,13 @@ class CodedLinear(_Coded):
     def prepare(self) -> None:
         super().prepare()
         if self.device.type == "cpu":
-            self.dense = self._ops.decode(self.format, self.given).to(self.dtype)
+            self.dense = self._ops.decode(self.format, self.kernel_args).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense is not None:
             bias = None if self.bias is None else self.bias.to(self.dense.dtype)
             return nn.functional.linear(x, self.dense, bias)
-        return self._ops.linear(self.format, x, self.given, self.bias, None, None, False, False)
+        return self._ops.linear(self.format, x, self.kernel_args, self.bias, None, None, False, False)
 
     @property
     def weight(self) -> Tensor:
@@ -120,12 +120,12 @@ class CodedLinear(_Coded):
             nothing = torch.empty(0, self.in_features)
             nothing._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark for: leave it
             return nothing
-        return self._ops.decode(self.format, self.given).to(self.dtype) if self.dense is None else self.dense
+        return self._ops.decode(self.format, self.kernel_args).to(self.dtype) if self.dense is None else self.dense
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
         """transformers' own layer with the decoded weight."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta", dtype=dtype)
-        weight = self._ops.decode(self.format, self.given).to(dtype)
+        weight = self._ops.decode(self.format, self.kernel_args).to(dtype)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.to(dtype), requires_grad=False)
@@ -148,13 +148,13 @@ class CodedEmbedding(_Coded):
 
     def forward(self, ids: Tensor) -> Tensor:
         assert self._look_up is not None
-        rows = self._look_up(self.format, ids, self.given).to(self.dtype)
+        rows = self._look_up(self.format, ids, self.kernel_args).to(self.dtype)
         return rows if self.factor == 1 else rows * _rounded(self.factor, rows.dtype)
 
     def plain(self, dtype: torch.dtype) -> nn.Embedding:
         """A layer as transformers' own with the decoded rows."""
         assert self._look_up is not None
-        rows = self._look_up(self.format, torch.arange(self.out_features, device=self.device), self.given)
+        rows = self._look_up(self.format, torch.arange(self.out_features, device=self.device), self.kernel_args)
         made = ScaledEmbedding.from_pretrained(rows.to(dtype))
         made.factor = self.factor
         return made

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import Tensors, WeightFormat
-from onegraph.integrations.vllm.shards import Share, Slots
+from onegraph.integrations.vllm.shards import Shard, Slots
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.weight import weight_ops
 
@@ -35,7 +35,7 @@ class Stack:
     """
 
     def __init__(
-        self, prefix: str, name: str, format: WeightFormat, rows: Sequence[int], k: int, *, share: Share, count: int,
+        self, prefix: str, name: str, format: WeightFormat, rows: Sequence[int], k: int, *, share: Shard, count: int,
         experts: Sequence[int], dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.name, self.count, self.experts = name, count, experts
@@ -79,7 +79,7 @@ class Stack:
         self.slots.loaded.clear()
         self.slots.add_constants(layer, device)
 
-    def given(self, layer: Any) -> Tensors:
+    def kernel_args(self, layer: Any) -> Tensors:
         """What the op takes; no copy."""
         found = {key: getattr(layer, key) for key in self.slots.constants}
         for key, slot in self.slots.taken[0].items():
@@ -133,7 +133,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         parallel, placed = self.moe.moe_parallel_config, layer.expert_map_manager.expert_map
         experts = range(num_experts) if placed is None else torch.where(placed >= 0)[0].tolist()
         assert len(experts) == num_experts
-        share = Share(parallel.tp_rank, parallel.tp_size)
+        share = Shard(parallel.tp_rank, parallel.tp_size)
         wide = intermediate_size_per_partition
         sizes = ((wide, wide), hidden_size), ((hidden_size,), wide)
         self.stacks = tuple(
@@ -189,7 +189,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         if (placed := layer.expert_map) is not None:  # another rank's: its expert runs nowhere here but by zero
             ids = placed[ids.long()]
             weights = torch.where(ids < 0, 0.0, weights)
-        gate_up, down = (stack.given(layer) for stack in self.stacks)
+        gate_up, down = (stack.kernel_args(layer) for stack in self.stacks)
         run = self.format, x.contiguous(), ids.contiguous(), weights.contiguous()
         out: Tensor = self._run(*run, gate_up, down, SwiGLU(), None)
         return out

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from onegraph.formats.weight import WeightFormat
-from onegraph.integrations.vllm.shards import Share, Slots
+from onegraph.integrations.vllm.shards import Shard, Slots
 from onegraph.ops.weight import weight_ops
 
 
@@ -55,7 +55,7 @@ class OnegraphLinearMethod(LinearMethodBase):
         **_: Any,
     ) -> None:
         """Registers what `Slots` describes. vLLM's own loader, among the keywords, is not needed."""
-        share = Share(getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1))
+        share = Shard(getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1))
         _create(layer, Slots(self.parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -77,13 +77,13 @@ class OnegraphLinearMethod(LinearMethodBase):
         slots, eps = state.slots, state.eps
         if state.joined:
             part = slots.parts[0]
-            weight = slots.given(layer, None, after_norm=eps is not None)
+            weight = slots.kernel_args(layer, None, after_norm=eps is not None)
             return part.ops.linear(part.format, x, weight, bias, add, eps, silu, False)
         assert add is None
         assert not silu
         outputs = []
         for i, part in enumerate(slots.parts):
-            weight = slots.given(layer, i, after_norm=eps is not None)
+            weight = slots.kernel_args(layer, i, after_norm=eps is not None)
             own = None if bias is None else bias[part.first : part.last]
             outputs.append(part.ops.linear(part.format, x, weight, own, None, eps, False, False))
         return torch.cat(outputs, dim=-1)
@@ -112,7 +112,7 @@ class OnegraphEmbeddingMethod(QuantizeMethodBase):
         if layer.num_added_embeddings:
             raise ValueError(f"{self.name}: rows added to the vocabulary (LoRA) cannot be stored as {self.format}")
         used = indices.org_vocab_start_index, indices.org_vocab_end_index
-        share = Share(layer.tp_rank, layer.tp_size, vocabulary=used, by_row=not isinstance(layer, ParallelLMHead))
+        share = Shard(layer.tp_rank, layer.tp_size, vocabulary=used, by_row=not isinstance(layer, ParallelLMHead))
         parts = {self.name: self.format}
         _create(layer, Slots(parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
         self.dtype, self.used = params_dtype, used[1] - used[0]
@@ -124,7 +124,7 @@ class OnegraphEmbeddingMethod(QuantizeMethodBase):
         """x [..., k] -> logits [..., padded vocabulary]; the padding's are zero, and vLLM drops them."""
         slots, n = layer.onegraph.slots, self.used
         part = slots.parts[0]
-        weight = slots.given(layer, None, rows=n if n < part.rows else None)
+        weight = slots.kernel_args(layer, None, rows=n if n < part.rows else None)
         bias = None if bias is None else bias[:n]
         logits = part.ops.linear(part.format, x.contiguous(), weight, bias, None, None, False, False)
         return logits if n == part.rows else nn.functional.pad(logits, (0, part.rows - n))
@@ -133,7 +133,7 @@ class OnegraphEmbeddingMethod(QuantizeMethodBase):
         """ids [...] -> rows [..., k] in the model's dtype."""
         slots = layer.onegraph.slots
         part = slots.parts[0]
-        rows: Tensor = part.ops.embedding(part.format, ids, slots.given(layer, None))
+        rows: Tensor = part.ops.embedding(part.format, ids, slots.kernel_args(layer, None))
         return rows.to(self.dtype)
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:

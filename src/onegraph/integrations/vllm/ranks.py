@@ -50,7 +50,7 @@ def _run(x: Tensor, add: Tensor | None, silu: bool, name: str) -> Tensor:
     linear, exchange, ranks = _LINEARS[name]
     slots = linear.onegraph.slots
     part = slots.parts[0]
-    weight, first = slots.given(linear, None, after_norm=False), exchange.group[3] == 0
+    weight, first = slots.kernel_args(linear, None, after_norm=False), exchange.group[3] == 0
     bias, tokens = linear.bias if first else None, x.shape[:-1].numel()
     x = x.contiguous()
     if 1 <= tokens <= TOKENS:

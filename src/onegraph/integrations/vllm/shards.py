@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """What this rank owns of a layer.
 
     Args:
@@ -124,7 +124,7 @@ class Slots:
     """
 
     def __init__(
-        self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Share, dtype: torch.dtype
+        self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Shard, dtype: torch.dtype
     ) -> None:
         first = next(iter(parts))
         pieces = [tuple(rows)] if len(parts) == 1 else [(n,) for n in rows]
@@ -318,7 +318,9 @@ class Slots:
         same = all(part.format is first for part in self.parts)
         return same and first.joins([self.tensors(layer, index) for index in range(len(self.parts))])
 
-    def given(self, layer: Any, index: int | None, *, rows: int | None = None, after_norm: bool = False) -> Tensors:
+    def kernel_args(
+        self, layer: Any, index: int | None, *, rows: int | None = None, after_norm: bool = False
+    ) -> Tensors:
         """What the ops take for part `index`, or for all parts where they are one layer (None): tensors and constants.
         rows: only so many, the first. No copy."""
         found = {key: getattr(layer, key) for key in self.constants}

@@ -110,7 +110,7 @@ class Common(NamedTuple):
     rows: list[Row]
 
 
-class Plan:
+class StepLayout:
     """What is known of a step whose tokens stand where these tensors say, as long as nobody writes to them."""
 
     def __init__(self, *given: Tensor) -> None:
@@ -141,7 +141,7 @@ class _Local(threading.local):
     """A thread's latest plan, and memory to decode into: fresh memory of that size costs more than its use."""
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
+        self.plan: StepLayout | None = None
         self.index = torch.empty(0, dtype=torch.int32, device="cpu")
         self.levels = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -164,7 +164,7 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
         return composed(call)
     plan, state = _LOCAL.plan, (call.positions, call.counts, call.slots, call.block_table)
     if plan is None or not plan.holds(*state):
-        plan = _LOCAL.plan = Plan(*state)
+        plan = _LOCAL.plan = StepLayout(*state)
     common = plan.common(call)
     vectors = _turned(call, plan, common)
     if common.native is not None:
@@ -181,7 +181,7 @@ def turboquant_decode(call: TurboQuantDecode) -> Tensor:
     return out.view(batch, 1, heads, dim).to(call.qkv.dtype)
 
 
-def _common(call: TurboQuantDecode, plan: Plan) -> Common:
+def _common(call: TurboQuantDecode, plan: StepLayout) -> Common:
     dim, kv_heads = call.turn.shape[0], call.cache.shape[1]
     layout = layout_in("turboquant_decode", call, dim)
     books = book(tuple(call.k_codebook.tolist())), book(tuple(call.v_codebook.tolist()))
@@ -207,7 +207,7 @@ def _common(call: TurboQuantDecode, plan: Plan) -> Common:
     return Common(layout, books, angles, turn, back, None, torch.cat(at), rows)
 
 
-def _angles(call: TurboQuantDecode, plan: Plan) -> tuple[Tensor, Tensor] | None:
+def _angles(call: TurboQuantDecode, plan: StepLayout) -> tuple[Tensor, Tensor] | None:
     """See `Common.angles`."""
     dim = call.turn.shape[0]
     if call.q_norm is not None or call.cos is None or call.sin is None or 2 * call.cos.shape[1] < dim:
@@ -259,7 +259,7 @@ def _pages(layout: TurboQuantLayout, own: list[int], seen: slice, scores: Tensor
     return Pages(which, index.view(*blocks, -1), levels, norms, hidden, mask, scores)
 
 
-def _turned(call: TurboQuantDecode, plan: Plan, common: Common) -> Tensor:
+def _turned(call: TurboQuantDecode, plan: StepLayout, common: Common) -> Tensor:
     """Queries, keys and values, rotated and turned, float32 [B, heads + 2 kv_heads, D]."""
     dtype, dim, heads = call.qkv.dtype, common.layout.head_dim, call.heads
     if common.angles is None:

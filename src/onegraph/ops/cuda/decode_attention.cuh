@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
   const u32 rank = cluster_rank(), sent = (u32)__cvta_generic_to_shared(&s.sent);
 #endif
   const int group = blockIdx.x / SIZE, row = group / KV_HEADS, kv_head = group % KV_HEADS;
-  if (EARLY) let_next_start();
+  if (EARLY) pdl_trigger();
 #if !PORTABLE
   if (threadIdx.x == 0) make_barrier(sent, 1), expect(sent, OUTPUTS * 4 + SIZE * GROUP * 8), barriers_visible();
   __syncwarp();
@@ -140,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
 #if !PORTABLE
   all_begun();                                                     // so that their memory can be written
 #endif
-  wait_for_previous();
-  if (!EARLY) let_next_start();
+  pdl_wait();
+  if (!EARLY) pdl_trigger();
   if (alone && rank > 0) return;
   const bool real = p.counts[row] > 0 && position == last;
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]

@@ -8,7 +8,7 @@ from torch import Tensor
 from onegraph.ops import invariant
 from onegraph.ops.calls import PagedDecode, StridedDecode
 from onegraph.ops.cuda import build, decode_portable, decode_round
-from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
+from onegraph.ops.cuda.decode_plan import POINTERS, TILE, DecodeSplit
 from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, launch
 
 DIMS = (64, 128)
@@ -32,7 +32,7 @@ def supports_input(dtype: torch.dtype, dim: int, group: int, page: int, *read: T
     )
 
 
-EXAMPLE = Plan(False, 128, 4, 16, False, 128, False, 16, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = DecodeSplit(False, 128, 4, 16, False, 128, False, 16, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_attention",
     ops=("paged_decode", "strided_decode"),
@@ -155,7 +155,7 @@ def _launch(
     else:
         warps, size = decode_portable.share(pairs, dim, build.device(device))
     page_stride, place_stride, head_stride = (stride // dim for stride in k_cache.stride()[:3])
-    plan = Plan(
+    plan = DecodeSplit(
         qkv.dtype == torch.float16, dim, group, page_size, q_norm is not None, 0 if cos is None else dim, early, warps,
         size, kv_heads, window, page_stride, place_stride, head_stride, 0 if cos is None else cos.stride(0),
     )  # fmt: skip

@@ -7,7 +7,7 @@ POINTERS = "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "tabl
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodeSplit:
     """What the kernel is compiled for: its defines, in lower case. Blocks have `warps` warps, and `size` of them share
     the keys of a (row, kv head) pair. `rope`: `dim`, or 0 where nothing rotates. `early`: the next launch is let go in
     the first line. Strides of the cache are in units of `dim`."""

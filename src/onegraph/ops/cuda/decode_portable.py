@@ -6,7 +6,7 @@ Which calls it takes, and what it is given: `decode_attention.py`.
 import torch
 
 from onegraph.ops.cuda import build
-from onegraph.ops.cuda.decode_plan import POINTERS, TILE, Plan
+from onegraph.ops.cuda.decode_plan import POINTERS, TILE, DecodeSplit
 from onegraph.ops.cuda.workspace import Counters
 
 WARPS = 8  # of a block
@@ -20,12 +20,12 @@ ARGUMENTS = build.Arguments(
 )
 
 
-def shared(plan: Plan) -> int:
+def shared(plan: DecodeSplit) -> int:
     """Bytes of `Shared` in the kernel."""
     return -(-(2 * 4 * 8 * plan.warps + 4) // 128) * 128 + plan.warps * 2 * TILE * 2 * plan.dim
 
 
-EXAMPLE = Plan(False, 128, 4, 16, False, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = DecodeSplit(False, 128, 4, 16, False, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_portable",
     ops=("paged_decode", "strided_decode"),
@@ -46,7 +46,7 @@ def share(groups: int, dim: int, device: build.Device) -> tuple[int, int]:
     return WARPS, next((size for size in SIZES if groups <= MAX_GROUPS and groups * size <= at_once), 1)
 
 
-def workspace(plan: Plan, groups: int, device: torch.device) -> dict[str, torch.Tensor | None]:
+def workspace(plan: DecodeSplit, groups: int, device: torch.device) -> dict[str, torch.Tensor | None]:
     """What blocks leave for one another; the launch may be under way still when it is given back."""
     if plan.size == 1:
         return {"partial": None, "sums": None}

@@ -161,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
 #if !PORTABLE
   if (SIZE > 1) all_begun();                                       // so that their memory can be written
 #endif
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
   if (alone && rank > 0) return;
   const int count = min(p.counts[row], TOKENS);
   auto real = [&](int token) { return token < count && position + token >= 0 && position + token < p.reach; };

@@ -29,10 +29,10 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerifySplit:
     """What the kernel is compiled for: its defines, in lower case. `size` blocks of `warps` warps share the keys of a
     row and kv head for a slice of its `tokens`, of which there are `slices`. norm: 0 without, 1 with weights of q's
-    dtype, 2 of float32. rope: coordinates that rotate. Strides as those of `decode_plan.Plan`.
+    dtype, 2 of float32. rope: coordinates that rotate. Strides as those of `decode_plan.DecodeSplit`.
     `steady`: a token's bits do not depend on the tokens beside it; nor on the rows, if warps and size do not."""
 
     half: bool
@@ -81,7 +81,7 @@ def slices(tokens: int, group: int, sets: int) -> int:
     return -(-tokens // (8 * sets // group))
 
 
-EXAMPLE = Plan(False, 128, 4, 8, 1, 16, 0, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
+EXAMPLE = VerifySplit(False, 128, 4, 8, 1, 16, 0, 128, False, WARPS, 8, 8, 0, 128, 8, 1, 64)
 KERNEL = build.Source(
     "decode_round",
     ops=("paged_decode",),
@@ -161,7 +161,7 @@ def attend(call: PagedDecode) -> Tensor:
         )
     page_stride, place_stride, head_stride = (stride // dim for stride in keys.stride()[:3])
     norm = 0 if call.q_norm is None else 1 if call.q_norm.dtype == qkv.dtype else 2
-    plan = Plan(
+    plan = VerifySplit(
         qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, norm, 0 if cos is None else 2 * cos.shape[1],
         call.gated, warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
         0 if cos is None else cos.stride(0), steady,

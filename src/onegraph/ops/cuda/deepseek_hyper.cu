@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
   __shared__ float partial[PER][2 * SIDE][MINE + 1], gathered[PER][BLOCKS][SUMS], warp_squares[PER][SIDE];
   __shared__ float squares[PER][BLOCKS];
   __shared__ u64 barriers[2];
-  let_next_start();
+  pdl_trigger();
   if (threadIdx.x == 0) {
     make_barrier(address(&barriers[0]), 1), make_barrier(address(&barriers[1]), 1);
     expect(address(&barriers[0]), PER * SUMS * BLOCKS * 4), expect(address(&barriers[1]), PER * BLOCKS * 4);
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_update_mix(const __g
       WIDE ? __ldg((const float2*)a.norm + column / 2) : widen2(__ldg((const u32*)a.norm + column / 2));
   const float base = lane < ROWS ? __ldg(a.base + lane) : 0.0f;
   const float scale = __ldg(a.scale + (lane < H ? 0 : lane < 2 * H ? 1 : 2));
-  wait_for_previous();
+  pdl_wait();
 
   float2 stream[PER][H];
 #pragma unroll

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_all_reduce(const __g
   __shared__ __align__(16) float partial[PER][SIDE][SUMS], gathered[PER][BLOCKS][SUMS];
   __shared__ float matrix[PER][H * H];
   __shared__ u64 barrier;
-  let_next_start();  // every block runs by then: what follows may fetch its weights meanwhile
+  pdl_trigger();  // every block runs by then: what follows may fetch its weights meanwhile
   if (threadIdx.x == 0) {
     make_barrier(address(&barrier), 1);
     expect(address(&barrier), PER * SUMS * BLOCKS * 4);
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_all_reduce(const __g
       WIDE ? __ldg((const float2*)a.norm + column / 2) : widen2(__ldg((const u32*)a.norm + column / 2));
   const float base = lane < ROWS ? __ldg(a.base + lane) : 0.0f;
   const float scale = __ldg(a.scale + (lane < H ? 0 : lane < 2 * H ? 1 : 2));
-  wait_for_previous();
+  pdl_wait();
 
   Exchange<Arguments, WORLD> peers(a);
   // Beyond the last token: the last once more, neither sent nor written.

@@ -124,13 +124,13 @@ template <bool FITS> __device__ void select(const Arguments& a, int (&key)[EACH]
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) select_places(const __grid_constant__ Arguments a) {
-  let_next_start();
+  pdl_trigger();
   const int row = blockIdx.x / a.length, step = blockIdx.x % a.length, mine = threadIdx.x * EACH;
   int key[EACH], place[EACH];
   // Positions and the block table change between steps only, so they may be read before the wait.
   const int token = *(const volatile int*)(a.positions + row) + step;
   locate(place, a.table + (size_t)row * a.table_stride, mine, a.capacity, a.pages);
-  wait_for_previous();
+  pdl_wait();
   const int ready = step < a.counts[row] ? min((token + 1) / a.ratio, a.capacity) : 0;
   if (ready <= CHUNK) {
     load(key, a.scores + (size_t)blockIdx.x * a.capacity, mine, ready);

@@ -74,14 +74,14 @@ extern "C" __global__ void __launch_bounds__(ROTATING * 32, 1) e8p_rotate(const 
   __shared__ u32 top_of_warp[ROTATING];
   const int token = blockIdx.x / p.cuts, cut = blockIdx.x % p.cuts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = cut * p.per_block + warp, end = min((cut + 1) * p.per_block, p.slices);
-  let_next_start();
+  pdl_trigger();
   float in_scale[MOST][8], v[MOST][8];
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
     const int slice = first + i * ROTATING, column = slice * SLICE + lane * 8;
     load8(in_scale[i], p.in_scale + column, slice < end && column < p.k);
   }
-  wait_for_previous();
+  pdl_wait();
   if (p.parts > 1) {
     const int threads = ROTATING * 32;
     for (int i = blockIdx.x * threads + threadIdx.x; i < p.tiles * TOKENS * BLOCKS; i += gridDim.x * threads)
@@ -212,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const
       barriers_visible();
     }
     __syncthreads();
-    wait_for_previous();
-    let_next_start();
+    pdl_wait();
+    pdl_trigger();
     if (lane == 0) {
       const u8* from = p.bytes + (size_t)begin * 2 * STAGE_BYTES;
       int s = 0, turn = 0;
@@ -257,8 +257,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1) e8p_batch(const
     if (p.bias) prefetch(p.bias + row);
   }
   __syncthreads();
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
 
   const u32 bank = bank_of(base, lane);  // after the barrier
   const u8* slots = smem + (ring - base);

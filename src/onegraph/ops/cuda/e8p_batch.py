@@ -31,7 +31,7 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True, order=True)
-class Plan:
+class BatchTiling:
     """`tiles` of rows, each of `parts` clusters of `cluster` blocks, which own `per_block` slices of k. A block's share
     is `groups` warpgroups of 64 rows by `tokens`; each warp has `depth` slices of codes under way, and the block
     `stages` of activations, 128 columns each."""
@@ -89,11 +89,11 @@ def share(bits: int, tokens: int) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> BatchTiling:
     """The plan that costs least."""
     own = share(bits, tokens)
     slices, tiles = -(-k // SLICE), -(-n // (own[1] * 64))
-    plans = [Plan(cluster, parts, -(-slices // (cluster * parts)), tiles, *own) for cluster, parts in CUTS]
+    plans = [BatchTiling(cluster, parts, -(-slices // (cluster * parts)), tiles, *own) for cluster, parts in CUTS]
     plans = [plan for plan in plans if (plan.cuts - 1) * plan.per_block < slices]  # every block has something to do
     return min(
         (plan for plan in plans if plan.parts == 1 or tiles * plan.parts <= device.clusters[plan.cluster - 1]),
@@ -106,7 +106,7 @@ def supports_shape(tokens: int, k: int, bits: int) -> bool:
     return tokens <= MAX_TOKENS and k <= MAX_K and (bits != 3 or k % 128 == 0)
 
 
-def defines(plan: Plan, n: int, k: int, bits: int, half: bool, silu: bool, wide: bool) -> dict[str, int]:
+def defines(plan: BatchTiling, n: int, k: int, bits: int, half: bool, silu: bool, wide: bool) -> dict[str, int]:
     """What e8p_batch.cu is compiled with."""
     made = {"BITS": bits, "HALF": int(half), "TOKENS": plan.tokens, "GROUPS": plan.groups}
     made |= {"DEPTH": plan.depth, "AHEAD": plan.stages}
@@ -119,7 +119,7 @@ KERNELS = build.Source(
     functions=("e8p_batch", "e8p_rotate"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
-    example=defines(Plan(1, 1, 16, 16, *share(2, MAX_TOKENS)), 2048, 4096, 2, False, False, False),
+    example=defines(BatchTiling(1, 1, 16, 16, *share(2, MAX_TOKENS)), 2048, 4096, 2, False, False, False),
     otherwise="another kernel runs 5 to 64 tokens of an E8P linear",
 )
 

@@ -319,7 +319,7 @@ __device__ __forceinline__ void between(const Block& b, int column) {
   b.in_scales<0>(in_scale, column), b.out_scales<0>(out_scale, column);
 #pragma unroll
   for (int e = 0; e < 8; e++) v[e] = residual[e] = 0.f;
-  wait_for_previous();
+  pdl_wait();
   if (column < HEADS) unpack8(v, *(const uint4*)(p.x + token * HEADS + column));
   if (column < WIDTH) unpack8(residual, *(const uint4*)(p.residual + token * WIDTH + column));
   if (warp < Of<0>::UNITS) b.prepare<0>(v, in_scale);
@@ -370,7 +370,7 @@ __device__ __forceinline__ void between(const Block& b, int column) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) e8p_chain(const __grid_constant__ Arguments p) {
-  let_next_start();
+  pdl_trigger();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, column = warp * SLICE + lane * 8;
   Shared& s = *(Shared*)(smem + TABLE_BYTES);
   u8* const codes = (u8*)(&s + 1);

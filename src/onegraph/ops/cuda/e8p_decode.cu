@@ -313,8 +313,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) e8p_decode(const __grid
   if (!one_slice(p))
     for (int i = threadIdx.x * 4; i < p.across * TOKENS * pitch; i += blockDim.x * 4) *(float4*)(partial + i) = zeros;
   if (start < end) gather.prepare(p, exchange, beside, row_warp, column_warp, lane);
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
   OverRanks over_ranks(p, first_job, first_token * p.n + first_row);
   gather.ask(p, start, rotates, tokens, row_warp, lane);
   uint4 first_add = make_uint4(0, 0, 0, 0);

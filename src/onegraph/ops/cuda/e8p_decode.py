@@ -47,7 +47,7 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True, order=True)
-class Plan:
+class DecodeTiling:
     """How one shape is cut: each of `tiles` clusters of `cluster` blocks owns `blocks` times 128 rows. A block owns
     `per_block` slices of k, one for each of `across` warps at a time; `down` such rows of warps share the rows. Each
     warp keeps `ahead` row tiles of codes under way."""
@@ -115,7 +115,7 @@ class Plan:
         return waves * (max(issue, latency, memory) + gather + 2.0) + together + 0.1 * self.blocks
 
 
-def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[DecodeTiling]:
     """Every plan that fits into shared memory."""
     slices, whole = -(-k // SLICE), -(-n // ROWS)
     found = []
@@ -130,7 +130,7 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
                 down = max(d for d in (1, 2, 4, 8) if d == 1 or (d * across <= WARPS and blocks * PARTS % d == 0))
                 most = -(-per_block // across) * blocks * PARTS // down  # row tiles of a warp
                 for ahead in (d for d in DEPTHS[bits] if d <= most and (tokens <= FEW or d <= 2)):
-                    plan = Plan(ahead, tiles, cluster, blocks, slices, per_block, across, down)
+                    plan = DecodeTiling(ahead, tiles, cluster, blocks, slices, per_block, across, down)
                     if plan.shared(bits, tokens) <= device.shared:
                         found.append(plan)
                         break
@@ -138,7 +138,7 @@ def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> DecodeTiling:
     """The plan that costs least."""
     return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(bits, tokens, device), plan))
 
@@ -148,7 +148,9 @@ def copies(k: int, bits: int) -> int:
     return 2 if k % SLICE == 0 else int(bits != 3 or k % 128 == 0)
 
 
-def defines(plan: Plan, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...]) -> dict[str, int]:
+def defines(
+    plan: DecodeTiling, n: int, k: int, bits: int, tokens: int, half: bool, around: tuple[int, ...]
+) -> dict[str, int]:
     """What e8p_decode.cu is compiled with. `around`: normed, silu, biased, added, wide, ranks."""
     group, copy = plan.group(bits, tokens), copies(k, bits)
     made = {"BITS": bits, "TOKENS": compiled_for(tokens), "HALF": int(half), "COPY": copy}
@@ -163,7 +165,9 @@ KERNEL = build.Source(
     functions=("e8p_decode",),
     arguments=ARGUMENTS,
     capabilities=build.CLUSTERS,
-    example=defines(Plan(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (False, False, False, True, False, 2)),
+    example=defines(
+        DecodeTiling(4, 32, 3, 1, 16, 6, 6, 2), 4096, 4096, 2, 4, False, (False, False, False, True, False, 2)
+    ),
     otherwise="another kernel runs 1 to 8 tokens of an E8P linear",
 )
 
@@ -191,7 +195,7 @@ def run(call: Linear) -> None:
 
 
 @lru_cache(maxsize=1 << 16)
-def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan, group: int) -> tuple[bytes, ...]:
+def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: DecodeTiling, group: int) -> tuple[bytes, ...]:
     """The tensor maps of e8p_decode.cu, codes and residual codes at these addresses."""
     copy = copies(k, bits)
     if not copy:

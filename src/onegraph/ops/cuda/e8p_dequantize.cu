@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) e8p_dequantize(con
   u32* pairs = (u32*)smem;
   u32* words = pairs + ROWS * PITCH;
   float* row_scale = (float*)(words + WORDS);
-  let_next_start();
+  pdl_trigger();
   for (int q = thread; q < WORDS; q += THREADS) words[q] = table_word(codebook_row(p.codebook, q), q);
   row_scale[thread] = row < p.n ? p.out_scale[row] * p.norm * UNIT : 0.f;
   __syncthreads();
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) e8p_dequantize(con
     for (int r = 0; r < ROWS; r++)
       if (!(r & o)) pair2(v[r], v[r | o]);
   }
-  wait_for_previous();  // the product before may still read the weight
+  pdl_wait();  // the product before may still read the weight
   if (column >= p.k) return;
   u32* to = p.weight + ((size_t)first_row * p.k + column) / 2;
   const int rows = min(ROWS, p.n - first_row);

@@ -26,7 +26,7 @@ struct Arguments {
 extern "C" __global__ void __launch_bounds__(THREADS) e8p_encode(const __grid_constant__ Arguments p) {
   const int thread = blockIdx.x * THREADS + threadIdx.x, k = thread % CANDIDATES, wanted = thread / CANDIDATES;
   const int column = min(wanted, p.count - 1);  // those behind the end stay for the shuffles
-  wait_for_previous();
+  pdl_wait();
   const Tables tables = {p.index, p.odd, p.absolute, p.halves, p.half_row, p.e81b};
   float x[8];
 #pragma unroll

@@ -245,8 +245,8 @@ __device__ __forceinline__ void gather(Product (&to)[GROUPS], const Arguments& a
 extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments a) {
   const int lane = threadIdx.x % 32, at = blockIdx.x * 8 + threadIdx.x / 32;
   const int pair = at / SLICES, slice = at % SLICES, column = slice * SLICE + lane * 8;
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
   if (pair >= a.tokens * a.top_k) return;
   float in_scale[8], v[8];
   load8(in_scale, a.in_scale + (size_t)expert_of(a, pair) * K + column, column < K);
@@ -268,8 +268,8 @@ extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments
 // Four columns of a token a thread.
 extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments a) {
   const int column = (blockIdx.x * 256 + threadIdx.x) * 4, token = blockIdx.y;
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
   if (column >= N) return;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int slot = 0; slot < a.top_k; slot++) {
@@ -361,8 +361,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
   if (CLUSTER > 1) cluster_begun();
 #endif
   if (!EARLY) {
-    wait_for_previous();
-    let_next_start();
+    pdl_wait();
+    pdl_trigger();
   }
   if (!ONE) find_chunks(a);
   const int first_item = blockIdx.x / CLUSTER, step = ONE ? 1 : gridDim.x;
@@ -419,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
 #pragma unroll
   for (int d = 0; d < DEPTH; d++) fetch(d);
   if (EARLY) {
-    wait_for_previous();
-    let_next_start();
+    pdl_wait();
+    pdl_trigger();
   }
 
 #if PORTABLE

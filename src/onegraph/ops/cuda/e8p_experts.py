@@ -51,7 +51,7 @@ VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", 
 
 
 @dataclass(frozen=True, order=True)
-class Cut:
+class ExpertTiling:
     """How one matrix is cut, by the names of e8p_experts.cu, which tells what they are; `silu`, `one` and `early` are
     flags."""
 
@@ -145,7 +145,7 @@ def _warps(slices: int, row_tiles: int, most: int, warps: int) -> tuple[int, int
 @lru_cache(maxsize=1024)
 def cuts(
     n: int, k: int, bits: int, mode: int, source: int, *, one: bool, silu: bool, groups: int, top_k: int, early: bool
-) -> list[Cut]:
+) -> list[ExpertTiling]:
     """Every cut of one matrix."""
     found = []
     slots = top_k if mode == SUMMED else 1
@@ -159,7 +159,9 @@ def cuts(
         sides = ((WARPS, 1), (WARPS, 2), (WARPS // 2, 2)) if mode == SUMMED else ((WARPS, 1),)
         for most, depth, (warps, per_sm) in product((ACROSS, ACROSS // 2), DEPTHS[bits], sides):
             across, down = _warps(per_part, blocks * ROWS // 16, most, warps)
-            cut = Cut(mode, one, source, silu, groups, blocks, parts, slots, per_sm, early, across, down, depth, n, k)
+            cut = ExpertTiling(
+                mode, one, source, silu, groups, blocks, parts, slots, per_sm, early, across, down, depth, n, k
+            )
             if depth <= max(2, cut.turns):
                 found.append(cut)
     return found
@@ -168,18 +170,20 @@ def cuts(
 @lru_cache(maxsize=1024)
 def plain_cuts(
     n: int, k: int, bits: int, mode: int, source: int, *, one: bool, silu: bool, groups: int, top_k: int, early: bool
-) -> list[Cut]:
+) -> list[ExpertTiling]:
     """The same of the portable form: no clusters, and a warp's row tiles are a multiple of those under way."""
     found, most, blocks = [], PLAIN_WARPS[groups], 1 if n <= ROWS else 2
     for across, depth, warps in product((8, 4, 2, 1), PLAIN_DEPTHS[bits], (most, most // 2, most // 4)):
         side, down = _warps(_slices(k), blocks * ROWS // 16, min(across, warps), warps)
         if blocks * ROWS // 16 // down % depth == 0:
-            found.append(Cut(mode, one, source, silu, groups, blocks, 1, 1, 1, early, side, down, depth, n, k))
+            found.append(ExpertTiling(mode, one, source, silu, groups, blocks, 1, 1, 1, early, side, down, depth, n, k))
     return found
 
 
 @lru_cache(maxsize=1024)
-def choose(bits: int, device: build.Device, top_k: int, options: tuple[Cut, ...], portable: bool = False) -> Cut | None:
+def choose(
+    bits: int, device: build.Device, top_k: int, options: tuple[ExpertTiling, ...], portable: bool = False
+) -> ExpertTiling | None:
     """The cut that costs least, None where none fits."""
     fitting = [cut for cut in options if cut.fits(bits, device, portable)]
     return min(fitting, key=lambda cut: (cut.cost(bits, device, top_k), cut.passes, -cut.depth, cut), default=None)
@@ -193,7 +197,7 @@ KERNELS = build.Source(
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
     own=build.CLUSTERS,
-    example=Cut(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+    example=ExpertTiling(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
     otherwise="Triton's run experts in E8P",
 )
 
@@ -207,17 +211,17 @@ def supports_input(call: E8PExperts) -> bool:
     return tokens <= MAX_TOKENS and experts <= MAX_EXPERTS and dim % 64 == 0 and wide % 64 == 0
 
 
-class Way(NamedTuple):
+class ExpertVariant(NamedTuple):
     """The cuts of a call's two matrices."""
 
-    gate_up: Cut
-    down: Cut
+    gate_up: ExpertTiling
+    down: ExpertTiling
 
 
 @lru_cache(maxsize=1024)
 def way(
     tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, device: build.Device, portable: bool = False
-) -> Way | None:
+) -> ExpertVariant | None:
     """None where no cut fits into shared memory. `portable`: of the portable form."""
     gated = wide % ROWS == 0
     one = tokens == 1 and gated and (portable or top_k <= CLUSTER)
@@ -229,7 +233,7 @@ def way(
     second = FROM_GATED if gated else PREPARED
     down = every(dim, wide, bits, SUMMED if one and not portable else PLAIN, second, silu=not gated, early=True, **more)
     both = [choose(bits, device, top_k, tuple(options), portable) for options in (gate_up, down)]
-    return None if both[0] is None or both[1] is None else Way(both[0], both[1])
+    return None if both[0] is None or both[1] is None else ExpertVariant(both[0], both[1])
 
 
 class _Call:
@@ -240,7 +244,7 @@ class _Call:
         self.tokens, self.top_k = call.experts.shape
         self.pairs = self.tokens * self.top_k
 
-    def launch(self, function: str, cut: Cut, grid: tuple[int, int, int], **given: Tensor | None) -> None:
+    def launch(self, function: str, cut: ExpertTiling, grid: tuple[int, int, int], **given: Tensor | None) -> None:
         """`function` of `KERNELS` with the tensors `given`."""
         call, launched = self.call, Launch(grid, 256, function=function)
         gelu = {"GELU": 1} if call.alpha == 0 else {}
@@ -255,7 +259,7 @@ class _Call:
             alpha=call.alpha, shift=call.shift,
         )  # fmt: skip
 
-    def prepared(self, cut: Cut, x: Tensor, in_scale: Tensor) -> dict[str, Tensor]:
+    def prepared(self, cut: ExpertTiling, x: Tensor, in_scale: Tensor) -> dict[str, Tensor]:
         """`x`, of which a pair's row is its token's or its own, as the product takes it."""
         slices = _slices(cut.k)
         made = {
@@ -265,7 +269,7 @@ class _Call:
         self.launch("e8p_experts_prepare", cut, (-(-self.pairs * slices // 8), 1, 1), x=x, in_scale=in_scale, **made)
         return made
 
-    def product(self, cut: Cut, x: Tensor, in_scale: Tensor, y: Tensor, **weight: Tensor | None) -> Tensor:
+    def product(self, cut: ExpertTiling, x: Tensor, in_scale: Tensor, y: Tensor, **weight: Tensor | None) -> Tensor:
         given = {"x": x} if cut.source != PREPARED else self.prepared(cut, x, in_scale)
         if cut.one:
             blocks = cut.tiles * cut.cluster * (1 if cut.mode == SUMMED else self.top_k)
@@ -296,7 +300,7 @@ def compute(call: E8PExperts) -> Tensor | None:
     return _run(_Call(E8PExperts(*values)), found)
 
 
-def _run(run: _Call, way: Way) -> Tensor:
+def _run(run: _Call, way: ExpertVariant) -> Tensor:
     call, (tokens, dim) = run.call, run.call.x.shape
     width, cut, last = call.gate_up.shape[1], way.gate_up, way.down
     hidden = torch.empty(

@@ -39,7 +39,7 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True, order=True)
-class Plan:
+class PortableTiling:
     """How one shape is cut: `strips` of rows, which begin at multiples of `unit` row tiles, by `parts` of k. A block
     has `across` slices side by side and `down` such rows of warps, `ahead` row tiles of codes a warp under way, and
     room for the sums of `hold` row tiles and `tokens`. It `turns` the activations of its slices itself, or a launch in
@@ -113,7 +113,8 @@ class Plan:
 def cuts(
     n: int, k: int, count: int, warps: int, device: build.Device
 ) -> Iterator[tuple[bool, int, int, int, int, int, int]]:
-    """Of blocks of so many warps, for `count` tokens: turns, strips, parts, unit, across, down, hold of a `Plan`."""
+    """Of blocks of so many warps, for `count` tokens: turns, strips, parts, unit, across, down, hold of a
+    `PortableTiling`."""
     slices, tiles = -(-k // SLICE), n // 16
     for across in range(1, min(warps, slices) + 1):
         parts = -(-slices // across)
@@ -132,25 +133,25 @@ def cuts(
                 yield turns, strips, parts, unit, across, down, most * unit
 
 
-def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[Plan]:
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[PortableTiling]:
     """Every plan that fits into 99 KB."""
     count, found = next(size for size in CLASSES if size >= tokens), []
     for cut in cuts(n, k, count, WARPS[count], device):
         for ahead in range(AHEAD_AT_ONCE[bits] if count == AT_ONCE else AHEAD, 0, -1):
-            if fitting := Plan(ahead, count, *cut).fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
+            if fitting := PortableTiling(ahead, count, *cut).fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
                 found.append(fitting)
                 break
     return found
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> PortableTiling:
     """The plan that costs least."""
     return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(n, bits, device), plan))
 
 
 @lru_cache(maxsize=1024)
-def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> Plan:
+def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> PortableTiling:
     """The plan of AT_ONCE tokens with room for fewer, whose sums are made in the same order."""
     return replace(plan(n, k, bits, AT_ONCE, device), tokens=next(size for size in CLASSES if size >= tokens))
 
@@ -160,7 +161,7 @@ def supports_shape(tokens: int, n: int) -> bool:
     return tokens <= MAX_TOKENS and n <= MAX_N
 
 
-def defines(plan: Plan, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
+def defines(plan: PortableTiling, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
     """What e8p_portable.cu is compiled with, but for START. `around`: normed, silu, biased, added, wide."""
     made = {"BITS": bits, "TOKENS": plan.tokens, "TURNS": int(plan.turns), "HALF": int(half)}
     made |= {"AHEAD": plan.ahead, "HOLD": plan.hold}
@@ -174,7 +175,9 @@ KERNELS = build.Source(
     functions=("e8p_portable", "e8p_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
-    example=defines(Plan(4, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
+    example=defines(
+        PortableTiling(4, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False)
+    )
     | {"START": 0},
     families=("portable",),
     shared=build.PORTABLE_SHARED,

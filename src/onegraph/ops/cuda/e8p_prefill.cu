@@ -82,7 +82,7 @@ __device__ __forceinline__ void exchange_words(u32& a, u32& b, int lane, int o) 
 extern "C" __global__ void __launch_bounds__(256, MOST > 8 ? 1 : 2) e8p_rotate(const __grid_constant__ Arguments p) {
   __shared__ float exchange[2][8], exchange_sum[1][8];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  let_next_start();
+  pdl_trigger();
   // The codes that every block of e8p_prefill begins with, on their way into the L2.
   for (int i = token * 256 + threadIdx.x; i < p.n * p.splits; i += gridDim.x * 256) {
     const int row = i % p.n, slice = i / p.n * p.per_split;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256, MOST > 8 ? 1 : 2) e8p_rotate(c
   float in_scale[EARLY][8];
 #pragma unroll
   for (int i = 0; i < EARLY; i++) load8(in_scale[i], p.in_scale + column_of(i), column_of(i) < p.k);
-  wait_for_previous();
+  pdl_wait();
   constexpr int AT_ONCE = MOST > 8 ? (MOST + 1) / 2 : MOST;  // that are asked for
   Raw raw[AT_ONCE];
   float v[MOST][8], lengths[2] = {0.f, 0.f};  // scaled, and as it is
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
   const int chunks = (end - begin) * 4;
   const u32 base = address(smem), full = base + TABLE_BYTES, empty = full + 8 * DEPTH;
   const u32 stages = base + TABLE_BYTES + 1024;
-  let_next_start();
+  pdl_trigger();
   check_start(base);
   if (threadIdx.x == 0) {
     for (int s = 0; s < DEPTH; s++) {
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
   __syncthreads();
   if (warp >= 8) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    wait_for_previous();
+    pdl_wait();
     if (threadIdx.x == CONSUMERS) {
       const u8* from = p.spread + ((size_t)token_tile * p.slices + begin) * 4 * STAGE_BYTES;
       for (int c = 0; c < chunks; c++) {
@@ -375,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) e8p_prefill(con
     half_slice(codes[1], codes[0], half + 1);
   }
   wgmma_wait<0>();
-  wait_for_previous();  // the rotation's scales of tokens, and what is added
+  pdl_wait();  // the rotation's scales of tokens, and what is added
 
   // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight.
   if (p.parts > 1) {
@@ -493,7 +493,7 @@ template <bool WIDE> __device__ __forceinline__ void add_parts(const Arguments& 
   const size_t at = (size_t)token * p.n + row;
   float out_scale[8], bias[8];
   load8(out_scale, p.out_scale + row, row < p.n), load8(bias, p.bias + row, p.bias && row < p.n);
-  wait_for_previous();
+  pdl_wait();
   const bool there = token < p.tokens && row < p.n;
   Rows<WIDE> added;
   if (p.add && there) added.ask(p.add, at);
@@ -521,6 +521,6 @@ template <bool WIDE> __device__ __forceinline__ void add_parts(const Arguments& 
   Rows<WIDE>::store(p.y, at, v);
 }
 extern "C" __global__ void __launch_bounds__(256) e8p_add_parts(const __grid_constant__ Arguments p) {
-  let_next_start();
+  pdl_trigger();
   if (p.wide) add_parts<true>(p); else add_parts<false>(p);
 }

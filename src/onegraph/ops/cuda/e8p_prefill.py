@@ -27,7 +27,7 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrefillTiling:
     """A block makes `tokens` by ROWS, `depth` stages of 64 columns under way. k is cut into `splits` of `per_split`
     slices; `join` is 2 where two blocks of a cluster exchange their sums, or 1."""
 
@@ -58,13 +58,13 @@ def tile(n: int, tokens: int, sms: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, tokens: int, device: build.Device) -> Plan:
+def plan(n: int, k: int, tokens: int, device: build.Device) -> PrefillTiling:
     """k is cut until every SM has a block; two splits are a pair of blocks where all pairs run at once."""
     (width, depth), slices = tile(n, tokens, device.sms), -(-k // SLICE)
     blocks = -(-n // ROWS) * -(-tokens // width)
     per_split = -(-slices // max(1, min(slices, device.sms // blocks)))
     splits = -(-slices // per_split)
-    return Plan(width, depth, per_split, splits, 2 if splits == 2 and blocks <= device.clusters[1] else 1)
+    return PrefillTiling(width, depth, per_split, splits, 2 if splits == 2 and blocks <= device.clusters[1] else 1)
 
 
 def most(k: int) -> int:
@@ -73,7 +73,7 @@ def most(k: int) -> int:
     return next(m for m in (1, 2, 3, 4, 6, 7, 8, 12, 16) if m * 8 * SLICE >= k)
 
 
-def defines(plan: Plan, k: int, bits: int, half: bool) -> dict[str, int]:
+def defines(plan: PrefillTiling, k: int, bits: int, half: bool) -> dict[str, int]:
     """What e8p_prefill.cu is compiled with."""
     made = {"BITS": bits, "TOKENS": plan.tokens, "DEPTH": plan.depth, "JOIN": plan.join}
     return made | {"HALF": int(half), "MOST": most(k)}
@@ -85,7 +85,7 @@ KERNELS = build.Source(
     functions=("e8p_rotate", "e8p_prefill", "e8p_add_parts"),
     arguments=ARGUMENTS,
     capabilities=build.HOPPER,
-    example=defines(Plan(64, 8, 8, 2, 2), 4096, 2, False),
+    example=defines(PrefillTiling(64, 8, 8, 2, 2), 4096, 2, False),
     otherwise="the weight of an E8P linear is written out from 5 tokens on",
 )
 

@@ -42,12 +42,12 @@ __device__ __forceinline__ void end(const Peers& peers, int first, int step, int
 
 // out = sum over ranks of x, + add.
 extern "C" __global__ void all_reduce(const __grid_constant__ Arguments a) {
-  wait_for_previous();
+  pdl_wait();
   Peers peers(a);
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   if (peers.armed)
     for (int i = first; i < a.words; i += step) peers.send(peers.number(i / CHUNK), i, a.x[i]);
-  let_next_start();  // every block runs by then: what follows may fetch its weights meanwhile
+  pdl_trigger();  // every block runs by then: what follows may fetch its weights meanwhile
   const u64* const own = peers.own();
   for (int i = first; i < a.words; i += step) {
     const u64 number = peers.number(i / CHUNK);
@@ -72,7 +72,7 @@ extern "C" __global__ void all_reduce(const __grid_constant__ Arguments a) {
 
 // out [rows, words] = the ranks' parts [rows, part] side by side.
 extern "C" __global__ void all_gather(const __grid_constant__ Arguments a) {
-  wait_for_previous();
+  pdl_wait();
   Peers peers(a);
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
   const int before = a.rank * a.part, width = min(a.part, a.words - before);
@@ -81,7 +81,7 @@ extern "C" __global__ void all_gather(const __grid_constant__ Arguments a) {
     if (peers.armed) peers.send(peers.number(i / CHUNK), i, a.x[i]);
     out[(size_t)(i / width) * a.words + before + i % width] = a.x[i];
   }
-  let_next_start();
+  pdl_trigger();
   const u64* const own = peers.own();
 #pragma unroll
   for (int peer = 0; peer < WORLD; ++peer) {

@@ -23,8 +23,8 @@ struct Arguments {
 
 // Sixteen codes a thread at a time: they share a scale.
 extern "C" __global__ void fp8_dequantize(const Arguments a) {
-  let_next_start();
-  wait_for_previous();  // y may still be read by the kernel before
+  pdl_trigger();
+  pdl_wait();  // y may still be read by the kernel before
   const u32 chunks = a.k / 16, scale_rows = (a.n + (1 << a.row_shift) - 1) >> a.row_shift;
   const long long all = (long long)a.matrices * a.n * chunks;
   for (long long at = blockIdx.x * 256ll + threadIdx.x; at < all; at += gridDim.x * 256ll) {

@@ -56,7 +56,7 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __grid_constant__ Arguments p) {
   extern __shared__ float4 records[];  // [depth] keys, then deltas, then decays
   __shared__ Shared s;
-  let_next_start();
+  pdl_trigger();
   const int head = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = lane % 8, first_row = warp * 4 * ROWS + lane / 8;  // of S: keys 4 part + 32 j, rows first_row + 4 i
   const int ratio = p.heads / p.key_heads, key_head = head / ratio, channels = 2 * p.key_heads * KEYS + p.heads * DV;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
   const float rate = -expf(p.a_log[head]), offset = CHANNELS ? 0.f : p.dt_bias[head];
   const size_t token = (size_t)row * TOKENS;
   if (p.many) {
-    wait_for_previous();
+    pdl_wait();
     for (int i = threadIdx.x; i < 4 * TOKENS * (KEYS * SIZE / 16); i += THREADS) {
       const int which = i / (TOKENS * (KEYS * SIZE / 16)), t = i / (KEYS * SIZE / 16) % TOKENS, c = i % (KEYS * SIZE / 16);
       if (which >= 2 && c >= DV * SIZE / 16) continue;
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
     }
   }
 
-  if (!p.many) wait_for_previous();
+  if (!p.many) pdl_wait();
   const int real = slot > 0 ? p.counts[row] : 0;
   auto take = [&] {  // of padding too: what is there can be read, and is dropped
     if (!convolves) return;

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) int4_batch(const Arguments
   const int slices = (a.k + SLICE - 1) / SLICE, row_tiles = (a.n + ROWS - 1) / ROWS;
   const int begin = (long long)row_tiles * blockIdx.x / gridDim.x, end = (long long)row_tiles * (blockIdx.x + 1) / gridDim.x;
   const int turns = own_slice < slices ? (slices - own_slice + across - 1) / across : 0;
-  let_next_start();
+  pdl_trigger();
 
   u8* const ring = shared + warp * (DEPTH * CODES);
   uint2* const table = (uint2*)(shared + blockDim.x / 32 * (DEPTH * CODES));  // [hold][groups][8]
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) int4_batch(const Arguments
     const int tiles = min(a.hold, end - first), own_tiles = tiles_of(first);
     load_table(table, a.scale, a.zero, first, tiles, a.n, a.groups, threadIdx.x, blockDim.x / 32);
     __syncthreads();
-    if (first == begin) wait_for_previous();
+    if (first == begin) pdl_wait();
 #pragma unroll 1
     for (int turn = 0; turn < turns; ++turn) {
       const int slice = own_slice + turn * across;

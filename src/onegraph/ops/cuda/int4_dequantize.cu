@@ -13,8 +13,8 @@ struct Arguments {
 
 // Eight codes a thread.
 extern "C" __global__ void int4_dequantize(const Arguments a) {
-  let_next_start();
-  wait_for_previous();  // y may still be read by the kernel before
+  pdl_trigger();
+  pdl_wait();  // y may still be read by the kernel before
   const int each = a.k / 8 / a.groups;  // words of a group, whole ones: groups are multiples of 32 columns
   const long long words = (long long)a.n * a.k / 8;
   for (long long at = blockIdx.x * 256ll + threadIdx.x; at < words; at += gridDim.x * 256ll) {

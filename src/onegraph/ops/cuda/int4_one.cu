@@ -63,7 +63,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
     for (int i = 0; i < DEPTH; ++i) make_barrier(full + i, 1), make_barrier(empty + i, STAGE);
     barriers_made();
   }
-  let_next_start();
+  pdl_trigger();
 
   if (warp == WARPS) {
     __syncwarp();
@@ -98,7 +98,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) int4_one(const __grid_constant
     prefetch(a.scale + about + i);
     if (i % 128 == 0) prefetch(a.zero + about + i);
   }
-  wait_for_previous();
+  pdl_wait();
 
   auto load_x = [&](int item) {  // a lane takes eight columns, a word of codes
     const int column = item % slices * SLICE + lane * 8;

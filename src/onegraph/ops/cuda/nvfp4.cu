@@ -165,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) nvfp4_linear(const Argumen
   const int slices = (a.k + SLICE - 1) / SLICE, row_tiles = (a.n + ROWS - 1) / ROWS;
   const int step_rows = MODE == 1 ? ROWS / 2 : ROWS;  // gate-up: a tile is eight gate rows and their eight up rows
 
-  if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
-  let_next_start();
+  if (MODE == 1) pdl_wait();  // experts are the last kernel's; so down may read them at once
+  pdl_trigger();
   int all_tiles = row_tiles, all_slices = slices;
 #if MODE != 0
   find_routes(a, first_token, count);
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(MOST, 1) nvfp4_linear(const Argumen
   };
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) fetch();
-  if (MODE != 1) wait_for_previous();
+  if (MODE != 1) pdl_wait();
 
   u32 x[TILES][8][4];
   int loaded = -1;

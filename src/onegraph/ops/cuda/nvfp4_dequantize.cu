@@ -12,8 +12,8 @@ struct Arguments {
 
 // Eight codes a thread.
 extern "C" __global__ void nvfp4_dequantize(const Arguments a) {
-  let_next_start();
-  wait_for_previous();  // y may still be read by the kernel before
+  pdl_trigger();
+  pdl_wait();  // y may still be read by the kernel before
   const long long words = (long long)a.n * a.k / 8;
   for (long long at = blockIdx.x * 256ll + threadIdx.x; at < words; at += gridDim.x * 256ll) {
     u32 word = ((const u32*)a.codes)[at];

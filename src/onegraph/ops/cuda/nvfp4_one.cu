@@ -82,8 +82,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
     for (int i = 0; i < DEPTH; ++i) make_barrier(full + i, 1), make_barrier(empty + i, STAGE);
     barriers_made();
   }
-  if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
-  let_next_start();
+  if (MODE == 1) pdl_wait();  // experts are the last kernel's; so down may read them at once
+  pdl_trigger();
 
   auto expert = [&](int pair) { return min(max(a.experts[pair], 0), a.matrices - 1); };
   const int row_tiles_of_x = MODE == 1 ? row_tiles * slots : row_tiles;  // row tiles that a row of x meets
@@ -184,7 +184,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
       else gain[i] = a.global_scale[(long long)expert(tile / row_tiles) * a.n + tile % row_tiles * 8 + r % 8 + r / 8 * (a.n / 2)];
     }
   }
-  if (MODE != 1) wait_for_previous();
+  if (MODE != 1) pdl_wait();
 
   const u16* const x = a.x + (long long)first_x * (EDGE ? (MODE == 2 ? slots : 1) * a.k : slices * SLICE);
   for (int slice = warp; slice < rows_of_x * slices; slice += WARPS) {  // a lane takes eight columns

@@ -48,7 +48,7 @@ KERNEL = build.Source(
 
 
 @dataclass(frozen=True)
-class Plan:
+class OneTokenTiling:
     """Each block owns up to `hold` row tiles, adds up `round` of them at a time, and holds up to `span` rows of x; of
     up to `stages` stages `depth` are under way. `shared`: bytes of shared memory."""
 
@@ -67,7 +67,7 @@ class Plan:
 
 
 @cache
-def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int, group: int) -> Plan | None:
+def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int, group: int) -> OneTokenTiling | None:
     """`tiles` tiles of 16 rows with `slices` slices of k over `blocks` blocks. `gains`: numbers held of a row; `each`:
     tiles of a row of x. None where a block does not fit into `room` bytes of shared memory."""
     stage = UNITS * (2304 if group == 16 else 2048) + 16  # bytes: codes, of NVFP4 scales, two barriers
@@ -80,7 +80,7 @@ def plan(tiles: int, slices: int, gains: int, each: int, blocks: int, room: int,
     beside = span * slices * 2 * SLICE + (-(-scales // 4) + 1) * 16 + (round * WARPS + hold * gains) * ROWS * 4
     for depth in DEPTHS:
         if (shared := depth * stage + beside) <= room:
-            return Plan(blocks, hold, round, span, stages, depth, shared)
+            return OneTokenTiling(blocks, hold, round, span, stages, depth, shared)
     return None
 
 
@@ -89,7 +89,7 @@ def takes(group: int, *widths: int) -> bool:
     return not any(k % (SLICE if group == 16 else 2 * group) for k in widths)
 
 
-def linear_plan(n: int, k: int, groups: int, device: build.Device, group: int = 16) -> Plan | None:
+def linear_plan(n: int, k: int, groups: int, device: build.Device, group: int = 16) -> OneTokenTiling | None:
     """The plan of `groups` linears of one token side by side, None where another kernel is to take them."""
     tiles = -(-n // ROWS)
     if not takes(group, k):
@@ -99,7 +99,7 @@ def linear_plan(n: int, k: int, groups: int, device: build.Device, group: int = 
 
 def experts_plans(
     tokens: int, dim: int, wide: int, top_k: int, device: build.Device, group: int = 16
-) -> tuple[Plan, Plan] | None:
+) -> tuple[OneTokenTiling, OneTokenTiling] | None:
     """The plans of gate-up and down of experts, None where another kernel is to take them. Every token reads the
     experts that it chose for itself."""
     if not takes(group, dim, wide):
@@ -118,7 +118,7 @@ def run(
     tensors: tuple[Tensor | None, ...],
     y: Tensor,
     sizes: tuple[int, int, int, int, int],
-    plan: Plan,
+    plan: OneTokenTiling,
     gate: tuple[float, ...] = NO_GATE,
 ) -> None:
     """Launches one mode, of MXFP4 where there is no global_scale. `tensors`: x, global_scale, bias, experts, weights;

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS_OF_SM / WARPS) nv
   const int slices = (a.k + SLICE - 1) / SLICE, each = (slices + WARPS - 1) / WARPS;
   const int from = min(warp * each, slices), to = min(from + each, slices);
   const int first_token = blockIdx.z * TILES * 8;
-  let_next_start();
+  pdl_trigger();
 
   const u8* codes[2];
   const u8* scale[2];
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS_OF_SM / WARPS) nv
   Fetched now;
   int k0 = from * SLICE + t * 32;
   if (from < to) fetch(now, codes, scale, k0, a.k);
-  wait_for_previous();
+  pdl_wait();
 #pragma unroll 1
   for (int slice = from; slice < to; ++slice, k0 += SLICE) {
     Fetched next;

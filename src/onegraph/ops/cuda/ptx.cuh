@@ -14,12 +14,12 @@ struct __align__(64) TensorMap { u64 words[16]; };  // what the copy engine know
 // capability 9.0 have none of it: there a launch begins when the one before has ended.
 #if __CUDA_ARCH__ >= 900
 constexpr bool OVERLAPS = true;
-PTX void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-PTX void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+PTX void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+PTX void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #else
 constexpr bool OVERLAPS = false;
-PTX void wait_for_previous() {}
-PTX void let_next_start() {}
+PTX void pdl_wait() {}
+PTX void pdl_trigger() {}
 #endif
 
 PTX u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

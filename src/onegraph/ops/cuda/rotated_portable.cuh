@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(128, 1) TURN(const __grid_constant_
   const bool inside = column < p.k;
   float in_scale[8];
   load8(in_scale, p.in_scale + column, inside);
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
   if (slice >= SLICES) return;
   float2 scale;
   const uint4 bytes = turn(p, ask_x(p, p.silu, token, column, inside), in_scale, slice, token, scale, lane);
@@ -189,8 +189,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const __grid_
     if (p.biased) prefetch(p.bias + row);
   }
   tables.build(p, warp, WARPS, lane);
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
 
   if (TURNS && real) {
     if (OVERLAPS) raw = ask_x(p, p.silu, row_warp, column, mine);

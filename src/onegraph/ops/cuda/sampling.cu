@@ -55,13 +55,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   const u32 rank = cluster_rank(), size = cluster_size();
   const int row = blockIdx.x / size, begin = rank * p.part, count = max(min(p.width - begin, p.part), 0);
-  let_next_start();
+  pdl_trigger();
   if (tid == 0) s.bound = 0, s.mass = 0, s.listed = 0;
   cluster_arrive();
-  wait_for_previous();
+  pdl_wait();
 
   const float* logits = p.logits + (size_t)row * p.width + begin;
-  const float heat = p.temperature[row], asked = p.top_p[row];
+  const float temperature = p.temperature[row], top_p = p.top_p[row];
   const int k = p.top_k[row] <= 0 ? p.width : min(p.top_k[row], p.width);
   const u64 stream = mix(mix((u64)p.seed[row] + GOLDEN) + (u64)(i64)p.position[row] * GOLDEN);
   u64 most = 0;                                                    // of the warp
@@ -86,15 +86,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
   top = most_of_warp(top);
   const double high = logit_of(top);
   const bool finite = high < __int_as_float(0x7f800000) && high > -__int_as_float(0x7f800000);
-  if (!(heat > 0.f) || !finite) {                                  // greedy
+  if (!(temperature > 0.f) || !finite) {                                  // greedy
     if (rank == 0 && tid == 0) p.out[row] = index_of(top);
     return;
   }
-  auto weigh = [&](float x) { return exp(((double)x - high) / (double)heat); };
+  auto weigh = [&](float x) { return exp(((double)x - high) / (double)temperature); };
   auto units = [&](double weight) { return (u64)(i64)(weight * UNIT); };
 
   u64 least = 0;                                                   // the smallest key that is kept
-  if (k < p.width || asked < 1.f) {
+  if (k < p.width || top_p < 1.f) {
     above = (int)sum_of_warp(above);
     const int ranked = size * WARPS * 3 / 4;                       // of the maxima; 1.4 times as many logits reach it
     if (above == min(k, ranked) - 1 && lane < size) push(at_rank(&s.bound, lane), most);
@@ -138,9 +138,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
         __syncthreads();
         const u64 sum = lane < WARPS ? s.sums[lane] : 0, whole = sum_of_warp(sum);
         to += sum_of_warp(lane < warp ? sum : 0);
-        const double reach = (double)asked * (double)(k == p.width ? s.mass : whole);
+        const double reach = (double)top_p * (double)(k == p.width ? s.mass : whole);
         suffices = k <= ranked || bound == 0 || !((double)whole < reach);
-        const bool kept = tid < min(listed, k) && (asked >= 1.f || tid == 0 || (double)(to - own) < reach);
+        const bool kept = tid < min(listed, k) && (top_p >= 1.f || tid == 0 || (double)(to - own) < reach);
         const Entry own_race{race_of(weight, index_of(next), stream), next};
         const Entry e = best_of_block(kept ? own_race : Entry{0, 0}, s, warp, lane);
         if (tid == 0 && suffices) p.out[row] = index_of(e.key);
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
     if (s.drawn) return;
 
     int step = 0;
-    u64 inside, inside_mass;                                       // of the last keys that `measure` was asked for
+    u64 inside, inside_mass;                                       // of the last keys that `measure` was top_p for
     auto measure = [&](u64 from, u64 to) {
       u64 number = 0, mass = 0;
       for (int i = tid; i < count; i += THREADS) {
@@ -181,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const __grid_con
       return low;
     };
     if (k < p.width) least = bisect(0, p.width, false, k);
-    if (asked < 1.f) {
+    if (top_p < 1.f) {
       measure(least, top + 1);
-      least = bisect(least, inside, true, (double)asked * (double)inside_mass);
+      least = bisect(least, inside, true, (double)top_p * (double)inside_mass);
     }
   }
 

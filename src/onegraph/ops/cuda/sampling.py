@@ -33,7 +33,7 @@ KERNEL = build.Source(
 Sample = Callable[..., Tensor]  # of contiguous tensors, logits in float32
 
 
-class Plan(NamedTuple):
+class ClusterTiling(NamedTuple):
     """Blocks that share a row, logits of a block, its bytes of shared memory."""
 
     cluster: int
@@ -41,12 +41,12 @@ class Plan(NamedTuple):
     shared: int
 
 
-def plan(rows: int, width: int, device: build.Device) -> Plan:
+def plan(rows: int, width: int, device: build.Device) -> ClusterTiling:
     """As many blocks as run at once, an SM each."""
     parts = {size: -(-width // (32 * size)) * 32 for size in CLUSTERS}
     fitting = [size for size in CLUSTERS if SHARED_STRUCT + 4 * parts[size] <= device.shared]
     size = max((s for s in fitting if rows <= device.at_once(s)), default=fitting[0])
-    return Plan(size, parts[size], SHARED_STRUCT + 4 * parts[size])
+    return ClusterTiling(size, parts[size], SHARED_STRUCT + 4 * parts[size])
 
 
 def choose(rows: int, width: int, device: int) -> Sample | None:
@@ -66,10 +66,10 @@ def choose(rows: int, width: int, device: int) -> Sample | None:
     return _in_clusters if clusters else None
 
 
-def _in_clusters(logits: Tensor, **asked: Tensor) -> Tensor:
+def _in_clusters(logits: Tensor, **parameters: Tensor) -> Tensor:
     rows, width = logits.shape
     size, part, shared = plan(rows, width, build.device(logits.device.index))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     each = Launch((rows * size, 1, 1), THREADS, shared, size)
-    launch(KERNEL, {}, each, logits=logits, **asked, out=out, width=width, part=part)
+    launch(KERNEL, {}, each, logits=logits, **parameters, out=out, width=width, part=part)
     return out

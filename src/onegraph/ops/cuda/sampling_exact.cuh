@@ -1,4 +1,4 @@
-// Where what top-k and top-p keep ends, in float64, by one block: asked where sampling_rough.cuh leaves it open.
+// Where what top-k and top-p keep ends, in float64, by one block: top_p where sampling_rough.cuh leaves it open.
 #pragma once
 
 #include "sampling_rough.cuh"
@@ -78,7 +78,7 @@ __device__ __forceinline__ u64 least_of(const Task& t, int from, int to) {
 // Sums up what is around the keys in doubt, and lists these, as far as there is room.
 __device__ __forceinline__ void look_around(const Task& t, int from, int to) {
   Shared& s = t.s;
-  const bool by_mass = t.s.wish.asked < 1.f;
+  const bool by_mass = t.s.wish.top_p < 1.f;
   Around a{};
   Masses mass_of(t);
   __syncthreads();
@@ -107,11 +107,11 @@ __device__ __forceinline__ int kept_of_list(const Task& t) {
   const Around& a = s.around;
   const int tid = threadIdx.x, listed = s.listed, some = t.s.wish.every ? listed : min(listed, t.s.wish.k - (int)a.above);
   const u64 key = sort(tid < listed ? s.list[tid] : 0, s, listed);
-  if (t.s.wish.asked >= 1.f) return max(some, 0);
+  if (t.s.wish.top_p >= 1.f) return max(some, 0);
   Masses mass_of(t);
   const u64 own = tid < some ? mass_of(key) : 0, to_here = a.above_mass + up_to(own, s, Sum());
   const u64 whole = a.above_mass + (t.s.wish.every ? a.mass + a.rest : of_block(own, s, Sum()));
-  const bool first = a.above == 0 && tid == 0, kept = (double)(to_here - own) < (double)t.s.wish.asked * (double)whole;
+  const bool first = a.above == 0 && tid == 0, kept = (double)(to_here - own) < (double)t.s.wish.top_p * (double)whole;
   return __syncthreads_count(tid < some && (first || kept));
 }
 
@@ -121,14 +121,14 @@ __device__ __forceinline__ u64 least_of_many(const Task& t, u64 low, u64 high) {
   const Wish& wish = t.s.wish;
   if (!wish.every && (int)a.above >= wish.k) return high + 1;
   const u64 least = wish.every ? low : max(search(t, low, high, low, false, a.above, wish.k), low);
-  if (wish.asked >= 1.f) return least;
+  if (wish.top_p >= 1.f) return least;
   u64 mass = 0;
   Masses mass_of(t);
   t.for_row([&](u64 key) {
     if (key >= least && key <= high) mass += mass_of(key);
   });
   mass = a.above_mass + of_block(mass, t.s, Sum()) + (wish.every ? a.rest : 0);
-  const double reach = (double)wish.asked * (double)mass;
+  const double reach = (double)wish.top_p * (double)mass;
   if (a.above && (double)a.above_mass >= reach) return high + 1;
   return max(search(t, low, high, least, true, a.above_mass, reach), least);
 }

@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __g
   __shared__ Shared s;
   const int tid = threadIdx.x, row = blockIdx.x / p.blocks, rank = blockIdx.x % p.blocks;
   const int begin = rank * p.part, count = max(min(p.width - begin, p.part), 0), maxima = p.blocks * WARPS;
-  let_next_start();
-  wait_for_previous();
+  pdl_trigger();
+  pdl_wait();
   u64 most = 0;
   u32 low = ~0u;                                   // as in keys
   constexpr u32 NOTHING = 0x007FFFFF;              // -inf, which is masked and has no part in the row's width
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_bounds(const __g
   if (rank == 0) p.bins[(size_t)row * BINS + tid] = 0;
   if (!last_of_row(p, s, row)) return;
   Wish wish = wish_of(p, row, 0);
-  const bool bounds = wish.heat > 0.f && wish.filters();
+  const bool bounds = wish.temperature > 0.f && wish.filters();
   most = tid < maxima ? __ldcg(p.maxima + (size_t)row * maxima + tid) : 0;
   low = tid < maxima ? __ldcg(p.minima + (size_t)row * maxima + tid) : ~0u;
   const u64 top = of_block(most, s, Most());
@@ -71,7 +71,7 @@ __device__ __forceinline__ void bring(const Task& t, const Part& part, int begin
   Shared& s = t.s;
   Row& found = p.found[t.row];
   const int tid = threadIdx.x;
-  const bool by_mass = s.wish.asked < 1.f;
+  const bool by_mass = s.wish.top_p < 1.f;
   const float unit = (float)(1u << mass_bits(p));
   s.best[tid] = s.counts[tid] = s.masses[tid] = 0;
   if (tid == 0) s.listed = 0;
@@ -143,8 +143,8 @@ __device__ __forceinline__ void open_bins(const Task& t) {
   const bool in_k = wish.every || (int)(counts - count) < wish.k, all_in_k = wish.every || (int)counts <= wish.k;
   const float most = of_block(in_k ? weights : 0.f, s, Most()), least = of_block(all_in_k ? weights : 0.f, s, Most());
   const float open = doubt(p, most);
-  const bool kept = all_in_k && (wish.asked >= 1.f || weights < wish.asked * least - open);
-  const bool may = in_k && (wish.asked >= 1.f || tid == 0 || weights - weight < wish.asked * most + open);
+  const bool kept = all_in_k && (wish.top_p >= 1.f || weights < wish.top_p * least - open);
+  const bool may = in_k && (wish.top_p >= 1.f || tid == 0 || weights - weight < wish.top_p * most + open);
   const int from = of_block(kept ? BINS : tid, s, Least()), to = of_block(may ? tid : 0, s, Most());
   const int last = of_block(in_k && count ? tid : 0, s, Most());
   if (tid == 0) s.from = from, s.to = to, s.until = wish.every ? to : max(to, last), s.whole = most;
@@ -164,10 +164,10 @@ __device__ __forceinline__ Claim claim_of_list(const Task& t, int listed) {
   const int tid = threadIdx.x, some = min(listed, wish.k);
   const u64 key = sort(tid < listed ? __ldcg(t.p.list + (size_t)t.row * LIST + tid) : 0, s, listed);
   const bool in_k = tid < some;
-  if (wish.asked >= 1.f) return {key, in_k, in_k};
+  if (wish.top_p >= 1.f) return {key, in_k, in_k};
   const float weight = in_k ? s.rough.weight(s.rough.place(logit_of(key))) : 0.f, to_here = up_to(weight, s, Sum());
   const float sum = of_block(to_here, s, Most()), whole = wish.every && listed < t.p.width ? s.whole : sum;
-  const float reach = wish.asked * whole, open = doubt(t.p, whole), before = to_here - weight;
+  const float reach = wish.top_p * whole, open = doubt(t.p, whole), before = to_here - weight;
   if (!wish.every && tid == some - 1) s.from = 0, s.until = s.rough.bin(key);
   return {key, in_k && (tid == 0 || before < reach - open), in_k && (tid == 0 || before < reach + open)};
 }
@@ -205,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
   __shared__ Shared s;
   const int tid = threadIdx.x, row = blockIdx.x / p.blocks, rank = blockIdx.x % p.blocks;
   const int begin = rank * p.part, count = max(min(p.width - begin, p.part), 0);
-  let_next_start();
-  wait_for_previous();
+  pdl_trigger();
+  pdl_wait();
   const Row& found = p.found[row];
   const u64 bound = __ldcg(&found.bound);
   if (tid == 0) s.wish = wish_of(p, row, __ldcg(&found.top)), s.rough = rough_of(s.wish, __ldcg(&found.low), stream_of(p, row));
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample_draw(const __gri
   if (tid == 0) s.from = 0, s.to = s.until = BINS - 1;
   __syncthreads();
   if (filters && part.races) open_bins(t);
-  const bool within = few || !bound || wish.asked >= 1.f || s.to < s.rough.bin(bound);
+  const bool within = few || !bound || wish.top_p >= 1.f || s.to < s.rough.bin(bound);
   Claim c{0, false, false};
   const bool by_list = part.lists && listed <= LIST && within, claims = by_list || (part.races && racers <= LIST);
   if (by_list) {

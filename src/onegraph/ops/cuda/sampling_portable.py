@@ -42,7 +42,7 @@ def blocks(rows: int, device: build.Device) -> int:
     return max(least, min(most, device.sms // rows))
 
 
-def sample(logits: Tensor, **asked: Tensor) -> Tensor:
+def sample(logits: Tensor, **parameters: Tensor) -> Tensor:
     """See `onegraph.ops.sampling.sample`; contiguous tensors, of a shape that `supports_shape` allows."""
     rows, width = logits.shape
     device = logits.device.index
@@ -63,7 +63,7 @@ def sample(logits: Tensor, **asked: Tensor) -> Tensor:
         at += rows * size
     each = launcher.Launch((rows * shared_by, 1, 1), WARPS * 32)
     launcher.launch(
-        KERNELS, {}, each, each._replace(function="sample_draw"), logits=logits, **asked, **places, out=out,
+        KERNELS, {}, each, each._replace(function="sample_draw"), logits=logits, **parameters, **places, out=out,
         arrived=ARRIVED.of(device), width=width, part=-(-width // (32 * shared_by)) * 32, blocks=shared_by,
     )  # fmt: skip
     return out

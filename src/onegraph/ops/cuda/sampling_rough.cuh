@@ -15,10 +15,10 @@ constexpr float MARGIN = 0x1p-8f;                  // of log2 of two races: four
 constexpr float DOUBT = 0x1p-15f;                  // of a sum of weights, relative: twice its error, less the bins' units
 
 __device__ __forceinline__ Rough rough_of(const Wish& wish, float low, u64 stream) {
-  const float half = wish.heat > 1.f ? .5f : 1.f;  // no difference that counts is infinite
-  const float high = logit_of(wish.top) * half, heat = wish.heat * half;
-  const float by = min((float)BINS / min(DEPTH * heat, high - low * half), 3e38f);
-  return {stream, half, high, by, max(LOG2E / (heat * by), 1e-37f)};
+  const float half = wish.temperature > 1.f ? .5f : 1.f;  // no difference that counts is infinite
+  const float high = logit_of(wish.top) * half, temperature = wish.temperature * half;
+  const float by = min((float)BINS / min(DEPTH * temperature, high - low * half), 3e38f);
+  return {stream, half, high, by, max(LOG2E / (temperature * by), 1e-37f)};
 }
 // BASE and log2 of weight / Exp(1) but for a constant; 0 where the weight is too little.
 __device__ __forceinline__ float Rough::race(float x, int index) const {

@@ -38,16 +38,16 @@ struct Arguments {
 // What a row is drawn by.
 struct Wish {
   u64 top;                                         // the largest key
-  float heat, asked;
+  float temperature, top_p;
   int k;
   bool every;                                      // top-k leaves every key
   __device__ __forceinline__ bool greedy() const {
     const float high = logit_of(top);
-    return !(heat > 0.f) || !(high < infinity() && high > -infinity());
+    return !(temperature > 0.f) || !(high < infinity() && high > -infinity());
   }
-  __device__ __forceinline__ bool filters() const { return !every || asked < 1.f; }
+  __device__ __forceinline__ bool filters() const { return !every || top_p < 1.f; }
   __device__ __forceinline__ double weigh(u64 key) const {
-    return exp(((double)logit_of(key) - (double)logit_of(top)) / (double)heat);
+    return exp(((double)logit_of(key) - (double)logit_of(top)) / (double)temperature);
   }
 };
 // Weights and races in float32: sampling_rough.cuh.

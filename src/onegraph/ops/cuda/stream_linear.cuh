@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const Argumen
   const int first_token = blockIdx.z * TOKENS, count = min(a.tokens - first_token, TOKENS);
   const int slices = (a.k + SLICE - 1) / SLICE, row_tiles = row_tiles_of(a);
 
-  if (MODE == 1) wait_for_previous();  // experts are the last kernel's; so down may read them at once
-  let_next_start();
+  if (MODE == 1) pdl_wait();  // experts are the last kernel's; so down may read them at once
+  pdl_trigger();
   int all_tiles = row_tiles, all_slices = slices;
 #if MODE != 0
   const long long first_pair = (long long)first_token * a.top_k;
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const Argumen
     fetch(false);
     if (!RING_X) commit();
   }
-  if (MODE != 1) wait_for_previous();
+  if (MODE != 1) pdl_wait();
   if (RING_X) {  // only now; the first of these groups has all the codes
     Walk again = {};
     enter_round(again, begin);

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) trellis_dequantize(c
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.y * ROWS, first_column = blockIdx.x * 128;
   uint4* const tiles = (uint4*)smem;
-  let_next_start();
+  pdl_trigger();
   {
     const int row = first_row / 16 + warp;
     const u8* const from = p.codes + ((size_t)row * (p.k / 16) + first_column / 16) * TILE_BYTES + lane_bytes(lane);
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) trellis_dequantize(c
     to[0] = (u16)a, to[PITCH] = (u16)(a >> 16), to[8] = (u16)c, to[PITCH + 8] = (u16)(c >> 16);
   }
   __syncthreads();
-  wait_for_previous();  // the product before may still read the weight
+  pdl_wait();  // the product before may still read the weight
   for (int i = threadIdx.x; i < ROWS * 16; i += WARPS * 32) {
     const int row = i / 16, piece = i % 16 * 8;
     if (first_row + row < p.n && first_column + piece < p.k)

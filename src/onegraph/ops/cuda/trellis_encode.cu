@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) trellis_encode(const __
     const u32 state = (group / SPLIT * OWN + j) * ALL + (first + m * THREADS) * C + h;
     values[i / 2] = floats_to_halves(integer(state), integer(state + 1));
   }
-  wait_for_previous();
-  let_next_start();
+  pdl_wait();
+  pdl_trigger();
 
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const size_t stride = (size_t)p.tiles * 16;

@@ -17,7 +17,7 @@ from onegraph.ops.cuda.e8p_portable import (
     MAX_TOKENS,
     PARTS,
     SHAPE,
-    Plan,
+    PortableTiling,
     cuts,
 )
 from onegraph.ops.cuda.launcher import Launch, launch
@@ -37,8 +37,8 @@ ARGUMENTS = build.Arguments(
 
 
 @dataclass(frozen=True, order=True)
-class TrellisPlan(Plan):
-    """As `Plan`, without tables."""
+class TrellisTiling(PortableTiling):
+    """As `PortableTiling`, without tables."""
 
     kept = KEPT
 
@@ -63,26 +63,26 @@ class TrellisPlan(Plan):
         return float(waves * (max(tiles * self.across * issue / 4, alone, memory) + turns + rounds + end))
 
 
-def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[TrellisPlan]:
+def plans(n: int, k: int, bits: int, tokens: int, device: build.Device) -> list[TrellisTiling]:
     """Every plan that fits into 99 KB."""
     count = next(size for size in CLASSES if size >= tokens)
     warps = WARPS[count] if bits <= 4 else 8
     found = []
     for cut in cuts(n, k, count, warps, device):
-        whole = TrellisPlan(AHEAD if bits <= 4 else 1, count, *cut)
+        whole = TrellisTiling(AHEAD if bits <= 4 else 1, count, *cut)
         if fitting := whole.fitting(bits, min(device.shared, build.PORTABLE_SHARED)):
             found.append(fitting)
     return found
 
 
 @lru_cache(maxsize=1024)
-def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> TrellisPlan:
+def plan(n: int, k: int, bits: int, tokens: int, device: build.Device) -> TrellisTiling:
     """The plan that costs least."""
     return min(plans(n, k, bits, tokens, device), key=lambda plan: (plan.cost(n, bits, device), plan))
 
 
 @lru_cache(maxsize=1024)
-def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> TrellisPlan:
+def like_most(n: int, k: int, bits: int, tokens: int, device: build.Device) -> TrellisTiling:
     """The plan of AT_ONCE tokens with room for fewer, whose sums are made in the same order."""
     return replace(plan(n, k, bits, AT_ONCE, device), tokens=next(size for size in CLASSES if size >= tokens))
 
@@ -93,7 +93,7 @@ def supports_shape(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
     return fits and dtype in (torch.bfloat16, torch.float16)
 
 
-def defines(plan: TrellisPlan, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
+def defines(plan: TrellisTiling, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
     """What trellis_portable.cu is compiled with, but for START. `around`: normed, silu, biased, added, wide."""
     made = {"BITS": bits, "TOKENS": plan.tokens, "TURNS": int(plan.turns), "HALF": int(half)}
     made |= {"AHEAD": plan.ahead, "HOLD": plan.hold}
@@ -107,7 +107,9 @@ KERNELS = build.Source(
     functions=("trellis_portable", "trellis_portable_turn"),
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
-    example=defines(TrellisPlan(2, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False))
+    example=defines(
+        TrellisTiling(2, 4, True, 33, 2, 1, 8, 2, 8), 4096, 4096, 2, False, (True, False, True, True, False)
+    )
     | {"START": 0},
     families=("hopper", "portable"),
     shared=build.PORTABLE_SHARED,

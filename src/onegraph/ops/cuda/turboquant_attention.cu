@@ -69,7 +69,7 @@ __device__ __forceinline__ int received_rows(int splits) { return (ROWS + splits
 template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Arguments& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool at_once = !WRITES || p.early;
-  if (at_once) let_next_start();
+  if (at_once) pdl_trigger();
   if (WRITES) cluster_begun();
   Fixed& fixed = *(Fixed*)smem;
   Fresh& fresh = *(Fresh*)(smem + FRESH_AT);
@@ -81,7 +81,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     if (warp == WARPS - 1) make_table<KBITS, true>(fixed.k_table, p.k_codebook, lane);
     if (warp == WARPS - 2) make_table<VBITS, false>(fixed.v_table, p.v_codebook, lane);
   };
-  if (!p.ahead) wait_for_previous();
+  if (!p.ahead) pdl_wait();
   if (!WRITES) prepare();
   if (!CLUSTERED) {
     for (int b = threadIdx.x; b < p.batch; b += WARPS * 32) spans[b] = span_of(p, b);
@@ -147,7 +147,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
     look_ahead();
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      if (!WRITES && next < stop && next * TILE + TILE > span.old) wait_for_previous();
+      if (!WRITES && next < stop && next * TILE + TILE > span.old) pdl_wait();
       fetch(s);
     }
     if (WRITES) {
@@ -155,8 +155,8 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
       Turn turn;
       load_turn(p, turn, b);
       prepare();  // while codes and rotation are on their way
-      wait_for_previous();
-      if (!at_once) let_next_start();
+      pdl_wait();
+      if (!at_once) pdl_trigger();
       turn_token(p, turn, fresh, b, head);
       __syncthreads();  // the tables, too
     } else if (begins) {
@@ -174,7 +174,7 @@ template <bool CLUSTERED> __device__ __forceinline__ void attend_splits(const Ar
           }
         }
       }
-      wait_for_previous();
+      pdl_wait();
       if (!CLUSTERED && blockIdx.x == 0)
         for (int i = threadIdx.x; i < p.batch; i += WARPS * 32) p.work[i] = work[i];
       __syncthreads();  // the tables are there

@@ -54,7 +54,7 @@ class Near:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionTiling:
     """What the kernel is compiled for; see the end of the first comment of `turboquant_attention.cu`. `group`: of the
     queries of a launch that writes its step's token, 0 for one that does not."""
 
@@ -95,7 +95,7 @@ class Plan:
         room = device.sm_shared // self.per_sm - build.RESERVED
         return max([1, *(s for s in range(1, MAX_STAGES + 1) if self.shared(s, batch) <= room)])
 
-    def fitting(self, batch: int, device: build.Device) -> "Plan":
+    def fitting(self, batch: int, device: build.Device) -> "AttentionTiling":
         """This, with half the warps where a block's shared memory does not hold the sums of all."""
         return self if self.shared(1, batch) <= device.shared else replace(self, warps=WARPS // 2)
 
@@ -119,7 +119,7 @@ KERNELS = build.Source(
     families=("hopper", "portable"),
     own=build.CLUSTERS,
     clustered=CLUSTERED,
-    example=Plan(64, 4, 4, 4, 0, 1).defines(2),
+    example=AttentionTiling(64, 4, 4, 4, 0, 1).defines(2),
     otherwise="attention from TurboQuant codes runs unfused",
 )
 
@@ -180,7 +180,7 @@ def attend(
     clustered = not KERNELS.is_portable(q.device.index)
     rows = next((n for n in (4, 8) if length * group <= n), most_rows(dim, clustered))
     bits = [c.numel().bit_length() - 1 for c in (k_codebook, v_codebook)]
-    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16).fitting(batch, device)
+    plan = AttentionTiling(dim, bits[0], bits[1], rows, DTYPES[q.dtype], page_size // 16).fitting(batch, device)
     stages = plan.stages(batch, device)
 
     row_tiles = -(-length * group // rows)

@@ -20,7 +20,7 @@ from onegraph.ops.cuda.turboquant_attention import (
     MAX_BATCH,
     PLACES,
     TILE,
-    Plan,
+    AttentionTiling,
 )
 
 DIMS = (64, 128)
@@ -32,7 +32,7 @@ TILES = 5  # that a warp has at most: beyond, blocks that follow the lengths bal
 
 
 @cached
-def _clusters(plan: Plan, sizes: tuple[int, ...], device: int) -> dict[int, int]:
+def _clusters(plan: AttentionTiling, sizes: tuple[int, ...], device: int) -> dict[int, int]:
     """How many clusters of each size run at once."""
     stages, threads = plan.stages(1, build.device(device)), plan.warps * 32
     together = launcher.kernels(KERNELS, device, *plan.defines(stages).items())[CLUSTERED[0]]
@@ -44,7 +44,7 @@ def _page_size(call: TurboQuantDecode) -> int:
     return call.cache.shape[2] * 8 // (call.turn.shape[0] * bits + 32)
 
 
-def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
+def plan_of(call: TurboQuantDecode) -> tuple[AttentionTiling, int] | None:
     """What `decode` computes such a call with, and how many blocks share the keys of a pair: the most of which all
     pairs' run at once. None where it does not."""
     qkv, dim, kv_heads, page_size = call.qkv, call.turn.shape[0], call.cache.shape[1], _page_size(call)
@@ -68,13 +68,13 @@ def plan_of(call: TurboQuantDecode) -> tuple[Plan, int] | None:
         return None
     bits = [book.numel().bit_length() - 1 for book in (call.k_codebook, call.v_codebook)]
     rows, kind = 4 if group <= 4 else 8, SCALES[call.kind]
-    plan = Plan(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
+    plan = AttentionTiling(dim, bits[0], bits[1], rows, DTYPES[qkv.dtype], page_size // 16, group, kind)
     fitting = _clusters(plan, CLUSTERS, qkv.device.index)
     size = next((n for n in CLUSTERS if batch * kv_heads <= fitting[n]), 1)
     return (plan, size) if reach <= TILES * plan.warps * TILE * size else None
 
 
-def decode(call: TurboQuantDecode, plan: Plan, cluster: int, spare: int) -> Tensor:
+def decode(call: TurboQuantDecode, plan: AttentionTiling, cluster: int, spare: int) -> Tensor:
     """[B, 1, heads, D], as `plan_of` says; `spare` as of `onegraph.ops.recent_attention`."""
     qkv, cache, ring, dim, table = call.qkv, call.cache, call.ring, plan.dim, call.block_table
     batch, device, (pages, kv_heads, _), ring_size = len(qkv), qkv.device.index, cache.shape, ring.shape[1]

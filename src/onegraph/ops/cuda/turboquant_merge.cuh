@@ -140,12 +140,12 @@ __device__ __forceinline__ void merge(const Arguments& p, int start, int b, int 
 
 // Queries of a launch of its own.
 template <int MERGED> __device__ __forceinline__ void merge_splits(const Arguments& p) {
-  let_next_start();
+  pdl_trigger();
   const int heads = p.kv_heads * p.group, queries = p.batch * p.length * heads, start = blockIdx.x * MERGED;
   const int at = min(start + (int)threadIdx.x / 32 / (MERGERS / MERGED), queries - 1), token = over(at, heads);
   const int b = p.length == 1 ? token : over(token, p.length), of_token = at - token * heads, head = over(of_token, p.group);
   merge<MERGED>(p, start, b, head, (token - b * p.length) * p.group + of_token - head * p.group, [&]() {
-    wait_for_previous();
+    pdl_wait();
     return p.work[b];
   });
 }

@@ -73,7 +73,7 @@ __device__ __forceinline__ void attend_ring(
     token[h] = token_of(h * 8 + g), first[h] = seen_from(token[h]);
   }
   const int from = seen_from(token_of(0)), to = token_of(ROWS - 1);
-  wait_for_previous();
+  pdl_wait();
   u32 q[HALVES][K_LOADED], k[2][K_LOADED], v[4][V_LOADED];
 #pragma unroll
   for (int i = 0; i < 2; i++) load_row(k[i], k_row(i));

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
   __shared__ __align__(16) float turned[VECTORS][DIM + 4];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int kv_head = blockIdx.x, at = blockIdx.y, b = at / p.length, step = at % p.length;
-  let_next_start();
+  pdl_trigger();
 
   u32 matrix[DIM / 16][2][2];  // of a product: even and odd dimensions of the warp's 16, the halves of k
 #pragma unroll
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) turboquant_write(const 
     cosine[i] = there ? p.cos[row] : 1.f, sine[i] = there ? p.sin[row] : 0.f;
   }
   for (int i = threadIdx.x; i < (TILES * 16 - VECTORS) * DIM; i += WARPS * 32) vectors[VECTORS + i / DIM][i % DIM] = 0;
-  wait_for_previous();
+  pdl_wait();
 
   const bool real = step < p.counts[b] && position == place;
   for (int r = warp; r < VECTORS; r += WARPS) {

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onegraph.ops.calls import DIRTY, NOTHING
+from onegraph.ops.calls import NAN_DRAFTS, NO_TOKEN
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
 
 
@@ -123,7 +123,7 @@ def accept_drafts(
         with on_device(logits):
             _accept[(rows,)](
                 tokens, logits, read, counts, slots, drawn, positions, history, report, taken, width,
-                logits.shape[1], history.shape[1], WIDTH=triton.next_power_of_2(width), NONE=NOTHING, DIRT=DIRTY,
+                logits.shape[1], history.shape[1], WIDTH=triton.next_power_of_2(width), NONE=NO_TOKEN, DIRT=NAN_DRAFTS,
                 num_warps=1,
                 **options(logits),
             )  # fmt: skip

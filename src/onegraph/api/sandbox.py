@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 VARIABLE, LIMITS = "ONEGRAPH_SANDBOX", "limits"  # this value allows a sandbox without seccomp
-CHILD = Path(__file__).with_name("caged.py")
+CHILD = Path(__file__).with_name("sandbox_worker.py")
 # What the child's Python needs to start and to tell the time; of the rest of the environment it sees nothing.
 KEPT = ("LD_LIBRARY_PATH", "TZ")
 START = 60  # seconds of the clock in which it must be there
-STARVED = 4  # a request may take so many times its CPU time, of the clock, on a machine that does other work
+WALL_CLOCK_FACTOR = 4  # a request may take so many times its CPU time, of the clock, on a machine that does other work
 MAX_REPLY = 128 << 20  # bytes, and so many times the request:
 REPLY_PER_REQUEST = 64
 
 
-class CageError(ValueError):
+class SandboxWorkerError(ValueError):
     """What the child said went wrong."""
 
 
-class Exhausted(CageError):
+class Exhausted(SandboxWorkerError):
     """The child took more than it may, or crashed."""
 
 
@@ -36,7 +36,7 @@ class SandboxError(ValueError):
     """The kernel cannot filter the child's system calls, and nobody has allowed to run without."""
 
 
-class Cage:
+class Sandbox:
     """A child process for one checkpoint's template or tokenizer, or for requests' grammars: started at the first call,
     one for many calls, and again after one that it did not survive. Safe to use from several threads and after a fork.
 
@@ -53,9 +53,9 @@ class Cage:
         self._owner = 0
         self.filtered = False  # whether the kernel filters the child's system calls
 
-    def copy(self) -> Cage:
+    def copy(self) -> Sandbox:
         """One for the same, with a child of its own."""
-        return Cage(self._kind, self._memory, self._load)
+        return Sandbox(self._kind, self._memory, self._load)
 
     def interrupt(self) -> None:
         """From any thread: kills the child, so that a call that waits for it raises."""
@@ -93,7 +93,7 @@ class Cage:
     def call(self, name: str, *, seconds: float, memory: int = 0, **arguments: Any) -> Any:
         """The child's answer, within `seconds` of CPU time and, where that is more than it has, `memory` bytes.
 
-        Raises CageError with what the child says went wrong, Exhausted where it ran out of time or memory.
+        Raises SandboxWorkerError with what the child says went wrong, Exhausted where it ran out of time or memory.
         """
         with self._lock:
             if memory > self._memory:
@@ -105,7 +105,7 @@ class Cage:
     def _ask(self, name: str, seconds: float, **arguments: Any) -> Any:
         request = json.dumps({"call": name, "seconds": seconds, "arguments": arguments}).encode()
         try:
-            reply = self._exchange(request, STARVED * seconds)
+            reply = self._exchange(request, WALL_CLOCK_FACTOR * seconds)
         except _Dead as dead:
             status = self._stop()
             if dead.late or status == -signal.SIGPROF:
@@ -119,7 +119,7 @@ class Cage:
             self._stop()
             raise
         if "error" in reply:
-            raise CageError(reply["error"])
+            raise SandboxWorkerError(reply["error"])
         return reply["result"]
 
     def _open(self) -> subprocess.Popen[bytes]:
@@ -181,7 +181,7 @@ class Cage:
 
 def state() -> str:
     """What shuts templates and tokenizers in on this machine, in words."""
-    cage = Cage("templates", 1 << 30)
+    cage = Sandbox("templates", 1 << 30)
     try:
         cage.start()
     except (SandboxError, OSError) as error:

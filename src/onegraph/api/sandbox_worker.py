@@ -45,7 +45,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.POINTER(_Instruction)))
 
 
-def shut() -> bool:
+def enter_sandbox() -> bool:
     """Gives up every right but to compute; whether the kernel's filter of system calls stands too (seccomp)."""
     os.chdir("/")
     for number in map(int, os.listdir("/proc/self/fd")):  # libffi keeps its own file open
@@ -356,5 +356,5 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.path[:] = path
     worker = {"templates": Templates, "tokenizers": Tokenizers, "grammars": Grammars}[kind]()
-    _write(json.dumps({"result": shut()}).encode())
+    _write(json.dumps({"result": enter_sandbox()}).encode())
     serve(worker)

@@ -9,16 +9,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from onegraph.api import cost
-from onegraph.quant import fisher, wave
+from onegraph.quant import fisher, two_sided_ldlq
+from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.e8p import encode
 from onegraph.quant.fisher import Factors, kl_factors
 from onegraph.quant.hessian import gather
 from onegraph.quant.layer import dequantize, generator, quantize_group
 from onegraph.quant.ldlq import damped, ldlq_coupling, sweep
-from onegraph.quant.partial import Partial
 from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe
-from onegraph.quant.spill import Spill
+from onegraph.quant.resumable import ResumableWork
 from test_quant import VOCAB, Tiny, same
 
 
@@ -33,8 +33,8 @@ def test_a_flat_output_factor_is_ldlq(k: int, n: int) -> None:
     source = torch.Generator().manual_seed(k)
     w = torch.randn(k, n, generator=source)
     ldlq = ldlq_coupling(damped(spectrum(k, 5, source), 0.01)[1])
-    flat = wave.output_coupling(torch.eye(n, dtype=torch.float64))
-    one, two = sweep(w, 3, ldlq), wave.sweep(w, 3, ldlq, flat, encode)
+    flat = two_sided_ldlq.output_coupling(torch.eye(n, dtype=torch.float64))
+    one, two = sweep(w, 3, ldlq), two_sided_ldlq.sweep(w, 3, ldlq, flat, encode)
     same_codes = (one.codes[0] == two.codes[0]) & (one.codes[1] == two.codes[1])
     assert same_codes.float().mean() > 0.95  # sums in another order decide a tie otherwise, and what follows it
 
@@ -50,7 +50,7 @@ def test_both_factors_take_a_third_of_the_loss_that_ldlq_leaves() -> None:
         e = value - w
         return ((h_i @ e @ h_o) * e).sum().item()
 
-    both = wave.sweep(w, 2, ldlq, wave.output_coupling(lower_o), encode)
+    both = two_sided_ldlq.sweep(w, 2, ldlq, two_sided_ldlq.output_coupling(lower_o), encode)
     assert loss(both.value) < 0.67 * loss(sweep(w, 2, ldlq).value)
     decoded = sweep(w, 2, ldlq).value  # values are what codes stand for, as LDLQ's are
     assert set(both.value.unique().tolist()) <= set(decoded.unique().tolist()) | {v / 4 for v in range(-11, 12)}
@@ -67,8 +67,8 @@ def test_scales_are_fitted_to_all_rows_together(device: str) -> None:
         e = value - w
         return ((h_o @ e @ h_i) * e).sum().item()
 
-    def made(outputs: list[Callable[[], Tensor]] | None, **levers: object) -> Tensor:
-        recipe = Recipe(bits=2, descent=0, output_damping=0.01, **levers)  # type: ignore[arg-type]  # one bool
+    def made(outputs: list[Callable[[], Tensor]] | None, **recipe_options: object) -> Tensor:
+        recipe = Recipe(bits=2, descent=0, output_damping=0.01, **recipe_options)  # type: ignore[arg-type]  # one bool
         return dequantize(quantize_group([w], h_i, [2], recipe, generator(0, "w"), outputs)[0], 2)
 
     apart, unfitted, fitted = made(None), made([lambda: h_o], fit_scales=False), made([lambda: h_o])
@@ -114,7 +114,7 @@ def test_tokens_weigh_in_the_moments_behind_quantized_blocks() -> None:
     weights = torch.rand(4, 16, generator=torch.Generator().manual_seed(2))
     parts = {2: [part.reshape(-1, 1) for part in weights.split(2)]}
     block = model.load_block(0)
-    found = gather(model, block, hidden, [0, 2], (block, Spill().batches(hidden)), weights=parts).moments
+    found = gather(model, block, hidden, [0, 2], (block, ActivationOffload().batches(hidden)), weights=parts).moments
     plain = gather(model, block, hidden, [0, 2]).moments
     assert torch.equal(found[0].h, plain[0].h)
     assert torch.equal(found[2].h, plain[2].h)
@@ -139,9 +139,9 @@ def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
     quantize(calls, tokens, recipe)
     for at in (5, calls.calls // 2, calls.calls - 1):
         told: list[str] = []
-        with Partial(f"{tmp_path}/{at}", "x") as partial, pytest.raises(KeyboardInterrupt):
+        with ResumableWork(f"{tmp_path}/{at}", "x") as partial, pytest.raises(KeyboardInterrupt):
             quantize(Tiny(kill_at=at), tokens, recipe, partial)
-        with Partial(f"{tmp_path}/{at}", "x", remark=told.append) as partial:
+        with ResumableWork(f"{tmp_path}/{at}", "x", remark=told.append) as partial:
             assert same(quantize(Tiny(), tokens, recipe, partial), whole)
         assert any("keeps the gradients of" in line for line in told)
     assert not same(quantize(Tiny(), tokens, Recipe(bits=2, descent=0, inputs="block", correct=0.5)), whole)
@@ -150,7 +150,7 @@ def test_a_job_with_factors_is_resumed_to_the_same_bytes(tmp_path: Path) -> None
 def test_factors_leave_nothing_in_the_room_for_activations(tmp_path: Path) -> None:
     tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(1))
     held = dict(kl_factors(Tiny(), tokens, seed=0, draws=2))
-    spill = Spill(tmp_path / "spilled", 4 * 16 * 64 * 4)  # one residual stream; there are five at once
+    spill = ActivationOffload(tmp_path / "spilled", 4 * 16 * 64 * 4)  # one residual stream; there are five at once
     spilled = dict(kl_factors(Tiny(), tokens, seed=0, draws=2, spill=spill))
     assert spill.used
     assert spill.held == 0
@@ -187,8 +187,8 @@ def test_factors_on_disk_are_what_a_plan_says_and_none_is_larger_than_it_may(
     for largest in (widest, widest - 1):
         for module in (fisher, cost):
             monkeypatch.setattr(module, "LARGEST", largest)
-        planned = cost.Work(levers=recipe, groups=[], linears=linears).factors
-        partial = Partial(f"{tmp_path}/{largest}", "x")
+        planned = cost.Work(recipe_options=recipe, groups=[], linears=linears).factors
+        partial = ResumableWork(f"{tmp_path}/{largest}", "x")
         made = quantize(Tiny(), tokens, recipe, partial)
         kept = [load_file(tmp_path / str(largest) / f"fisher-{i:05d}.safetensors") for i in range(2)]
         assert sum(t.nbytes for piece in kept for name, t in piece.items() if name.startswith("o.")) == planned

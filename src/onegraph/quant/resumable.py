@@ -64,7 +64,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class Partial:
+class ResumableWork:
     """A directory of pieces `<name>.safetensors`, each there whole or not at all, all of one source checkpoint. Each
     names what it depends on (`key_of`), and is found only with exactly that key.
 
@@ -110,7 +110,7 @@ class Partial:
             self._release()
             raise
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> ResumableWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -208,9 +208,9 @@ class Partial:
 
 
 class Piece:
-    """One piece of a `Partial`, for who works on no other."""
+    """One piece of a `ResumableWork`, for who works on no other."""
 
-    def __init__(self, partial: Partial, name: str, key: str) -> None:
+    def __init__(self, partial: ResumableWork, name: str, key: str) -> None:
         self._partial, self._name, self._key = partial, name, key
 
     def load(self) -> dict[str, Tensor] | None:

@@ -13,7 +13,7 @@ import torch
 from onegraph.api.cost import available_memory
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import unfinished
-from onegraph.quant.partial import SPILLED
+from onegraph.quant.resumable import SPILLED
 
 if TYPE_CHECKING:
     from onegraph.api.plan import Plan
@@ -40,7 +40,7 @@ def _bytes_in(folder: Path, pattern: str = "*") -> int:
     return total
 
 
-def check_room(found: Plan, out: Path) -> None:
+def check_resources(found: Plan, out: Path) -> None:
     """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
     refuse_existing(out)
     parent = existing(out)

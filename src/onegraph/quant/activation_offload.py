@@ -13,7 +13,7 @@ from torch import Tensor
 from onegraph.formats.files import writing
 
 
-class Spill:
+class ActivationOffload:
     """Where tensors go that do not fit.
 
     Args:
@@ -73,7 +73,7 @@ class _File:
 class Batches:
     """A list of tensors, each in memory or on disk; what it gives out must not be written to."""
 
-    def __init__(self, spill: Spill) -> None:
+    def __init__(self, spill: ActivationOffload) -> None:
         self._spill = spill
         self._slots: list[Tensor | _File] = []
 
