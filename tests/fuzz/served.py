@@ -65,7 +65,14 @@ class Served:
         model = tiny.write_model(folder / "plain")
         (model / "chat_template.jinja").write_text(TOOLS)
         self._errors = (folder / "stderr").open("w+")
-        how = ["--device=cpu", "--port=0", "--max-batch=4", "--max-context=96", "--max-body=100000", "--prepare=plain"]
+        how = [
+            "--device=cpu",
+            "--port=0",
+            "--max-num-seqs=4",
+            "--max-model-len=96",
+            "--max-body=100000",
+            "--prepare=plain",
+        ]
         command = [sys.executable, "-m", "onegraph", "serve", str(model), *how]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(command, stderr=self._errors, env=environment)

@@ -123,7 +123,7 @@ def test_long_prompts_have_a_lane_of_their_own(model: Path, tmp_path: Path) -> N
 
 
 def test_waiting_prompts_count_towards_the_queue(model: Path) -> None:
-    running = Running(model, options=["--queue=0", "--max-batch=1"])
+    running = Running(model, options=["--queue=0", "--max-num-seqs=1"])
     try:
         long = running.client.completions.create(model="plain", prompt="a", max_tokens=90, stream=True)
         next(iter(long))
@@ -211,7 +211,7 @@ def test_more_connections_than_files(model: Path) -> None:
             each.close()
         running.process.send_signal(signal.SIGTERM)
         _, errors = running.process.communicate(timeout=DEADLINE)
-        assert errors.splitlines() == ["stopping: answers that run have 1 s"]
+        assert errors.splitlines() == ["stopping: running requests have 1 s"]
     finally:
         running.end()
 
