@@ -327,6 +327,12 @@ LAYOUTS: dict[str, Layout] = {
         variant="deepseek_v3",
         sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
     ),
+    "Kimi-K2 INT4 experts": Layout(
+        {f".experts.{e}.{name}": packed_int4 for e in range(12) for name in MLP},
+        compressed("pack-quantized", {}, config_groups={"group_0": _INT4 | {"targets": ["Linear"]}}),
+        variant="deepseek_v3",
+        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+    ),
     "NVIDIA DeepSeek-R1 NVFP4": Layout(
         dict.fromkeys(MLP, nvfp4) | dict.fromkeys(LATENT, fp8(128, 128, "weight_scale_inv", torch.float32)),
         apart=modelopt("MIXED_PRECISION", ["lm_head"]),

@@ -232,8 +232,17 @@ def test_few_tokens_are_all_chosen(tmp_path: Path) -> None:
     assert (got - truth(hf, row)).abs().max() < 1e-4
     model = load(tmp_path)
     assert (model.logits(model(torch.tensor([row]), model.dense_attention))[0] - truth(hf, row)).abs().max() < 1e-4
-    with pytest.raises(ValueError, match="a sequence of 17 tokens exceeds index_topk 16"):
-        model(torch.tensor([tokens(17)]), model.dense_attention)
+
+
+def test_a_block_alone_does_not_know_another_ones_choice(tmp_path: Path) -> None:
+    """Calibration reads blocks one at a time: sequences of up to index_topk tokens."""
+    save_hf("glm_moe_dsa", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
+        source = LlamaSource(checkpoint)
+        hidden = source.embed(torch.tensor([tokens(12)]))
+        hidden = source.run_block(source.load_block(1), hidden)
+        with pytest.raises(ValueError, match="a sequence of 12 tokens exceeds index_topk 6"):
+            source.run_block(source.load_block(2), hidden)
 
 
 def test_what_the_indexer_does_not_choose_is_not_attended_to(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ FORMATS = {
     "compressed-tensors mixed": (FP8[None], NVFP4, MXFP8),
     "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
     "DeepSeek-V3 FP8": (FP8[128, 128], FP8[128, 128], DENSE),
+    "Kimi-K2 INT4 experts": (DENSE, int4(32, torch.float16, symmetric=True), DENSE),
     "NVIDIA DeepSeek-R1 NVFP4": (FP8[128, 128], NVFP4, DENSE),
     "Qwen3-MoE FP8": (FP8[128, 128], FP8[128, 128], DENSE),
     "NVIDIA Qwen3-MoE NVFP4": (NVFP4, NVFP4, DENSE),

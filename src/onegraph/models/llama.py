@@ -26,7 +26,7 @@ from onegraph.nn.attention import Attend, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
-from onegraph.nn.latent import LatentCache
+from onegraph.nn.latent import LatentCache, link_indexers
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer
@@ -81,6 +81,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
+        link_indexers(block.attention for block in blocks)
         self.eval()
 
     @property

@@ -7,7 +7,7 @@ calibration and evaluation, go through the up-projection as the model was traine
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,9 @@ class LatentAttention(nn.Module):
         query_scale: what queries are multiplied by at each position, float32 [positions]; None for 1.
         scale: of scores.
         top_k: tokens that a query attends to, 0 for all; indexer: chooses them, None: those that a layer before chose.
+
+    Attributes:
+        before: the last layer before this one that has an indexer, for a layer without; empty where a block is alone.
     """
 
     kv_norm: Tensor
@@ -116,6 +119,8 @@ class LatentAttention(nn.Module):
         self.index, self.heads, self.nope, self.rope, self.value = index, heads, nope, rope, value
         self.eps, self.interleaved, self.scale, self.rank = eps, interleaved, scale, kv_norm.shape[0]
         self.top_k, self.indexer = top_k, indexer
+        self.before: list[LatentAttention] = []
+        self._last: Tensor | None = None
         self.kv_b = None if absorbed else kv_b
         up = (kv_b.dense(dtype) if kv_b.format.coded else kv_b).tensors["weight"]
         split = up.unflatten(0, (heads, nope + value)) if absorbed else None
@@ -163,12 +168,8 @@ class LatentAttention(nn.Module):
             raise ValueError(
                 f"a sequence of {length} tokens exceeds the {self.cos.shape[0]} positions that were loaded"
             )
-        if 0 < self.top_k < length:
-            raise ValueError(
-                f"a sequence of {length} tokens exceeds index_topk {self.top_k}, and without a cache tokens are not "
-                "chosen; take shorter ones"
-            )
         cos, sin = self.cos[:length], self.sin[:length]
+        mask = self._mask(IndexInputs(*index) if index else None, cos, sin) if 0 < self.top_k < length else None
         heads = self.scaled(q).view(batch, length, self.heads, self.nope + rope)
         turned = turn(heads[..., self.nope :], cos.unsqueeze(1), sin.unsqueeze(1), self.interleaved).to(q.dtype)
         c = rms_norm(latent[..., :rank].contiguous(), self.kv_norm, self.eps)
@@ -177,10 +178,22 @@ class LatentAttention(nn.Module):
         key = torch.cat((up[..., : self.nope], k.unsqueeze(2).expand(-1, -1, self.heads, -1)), dim=-1)
         query = torch.cat((heads[..., : self.nope], turned), dim=-1)
         out = nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), up[..., self.nope :].transpose(1, 2), is_causal=True,
-            scale=self.scale,
+            query.transpose(1, 2), key.transpose(1, 2), up[..., self.nope :].transpose(1, 2),
+            attn_mask=None if mask is None else mask.unsqueeze(1), is_causal=mask is None, scale=self.scale,
         )  # fmt: skip
         return out.transpose(1, 2).flatten(2)
+
+    def _mask(self, given: IndexInputs | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """What each query of whole sequences attends to: this layer's choice, or that of the last one before it."""
+        if self.indexer is not None and given is not None:
+            self._last = self.indexer.mask(given, cos, sin)
+            return self._last
+        if not self.before or self.before[0]._last is None:
+            raise ValueError(
+                f"a sequence of {len(cos)} tokens exceeds index_topk {self.top_k}, and this layer takes what one "
+                "before it chose, which is not here; take shorter ones"
+            )
+        return self.before[0]._last
 
     def _expanded(self, c: Tensor) -> Tensor:
         if self.kv_b is not None:
@@ -189,6 +202,15 @@ class LatentAttention(nn.Module):
         assert self.to_latent is not None
         assert self.from_latent is not None
         return c @ torch.cat((self.to_latent, self.from_latent), dim=1).flatten(0, 1).T
+
+
+def link_indexers(layers: Iterable[nn.Module]) -> None:
+    """Tells layers without an indexer, among the attention layers of a model in order, which one chooses for them."""
+    last: LatentAttention | None = None
+    for layer in layers:
+        if isinstance(layer, LatentAttention) and layer.top_k:
+            last = layer if layer.indexer is not None else last
+            layer.before = [last] if last is not None and layer.indexer is None else []
 
 
 class LatentCache(SequenceState):

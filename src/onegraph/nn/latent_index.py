@@ -76,6 +76,17 @@ class Indexer(nn.Module):
         values = torch.where(real.unsqueeze(1), self.turned(keys, cos, sin).flatten(0, 1), pool[0, 0])
         pool.index_put_((torch.where(real, page, 0).long(), torch.where(real, inside, 0).long()), values)
 
+    def mask(self, given: IndexInputs, cos: Tensor, sin: Tensor) -> Tensor:
+        """bool [B, T, T]: of whole sequences, the tokens that each query attends to; tables [T, rope / 2]."""
+        heads = given.queries.unflatten(2, (self.heads, self.dim))
+        heads = self.turned(heads, cos.unsqueeze(1), sin.unsqueeze(1)).float()
+        keys = self.turned(given.keys, cos, sin).float()
+        dots = torch.einsum("bqhd,bkd->bqhk", heads, keys).relu()
+        scores = (dots * given.gains.float().unsqueeze(3)).sum(2) * (self.dim**-0.5 * self.heads**-0.5)
+        causal = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+        best = scores.masked_fill(~causal, float("-inf")).topk(min(self.top_k, scores.shape[2]), dim=2).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(2, best, True) & causal
+
     def chosen(
         self, given: IndexInputs, cos: Tensor, sin: Tensor, rows: tuple[Tensor, Tensor, Tensor], pool: Tensor
     ) -> Tensor:

@@ -2,11 +2,14 @@
 act-order, order int32 [..., k]. A weight is (code - zero) * scale, rounded once, its columns where x has them.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from onegraph.formats.int4 import COLUMNS
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
+from onegraph.ops.activation import SwiGLU
 from onegraph.ops.coded import Coded
 from onegraph.ops.samples import Sample
 
@@ -47,9 +50,11 @@ def random_order(k: int, device: torch.device | str, g: torch.Generator) -> Tens
 
 def _groups(columns: int, *, order: bool = False, bf16: bool = False) -> Sample:
     def make(shape: Shape, device: torch.device | str, g: torch.Generator) -> tuple[Tensor | None, ...]:
-        n, k = shape
-        weight = random_weight(n, k, columns, device, g, torch.bfloat16 if bf16 else torch.float16)
-        return *weight, random_order(k, device, g) if order else None
+        *lead, n, k = shape
+        weight = random_weight(math.prod(lead) * n, k, columns, device, g, torch.bfloat16 if bf16 else torch.float16)
+        orders = [random_order(k, device, g) for _ in range(math.prod(lead))] if order else []
+        order_of = torch.stack(orders).view(*lead, k) if orders else None
+        return *(tensor.view(*lead, n, -1) for tensor in weight), order_of
 
     return Sample(name=f"groups of {columns}{', ordered' * order}{', bf16 scales' * bf16}:", make=make)
 
@@ -62,6 +67,7 @@ CODED = Coded(
     decode=_decode,
     wanted=_wanted,
     kernels="onegraph.ops.cuda.int4:KERNELS",
+    on_gpu=("linear",),  # experts run the reference there
     cases={
         "dequantize": (
             _groups(32).weight(64, 96),
@@ -82,7 +88,11 @@ CODED = Coded(
             _groups(256).linear((64,), 128, 256),
             _groups(128).linear((0,), 128, 128),
         ),
+        "experts": (
+            _groups(32).experts(1, 2, 6, 64, 96, SwiGLU()),
+            _groups(32, order=True).experts(5, 2, 4, 64, 32, SwiGLU()),
+        ),
     },
 )
-int4_dequantize, int4_linear = CODED.ops.values()
+int4_dequantize, int4_linear, int4_experts = CODED.ops.values()
 WEIGHT = CODED.weight
