@@ -236,7 +236,7 @@ class RopeCacheWrite(Heads):
     @property
     def queries_alone(self) -> bool:
         """Whether qkv has neither keys nor values."""
-        return self.qkv.shape[2] == self.heads * self.k_cache.shape[3]
+        return self.qkv.shape[-1] == self.heads * self.k_cache.shape[3]
 
 
 @dataclass(eq=False)
