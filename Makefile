@@ -56,7 +56,7 @@ endef
 
 # torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them; tests/ops/test_cpu_targets.py has our C.
 NUMERIC := $(addprefix tests/, nn quant ops/test_cpu_ops.py ops/test_cpu_turboquant.py ops/test_packed.py \
-  models/test_llama.py models/test_families.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
+  models/test_llama.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
@@ -95,11 +95,13 @@ python-versions: export PIP_ARGS := $(PIP_ARGS)
 python-versions: $(VENV)/.dev ## the wheel on each of PYTHONS that this machine has
 	$(BIN)/python -m tests.python_versions $(PYTHONS)
 
-lint: $(VENV)/.dev ## ruff, mypy, import contracts
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, spelling, style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+	$(BIN)/python -m tools.language
 
 site: $(VENV)/.dev ## docs/ and the README as a site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f site/mkdocs.yml

@@ -30,7 +30,7 @@ TEXT = Path(__file__).parents[1] / "src/onegraph/data/calibration.txt"
 def measure(model: str, dtype: str, kv: str, tokens: int, context: int, answers: int, logits: Path) -> dict[str, float]:
     """The row's figures. context: tokens that stand before those that are timed, 0 for a chat. logits: a file of
     float32's, which the first setting writes; of a context there is no KL."""
-    with LLM(model, device="cpu", dtype=dtype, kv=kv, max_context=max(512, context + tokens)) as llm:
+    with LLM(model, device="cpu", dtype=dtype, kv_cache_dtype=kv, max_model_len=max(512, context + tokens)) as llm:
         loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         best, text = math.inf, llm.tokenizer.encode(TEXT.read_text())[:context]
         for _ in range(answers):

@@ -1,6 +1,6 @@
 """Microseconds of the E8P linear and of decode attention, compared with peers and with the memory-bandwidth roofline.
 
-Rules (docs/performance.md): kernels are timed under CUDA-graph replay on random data, over so many copies of the
+Rules (docs/benchmarks/README.md): kernels are timed under CUDA-graph replay on random data, over so many copies of the
 weights that the L2 holds none of them at its next use. A row also has the time that its bytes take at the copy
 bandwidth of the same run. A row is a flat dict, one JSON line.
 """

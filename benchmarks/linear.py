@@ -1,5 +1,5 @@
 """Microseconds of the E8P linear beside torch's dense one and humming-kernels, as JSON lines; the tables of
-docs/performance.md are its lines, each held to float64.
+docs/benchmarks/kernels.md are its lines, each held to float64.
 
 PYTHONPATH=src python3 benchmarks/linear.py --tokens 1 8 16 32 64 512 4096 --out benchmarks/results/linear-h200.jsonl
 

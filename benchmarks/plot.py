@@ -1,96 +1,235 @@
-"""docs/performance.svg from the raw lines in benchmarks/results: the linear and the decode step on a log scale.
+"""The pictures of docs/benchmarks, from raw lines that are named by id.
 
-    python3 -m pip install matplotlib && python3 benchmarks/plot.py --out docs/performance.svg
+    python3 -m pip install matplotlib && python3 benchmarks/plot.py
 
-Left: one linear of 4096 -> 14336 at one token. Right: the decode step of the Llama-3-8B shape, 1k context, greedy. Of
-several lines that measured the same, the last one counts.
+Writes overview.svg (the README's), performance.svg and turboquant.svg. The background is transparent; the ink follows
+the reader's colour scheme.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-BANDWIDTH = 4.27e12  # bytes per second of a copying kernel on an H200; step lines carry no roof of their own
-BODY, HEAD = 6.98e9, 0.525e9  # weights of the Llama-3-8B shape: its blocks, and its head, which is at 4 bits here
-COLOURS = {"onegraph": "#c2410c", "torch dense": "#1d4ed8", "vLLM": "#1d4ed8", "humming": "#0f766e"}
+HERE = Path(__file__).parent
+PAGES = HERE.parent / "docs" / "benchmarks"
+BANDWIDTH = 4.27e12  # bytes per second of a copy kernel on an H200
+BODY, HEAD, EMBEDDING = 6.98e9, 0.525e9, 0.525e9  # weights of the Llama-3-8B shape
+INK, OURS, PEER, OTHER = "#1f2328", "#d9480f", "#1c7ed6", "#2b8a3e"
+DARK = {INK: "#e6edf3", OURS: "#ff922b", PEER: "#74c0fc", OTHER: "#69db7c"}
+GRID = "#8b949e"  # legible on white and on black
+
+# Contestant -> bits per weight -> id of a raw line
+LINEAR = {
+    "onegraph E8P": {
+        2: "linear-e8p-4096x14336-2b-1t-0882",
+        3: "linear-e8p-4096x14336-3b-1t-52bd",
+        4: "linear-e8p-4096x14336-4b-1t-277b",
+    },
+    "humming-kernels 0.1.19, integers, group 128": {
+        2: "linear-humming-g128-4096x14336-2b-1t-4420",
+        3: "linear-humming-g128-4096x14336-3b-1t-df7c",
+        4: "linear-humming-g128-4096x14336-4b-1t-b652",
+    },
+    "cuBLAS (torch 2.11), bf16": {16: "linear-torch-dense-4096x14336-16b-1t-7cc2"},
+}
+STEP = {
+    "onegraph, 1k context": {
+        2: "step-e8p-2-bit-llama-3-8b-2b-1x1024-captured-ddcb",
+        3: "step-e8p-3-bit-llama-3-8b-3b-1x1024-captured-a394",
+        4: "step-e8p-4-bit-llama-3-8b-4b-1x1024-captured-ace4",
+    },
+    "vLLM 0.33.0 with onegraph, 128 context": {
+        2: "vllm-decode-e8p-2-head-4-llama-3-8b-1x128-c43f",
+        4: "vllm-decode-e8p-4-head-4-llama-3-8b-1x128-ce36",
+    },
+    "vLLM 0.33.0, bf16, 128 context": {16: "vllm-decode-bf16-llama-3-8b-1x128-b550"},
+}
+QUALITY = {
+    "onegraph E8P, recipe best": {
+        2: "quality-best-2-5609",
+        2.5: "quality-best-2.5-62ef",
+        3: "quality-best-3-fcdd",
+        4: "quality-best-4-5ac9",
+    },
+    "round to nearest, group 64": {2: "quality-rtn-2-c611", 3: "quality-rtn-3-1a44", 4: "quality-rtn-4-ad27"},
+}
+STORED = {"onegraph E8P, recipe best": 0.05, "round to nearest, group 64": 0.5}  # bits for scales, beside the rate
+KV_FILE = "turboquant-quality-cpu.jsonl"  # every line of it that has a KL
 
 
-def lines() -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(RESULTS.glob("*.jsonl")) for line in file.read_text().splitlines()]
+def rows() -> dict[str, dict[str, Any]]:
+    """Every raw line by its id."""
+    files = sorted((HERE / "results").glob("*.jsonl"))
+    return {row["id"]: row for file in files for row in map(json.loads, file.read_text().splitlines())}
 
 
-def label(row: dict[str, Any]) -> str:
-    """The same for one contestant in every file."""
-    if row["name"].startswith("humming"):
-        return "humming int, group 128"
-    return "onegraph, E8P" if row["name"].startswith("onegraph e8p") else row["name"]
+def values(chosen: dict[str, dict[Any, str]], field: str) -> dict[str, dict[Any, float]]:
+    """Contestant -> bits -> the field of the chosen lines. Raises KeyError for an id that no line has."""
+    found = rows()
+    return {name: {bits: found[line][field] for bits, line in each.items()} for name, each in chosen.items()}
 
 
-def colour(name: str) -> str:
-    return next((c for start, c in COLOURS.items() if name.startswith(start)), "#9ca3af")
+def step_bytes(bits: int, *, embedding: bool) -> float:
+    """Bytes of the Llama-3-8B shape: the head has 4 bits beside E8P blocks; a step does not read the embedding."""
+    head = HEAD * 2 if bits == 16 else HEAD / 2
+    return BODY * bits / 8 + head + (EMBEDDING * 2 if embedding else 0)
 
 
-def series(axes: Any, points: dict[str, dict[int, float]], unit: str) -> None:
-    for name, values in sorted(points.items(), key=lambda item: not item[0].startswith("onegraph")):
-        bits = sorted(values)
-        ours = name.startswith("onegraph")
-        axes.plot(
-            bits, [values[b] for b in bits], marker="o", label=name, color=colour(name), linewidth=2.5 if ours else 1
-        )
-        for b in bits if ours or len(bits) == 1 else ():
-            axes.annotate(f"{values[b]:.3g} {unit}", (b, values[b]), xytext=(0, 7), textcoords="offset points",
-                          fontsize=8, color=colour(name), ha="center")  # fmt: skip
+def style() -> Any:
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("svg")
+    for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor"):
+        plt.rcParams[key] = INK
+    plt.rcParams |= {"svg.hashsalt": "onegraph", "svg.fonttype": "none", "font.family": "sans-serif"}
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "savefig.transparent": True}
+    plt.rcParams |= {"font.size": 10, "axes.titlesize": 11, "legend.fontsize": 9, "legend.frameon": False}
+    return plt
 
 
-def frame(axes: Any, title: str, label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks([2, 3, 4, 16], ["2", "3", "4", "16"])
+def save(figure: Any, out: Path) -> None:
+    """Writes the SVG with a style sheet: where the reader's scheme is dark, each colour has its lighter twin."""
+    figure.savefig(out, metadata={"Date": None})
+    rules = "".join(
+        f'[style*="{what}: {light}"] {{ {what}: {dark} !important }} '
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    sheet = f"<style>@media (prefers-color-scheme: dark) {{ {rules}}}</style>"
+    text = out.read_text()
+    at = text.index(" <defs>")
+    lines = (text[:at] + f" {sheet}\n" + text[at:]).splitlines()
+    out.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+
+
+def axis(axes: Any, which: str, ticks: Sequence[float], label: str, limits: tuple[float, float]) -> None:
+    """A logarithmic axis with the ticks given, as plain numbers."""
+    getattr(axes, f"set_{which}scale")("log")
+    getattr(axes, f"set_{which}ticks")(ticks, [f"{tick:g}" for tick in ticks])
+    getattr(axes, f"set_{which}label")(label)
+    getattr(axes, f"set_{which}lim")(*limits)
     axes.minorticks_off()
-    axes.set_xlim(1.7, 19)
-    axes.set_xlabel("bits a weight")
-    axes.set_ylabel(label)
-    axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7.5, frameon=False)
+    axes.grid(color=GRID, alpha=0.3, linewidth=0.6)
 
 
-def points() -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
-    """By contestant and bits a weight: microseconds of the linear, tokens per second of the step."""
-    linear: dict[str, dict[int, float]] = {}
-    step: dict[str, dict[int, float]] = {}
-    for row in lines():
-        if row["bench"] == "linear" and (row["k"], row["n"], row["tokens"]) == (4096, 14336, 1):
-            linear.setdefault(label(row), {})[row["bits"]] = row["us"]
-        ours = {"bench": "step", "shape": "llama-3-8b", "batch": 1, "context": 1024, "temperature": 0.0}
-        if ours.items() <= row.items():
-            step.setdefault(label(row), {})[row["bits"]] = row["tokens_per_second"]
-        if {"bench": "vllm_decode", "name": "bf16", "batch": 1, "context": 128}.items() <= row.items():
-            step.setdefault("vLLM, bf16, context 128", {})[16] = row["tokens_per_second"]
-    return linear, step
+def line(axes: Any, points: dict[float, float], name: str, colour: str, label: str, shift: tuple[float, float]) -> None:
+    """Points joined by a line, each with its value beside it; `label` formats a value."""
+    axes.plot(list(points), list(points.values()), marker="o", markersize=5, color=colour, label=name, linewidth=1.8)
+    for x, y in points.items():
+        axes.annotate(label.format(y), (x, y), xytext=shift, textcoords="offset points", color=colour, fontsize=9,
+                      ha="left" if shift[0] > 0 else "right" if shift[0] < 0 else "center")  # fmt: skip
+
+
+def overview(plt: Any) -> Any:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.6, 4.4))
+    found = values(STEP, "tokens_per_second")
+    for (name, each), colour, shift in zip(
+        found.items(), (OURS, OTHER, PEER), ((8, 4), (-8, -13), (-8, 4)), strict=True
+    ):
+        sized = {step_bytes(bits, embedding=True) / 1e9: rate for bits, rate in each.items()}
+        line(left, sized, name, colour, "{:.0f}", shift)
+    axis(left, "x", (3, 4, 6, 8, 12, 16), "size of the model, GB", (2.4, 18))
+    axis(left, "y", (200, 300, 500, 700, 1000), "tokens per second, one sequence", (150, 1250))
+    left.set_title("Speed: Llama-3-8B shape, one H200")
+    left.legend(loc="lower left")
+    found = values(QUALITY, "kl")
+    for (name, each), colour, shift in zip(found.items(), (OURS, PEER), ((-8, -12), (8, 4)), strict=True):
+        line(right, {bits + STORED[name]: kl for bits, kl in each.items()}, name, colour, "{:.3g}", shift)
+    axis(right, "x", (2, 2.5, 3, 3.5, 4, 4.5), "bits stored per weight", (1.7, 5.3))
+    axis(right, "y", (0.03, 0.1, 0.3, 1, 3, 10), "KL divergence, nats per token", (0.02, 20))
+    right.set_title("Quality: SmolLM2-135M (lower is better)")
+    right.legend(loc="upper right")
+    figure.tight_layout()
+    return figure
+
+
+def performance(plt: Any) -> Any:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.6, 4.6))
+    bits = (2, 3, 4, 16)
+    for (name, each), colour, shift in zip(
+        values(LINEAR, "us").items(), (OURS, OTHER, PEER), ((0, -15), (0, 7), (-8, 4)), strict=True
+    ):
+        line(left, each, name, colour, "{:.3g}", shift)
+    roofline = [4096 * 14336 * b / 8 / BANDWIDTH * 1e6 for b in bits]
+    left.plot(bits, roofline, "--", color=INK, linewidth=1, label="memory-bandwidth roofline")
+    axis(left, "y", (3, 5, 10, 20, 40), "microseconds (lower is better)", (2.5, 75))
+    left.set_title("Linear 4096 -> 14336, one token, H200")
+    left.legend(loc="upper left")
+    for (name, each), colour, shift in zip(
+        values(STEP, "tokens_per_second").items(), (OURS, OTHER, PEER), ((0, 8), (0, -16), (-8, -4)), strict=True
+    ):
+        line(right, each, name, colour, "{:.0f}", shift)
+    roofline = [BANDWIDTH / step_bytes(b, embedding=False) for b in bits]
+    right.plot(bits, roofline, "--", color=INK, linewidth=1, label="memory-bandwidth roofline")
+    axis(right, "y", (200, 500, 1000, 2000), "tokens per second (higher is better)", (80, 2900))
+    right.set_title("Decode step, Llama-3-8B shape, batch 1, H200")
+    right.legend(loc="lower left")
+    for axes in (left, right):
+        axis(axes, "x", bits, "bits per weight", (1.6, 19))
+    figure.tight_layout()
+    return figure
+
+
+PLACES = {  # offset in points and alignment of labels that would lie on others
+    "turboquant:4,mode=full": ((-7, 6), "right"),
+    "turboquant:k3v4": ((-8, 6), "right"),
+    "turboquant:k3v4,first=2,last=2": ((0, -16), "center"),
+    "turboquant:k3v4,window=128": ((8, -8), "left"),
+    "turboquant:4,keys=prod": ((-7, 6), "right"),
+    "turboquant:k3v4,keys=prod": ((8, -11), "left"),
+    "turboquant:4": ((-8, -3), "right"),
+    "turboquant:4,window=128": ((-8, -5), "right"),
+}
+
+
+def kv_rows() -> list[dict[str, Any]]:
+    lines = (HERE / "results" / KV_FILE).read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "kl" in row]
+
+
+def turboquant(plt: Any) -> Any:
+    figure, axes = plt.subplots(figsize=(9.2, 5))
+    kinds = {"hybrid": (OURS, "o", "window of exact tokens, mse"), "full": (PEER, "D", "no window (mode=full)")}
+    kinds["prod"] = OTHER, "s", "unbiased inner products (prod)"
+    named: set[str] = set()
+    for row in kv_rows():
+        kind = "prod" if "prod" in row["kv"] else "full" if "full" in row["kv"] else "hybrid"
+        colour, marker, label = kinds[kind]
+        times = row["exact_token_bytes"] / row["token_bytes"]
+        how = {} if kind in named else {"label": label}
+        named.add(kind)
+        axes.errorbar(times, row["kl"], yerr=2 * row["kl_error"], fmt=marker, color=colour, **how)
+        text = f"{row['kv'].removeprefix('turboquant:')}  ({100 * row['perplexity_increase']:+.2f} %)"
+        shift, side = PLACES.get(row["kv"], ((8, 4), "left"))
+        axes.annotate(text, (times, row["kl"]), xytext=shift, textcoords="offset points", color=colour, fontsize=9,
+                      ha=side)  # fmt: skip
+    axis(
+        axes,
+        "y",
+        (0.005, 0.01, 0.02, 0.05, 0.1, 0.2),
+        "KL divergence from exact attention, nats per token",
+        (0.004, 0.25),
+    )
+    axes.set_xlim(2, 8.4)
+    axes.set_xlabel("tokens per byte of KV cache, relative to bfloat16")
+    axes.set_title("TurboQuant on SmolLM2-135M, 8,188 tokens; in brackets the change of perplexity")
+    axes.legend(loc="upper left")
+    figure.tight_layout()
+    return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=PAGES, help="folder for the pictures (default: docs/benchmarks)")
     args = parser.parse_args()
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "onegraph"  # the same bytes from the same lines
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
-    linear, step = points()
-    bits = [2, 3, 4, 16]
-    series(left, linear, "us")
-    left.plot(bits, [4096 * 14336 * b / 8 / BANDWIDTH * 1e6 for b in bits], "k--", linewidth=1, label="memory roof")
-    frame(left, "linear 4096 -> 14336, one token, H200", "microseconds (lower is better)")
-    series(right, step, "tok/s")
-    sizes = [(BODY + HEAD) * 2 if b == 16 else BODY * b / 8 + HEAD / 2 for b in bits]
-    right.plot(bits, [BANDWIDTH / size for size in sizes], "k--", linewidth=1, label="memory roof")
-    frame(right, "decode step, Llama-3-8B shape, 1k context, B = 1, H200", "tokens per second (higher is better)")
-    figure.tight_layout()
-    figure.savefig(args.out, metadata={"Date": None})
+    plt = style()
+    for draw in (overview, performance, turboquant):
+        save(draw(plt), args.out / f"{draw.__name__}.svg")
 
 
 if __name__ == "__main__":

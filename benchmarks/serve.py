@@ -70,10 +70,10 @@ def write_random(
 
 def started(args: argparse.Namespace, path: Path, context: int) -> subprocess.Popen[bytes]:
     """The server, once it answers."""
-    command = [sys.executable, "-m", "onegraph", "serve", str(path), "--name", "m", "--port", str(PORT)]
-    command += ["--max-batch", str(max(args.batch)), "--max-context", str(context)]
+    command = [sys.executable, "-m", "onegraph", "serve", str(path), "--served-model-name", "m", "--port", str(PORT)]
+    command += ["--max-num-seqs", str(max(args.batch)), "--max-model-len", str(context)]
     if args.draft:
-        command += ["--draft", args.draft]
+        command += ["--speculative", args.draft]
     if args.server == "vllm":
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--served-model-name", "m"]
         command += ["--port", str(PORT), "--max-num-seqs", str(max(args.batch)), "--max-model-len", str(context)]
@@ -166,7 +166,7 @@ def engine(args: argparse.Namespace, path: Path, vocabulary: int, warm: dict[str
     from onegraph.engine.params import SamplingParams
 
     context = args.context + args.tokens
-    with LLM(path, max_batch=max(args.batch), max_context=context) as llm:
+    with LLM(path, max_num_seqs=max(args.batch), max_model_len=context) as llm:
         for batch in args.batch:
             params = SamplingParams(max_tokens=args.tokens, seed=0, **warm)
             rates = []

@@ -66,7 +66,10 @@ def serve(model: str, batch: int, step: float, context: int) -> None:
 
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH)
-    with LLM(model, max_batch=batch, max_context=context, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+    with (
+        LLM(model, max_num_seqs=batch, max_model_len=context, device="cpu") as llm,
+        Checkpoint.open(model) as checkpoint,
+    ):
         pretend(llm.engine, step)
         socket = bind("127.0.0.1", 0)
         worker = Worker(llm, Tokenizer(checkpoint), queue=64)

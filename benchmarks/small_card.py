@@ -51,7 +51,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(bound * GB / torch.cuda.mem_get_info()[1])
         row["torch_may_gb"] = round(bound, 3)
     before, begun = host_gb("VmRSS"), time.perf_counter()
-    with LLM(args.model, kv="turboquant:4", max_batch=1, max_context=args.context, device=args.device) as llm:
+    with LLM(
+        args.model, kv_cache_dtype="turboquant:4", max_num_seqs=1, max_model_len=args.context, device=args.device
+    ) as llm:
         row |= {"load_seconds": round(time.perf_counter() - begun, 1)}
         row |= {"host_before_gb": before, "host_loading_gb": host_gb("VmHWM")}
         if gpu:

@@ -85,7 +85,7 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> It
         steps = stats.decode_steps
         found = {
             "bench": "speculate", "name": name, "batch": batch, "context": args.context, "tokens": args.tokens,
-            "drafts": drafts, "temperature": params[0].temperature, "tokens_per_second": round(rate, 1),
+            "drafts": drafts, "temperature": params[0].temperature or 0.0, "tokens_per_second": round(rate, 1),
             "tokens_per_round": round(stats.decode_tokens / steps / batch, 3), "rounds": steps,
             "us_per_round": round(1e6 * stats.decode_seconds / steps, 1),
             "round_us": round(step_us(engine, batch, sampling=args.sampling, drafts=drafts), 1),
@@ -136,12 +136,20 @@ def random_head(model: Any, size: int, folder: Path) -> EagleHead:
 
 def real_rows(args: argparse.Namespace, alike: bool) -> Iterator[dict[str, Any]]:
     """Of --model and --head: greedy texts of each kind, one row at a time as `--batch 1` would be."""
-    runs: list[tuple[str, dict[str, Any]]] = [("no drafts", {}), ("n-gram", {"draft": "ngram", "draft_tokens": 7})]
-    runs += [(f"eagle, {k}", {"draft": f"eagle:{args.head}", "draft_tokens": k}) for k in args.drafts]
-    runs += [("eagle, auto", {"draft": f"eagle:{args.head}"})]
+    runs: list[tuple[str, dict[str, Any]]] = [
+        ("no drafts", {}),
+        ("n-gram", {"speculative": "ngram", "num_speculative_tokens": 7}),
+    ]
+    runs += [(f"eagle, {k}", {"speculative": f"eagle:{args.head}", "num_speculative_tokens": k}) for k in args.drafts]
+    runs += [("eagle, auto", {"speculative": f"eagle:{args.head}"})]
     known: dict[str, list[list[int]]] = {}
     for name, drafted in runs:
-        sizes = {"max_batch": 1, "max_context": 1024, "kv": args.kv or "exact", "batch_invariant": alike}
+        sizes = {
+            "max_num_seqs": 1,
+            "max_model_len": 1024,
+            "kv_cache_dtype": args.kv or "exact",
+            "batch_invariant": alike,
+        }
         with LLM(args.model, device=args.device, **sizes, **drafted) as llm:
             asked = unseen(llm.tokenizer)
             params = SamplingParams(max_tokens=args.tokens, stop=tuple(llm.tokenizer.stops))

@@ -15,6 +15,7 @@ import dataclasses
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Size:
     evaluation: int = 16384
 
 
+Build = Callable[[Size], Any]  # a model of transformers to train
 TINY = Size(512, 64, 2, 4, 4, 2, 64, 64, 8, 40, 3e-3, 300_000, 1024, 256)
 
 
@@ -70,11 +72,10 @@ def tokenizer_of(text: str, vocabulary: int) -> Any:
     return made
 
 
-def train(size: Size, tokens: Tensor, seed: int, device: torch.device) -> tuple[Any, float]:
-    """The model, and its loss over the last steps in nats a token."""
+def mixture(size: Size) -> Any:
+    """A Qwen3-MoE of transformers."""
     import transformers
 
-    torch.manual_seed(seed)
     config = transformers.Qwen3MoeConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=4 * size.expert,
         num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads // 2, head_dim=64,
@@ -82,7 +83,13 @@ def train(size: Size, tokens: Tensor, seed: int, device: torch.device) -> tuple[
         norm_topk_prob=True, router_aux_loss_coef=0.01, output_router_logits=True, max_position_embeddings=2048,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM(config).to(device)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def train(size: Size, tokens: Tensor, seed: int, device: torch.device, build: Build) -> tuple[Any, float]:
+    """The model, and its loss over the last steps in nats a token."""
+    torch.manual_seed(seed)
+    model = build(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.1)
     warm = max(1, size.steps // 20)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -104,7 +111,9 @@ def train(size: Size, tokens: Tensor, seed: int, device: torch.device) -> tuple[
     return model.eval(), torch.stack(losses[-max(1, size.steps // 20) :]).mean().item()
 
 
-def make(size: Size, directory: Path, seed: int, device: torch.device) -> tuple[dict[str, Any], str, str]:
+def make(
+    size: Size, directory: Path, seed: int, device: torch.device, build: Build = mixture
+) -> tuple[dict[str, Any], str, str]:
     """The checkpoint at `directory`, what to say of it, and the texts."""
     text, other = sources()
     text = text[: size.characters]
@@ -112,14 +121,14 @@ def make(size: Size, directory: Path, seed: int, device: torch.device) -> tuple[
     encoded = tokenizer.encode_batch([text[i : i + 100_000] for i in range(0, len(text), 100_000)])
     tokens = torch.tensor([token for part in encoded for token in part.ids])
     begun = time.perf_counter()
-    model, loss = train(size, tokens, seed, device)
+    model, loss = train(size, tokens, seed, device, build)
     seconds = time.perf_counter() - begun
     model.save_pretrained(directory)
     tokenizer.save(str(directory / "tokenizer.json"))
     parameters = sum(p.numel() for p in model.parameters())
-    told = {"parameters": parameters, "experts": size.experts, "top_k": size.top_k, "trained_tokens": size.steps *
-            size.batch * size.sequence, "loss": round(loss, 4), "train_seconds": round(seconds, 1)}  # fmt: skip
-    return told, text, other
+    trained = size.steps * size.batch * size.sequence
+    told = {"parameters": parameters, "trained_tokens": trained, "loss": round(loss, 4)}
+    return told | {"train_seconds": round(seconds, 1)}, text, other
 
 
 def counts_of(routed: Any) -> dict[str, Any]:
@@ -163,6 +172,7 @@ def main() -> None:
                     device=device, dtype=torch.float32, progress=lambda *step: None,
                 )  # fmt: skip
                 row = {"bench": "tiny-moe", "bits": bits, "expert_prior": prior, "recipe": made.recipe, **told}
+                row |= {"experts": size.experts, "top_k": size.top_k}
                 row |= {"calibration_tokens": made.calibration_tokens, "seconds": made.seconds, "seed": args.seed}
                 figures = {key: value for key, value in found.items() if key not in ("bits", "kv", "needle")}
                 row |= figures | {"stored_bits": found["bits"]} | counts_of(made.experts) | machine(device)

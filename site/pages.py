@@ -28,12 +28,12 @@ def rule_pages() -> dict[str, str]:
         for code, rule in RULES.items()
     ]
     pages = {"README": RULES_HEAD + "".join(rows)} | {code: rule.explain() for code, rule in RULES.items()}
-    return {f"check/rules/{name}.md": text for name, text in pages.items()}
+    return {f"reference/rules/{name}.md": text for name, text in pages.items()}
 
 
 def on_config(config: Any) -> Any:
-    check = next(section["Check"] for section in config.nav if "Check" in section)
-    check.append({"Rules": list(rule_pages())})
+    reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+    reference.append({"Rules": list(rule_pages())})
     return config
 
 

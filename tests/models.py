@@ -492,14 +492,20 @@ def trellis_tensors(
 
 
 def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
-    """A quantized checkpoint with random codes at `path`; the transformers model that holds what they stand for.
-
-    `rates` are the free keys of quantization_config; `share` gives siblings the same in_scale, as the quantizer does.
-    """
-    from onegraph.formats.checkpoint import write_checkpoint
+    """`save_rotated` in E8P; `rates` are the free keys of quantization_config."""
     from onegraph.formats.e8p import E8PConfig
 
-    config = E8PConfig(**rates)
+    return save_rotated(E8PConfig(**rates), variant, path, share=share, **changes)
+
+
+def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, **changes: Any) -> Any:
+    """A quantized checkpoint with random codes at `path`; the transformers model that holds what they stand for.
+
+    `config` is an E8PConfig or TrellisConfig; `share` gives siblings the same in_scale, as the quantizer does.
+    """
+    from onegraph.formats.checkpoint import write_checkpoint
+
+    made = {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
     untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
     hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
     parameters = dict(hf.named_parameters())
@@ -512,7 +518,7 @@ def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, A
         if not linear or kind == "bias" or bits == 16:
             tensors[name] = parameter.detach()
             continue
-        found, weight = e8p_tensors(*parameter.shape, bits, seed, rows_rotated=module != "model.embed_tokens")
+        found, weight = made(*parameter.shape, bits, seed, rows_rotated=module != "model.embed_tokens")
         parent, _, short = module.rpartition(".")
         group = next((f"{parent}.{members[0]}" for members in SIBLINGS if short in members), module)
         if share and group in shared:

@@ -1,4 +1,4 @@
-"""The table of models in docs/models.md is what records, configs and tests say."""
+"""The table of models in docs/reference/models.md is what records, configs and tests say."""
 
 from onegraph.models.config import LlamaConfig
 from onegraph.models.families import FAMILIES

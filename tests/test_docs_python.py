@@ -1,4 +1,4 @@
-"""Every block of Python in docs/python.md runs, in order, in one folder that has what the page names."""
+"""Every block of Python in docs/reference/python.md runs, in order, in one folder that has what the page names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_runs(repo: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance")  # which one of the blocks needs
-    page = repo / "docs" / "python.md"
+    page = repo / "docs" / "reference" / "python.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 6
     names: dict[str, Any] = {"__name__": "page"}

@@ -90,29 +90,56 @@ def test_files_and_pictures_that_documents_name_are_there(repo: Path) -> None:
     for name, text in documents(repo).items():
         for target in re.findall(r"\]\(([^)#:,\s]+)(?:#[^)]*)?\)", text):
             assert ((repo / name).parent / target).exists(), f"{name} links {target}"
-        for path in re.findall(r"\b((?:benchmarks|tests|tools|src)/[\w/.-]+\.(?:py|cu|cuh|jsonl|json|md))\b", text):
+        text = re.sub(r"\]\([^)]*\)", "", text)
+        for path in re.findall(
+            r"(?<![\w/.-])((?:benchmarks|docs|tests|tools|src)/[\w/.-]+\.(?:py|cu|cuh|jsonl|json|md))\b", text
+        ):
             assert (repo / path).exists(), f"{name} names {path}"
         for file in re.findall(r"`([\w.-]+\.jsonl)`", text):
             assert (repo / "benchmarks/results" / file).exists(), f"{name} names {file}"
 
 
-def test_the_picture_shows_what_the_table_says(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_show_the_values_of_cited_lines(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point of a picture is named by the id of its line: of the right shape, and its value is in the picture."""
     monkeypatch.syspath_prepend(str(repo / "benchmarks"))
     monkeypatch.delitem(sys.modules, "plot", raising=False)
-    from plot import points
+    import plot
 
-    linear, step = points()
-    text, picture = documents(repo)["docs/performance.md"], (repo / "docs/performance.svg").read_text()
-    assert set(linear["onegraph, E8P"]) == set(linear["humming int, group 128"]) == {2, 3, 4}
-    assert {name: set(values) for name, values in step.items()} == {
-        "onegraph, E8P": {2, 3, 4}, "vLLM, bf16, context 128": {16},
-    }  # fmt: skip
-    for us in linear["onegraph, E8P"].values():
-        assert f"| {us:.1f} (" in text
-        assert f"{us:.3g} us" in picture
-    for rate in step["onegraph, E8P"].values():
-        assert f"| {rate:.0f} (" in text
-        assert f"{rate:.3g} tok/s" in picture
+    found = plot.rows()
+    for chosen in (plot.LINEAR, plot.STEP, plot.QUALITY):
+        assert {line for each in chosen.values() for line in each.values()} <= found.keys()
+    assert all(found[line]["shape"] == "llama-3-8b" for each in plot.STEP.values() for line in each.values())
+    assert all(found[line]["batch"] == 1 for each in plot.STEP.values() for line in each.values())
+    linears = [found[line] for each in plot.LINEAR.values() for line in each.values()]
+    assert {(row["k"], row["n"], row["tokens"]) for row in linears} == {(4096, 14336, 1)}
+    pictures = {path.stem: path.read_text() for path in (repo / "docs/benchmarks").glob("*.svg")}
+    assert pictures.keys() == {"overview", "performance", "turboquant"}
+    for values, text, form in (
+        (plot.values(plot.STEP, "tokens_per_second"), pictures["overview"], "{:.0f}"),
+        (plot.values(plot.QUALITY, "kl"), pictures["overview"], "{:.3g}"),
+        (plot.values(plot.LINEAR, "us"), pictures["performance"], "{:.3g}"),
+        (plot.values(plot.STEP, "tokens_per_second"), pictures["performance"], "{:.0f}"),
+    ):
+        for each in values.values():
+            for value in each.values():
+                assert f">{form.format(value)}</text>" in text
+    for row in plot.kv_rows():
+        name = row["kv"].removeprefix("turboquant:")
+        assert f">{name} ({100 * row['perplexity_increase']:+.2f} %)</text>" in " ".join(
+            pictures["turboquant"].replace("−", "-").split()
+        )
+
+
+def test_the_readme_has_one_picture_one_table_of_five_figures_and_fits_on_two_screens(repo: Path) -> None:
+    text = documents(repo)["README.md"]
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall(r"^!\[", text, re.M)) == 1
+    table = text[text.index("| measured on one H200") :].split("\n\n")[0].splitlines()
+    assert len(table) == 2 + 5
+    assert not ID.search(text), "ids of lines are for docs/benchmarks"
+    decode = documents(repo)["docs/benchmarks/decode.md"]
+    assert "949 tok/s" in text
+    assert "| 949 (" in decode
 
 
 def test_an_id_follows_from_the_row() -> None:
@@ -161,7 +188,7 @@ def commands(repo: Path) -> list[tuple[str, list[str]]]:
     for name, text in documents(repo).items():
         blocks = re.findall(r"^```\w*\n(.*?)^```$", text.replace("\\\n", " "), re.S | re.M)
         lines = re.findall(r"^(?:[A-Z_]+=\S+ )*(?:onegraph|python3?) .*", "\n".join(blocks), re.M)
-        found += [(name, shlex.split(line, comments=True)) for line in lines if name != "docs/cli.md"]
+        found += [(name, shlex.split(line, comments=True)) for line in lines if name != "docs/reference/cli.md"]
     return found
 
 

@@ -155,8 +155,8 @@ def test_check_from_the_wheel(installed: Environment) -> None:
 def test_from_a_checkpoint_to_an_answer(installed: Environment) -> None:
     """With the calibration text that comes along, and the processes that run templates and tokenizers."""
     model, out = tiny.write_model(installed.folder / "model"), installed.folder / "out"
-    words = ("--tokens", 128, "--sequence", 64, "--recipe", "quick", "--device", "cpu")
-    assert "bits a weight" in installed.run("onegraph", "quantize", model, out, *words)
+    words = ("--num-calibration-tokens", 128, "--calibration-seq-len", 64, "--recipe", "quick", "--device", "cpu")
+    assert "bits per weight" in installed.run("onegraph", "quantize", model, out, *words)
     assert installed.run("onegraph", "chat", out, "--max-tokens", 4, "--device", "cpu", given="the\n")
 
 

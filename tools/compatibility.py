@@ -1,7 +1,7 @@
-"""The compatibility table of docs/models.md, from family records, published configs and the tests.
+"""The compatibility table of docs/reference/models.md, from family records, published configs and the tests.
 
     python -m tools compatibility            # prints it
-    python -m tools compatibility --write    # puts it into docs/models.md
+    python -m tools compatibility --write    # puts it into docs/reference/models.md
 
 A row is a published config of `tests/models/configs`; what it says is computed from the record of its family, from the
 tensors that its config asks for, and from which tests name the family. Nothing is written by hand.
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from onegraph.models.loader import Loader
 
 ROOT = Path(__file__).parents[1]
-PAGE, CONFIGS = ROOT / "docs" / "models.md", ROOT / "tests" / "models" / "configs"
+PAGE, CONFIGS = ROOT / "docs" / "reference" / "models.md", ROOT / "tests" / "models" / "configs"
 BEGIN, END = "<!-- compatibility: python -m tools compatibility --write -->", "<!-- /compatibility -->"
 HEAD = "| model | `model_type` | as published | GPUs | 2 bits | 3 bits | 4 bits | TurboQuant | vLLM | tested |"
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("compatibility", help="the table of models, from records and tests")
-    parser.add_argument("--write", action="store_true", help="put it into docs/models.md")
+    parser.add_argument("--write", action="store_true", help="put it into docs/reference/models.md")
     parser.set_defaults(run=run)
 
 

@@ -157,7 +157,7 @@ def quantize(source: Path, output: Path, bits: int, device: Any) -> bool:
         say(f"{output} is there from an earlier run")
         return False
     with Progress(**QUANTIZING) as shown:
-        made = make(source, output, bits=bits, device=device, progress=shown, remark=say)
+        made = make(source, output, bits=bits, device=device, progress=shown, on_message=say)
     say(f"done in {made.seconds:.0f} s")
     return True
 
@@ -173,15 +173,16 @@ def ask(output: Path, question: str, device: Any, kv: str, quiet: bool) -> tuple
     setting = parse_kv(kv)
     if setting is not None and setting.short is None:  # so short an answer would never be in codes
         setting = replace(setting, short=0)
-    llm = LLM(output, kv="exact" if setting is None else str(setting), max_batch=1, max_context=1024, device=device)
+    kv = "exact" if setting is None else str(setting)
+    llm = LLM(output, kv_cache_dtype=kv, max_num_seqs=1, max_model_len=1024, device=device)
     prompt = llm.tokenizer.chat([{"role": "user", "content": question}])
     if len(prompt) > 768:
         raise UsageError(f"--question has {len(prompt)} tokens, at most 768 are allowed here; use onegraph generate")
     if quiet:
-        (answer,) = map(str, llm.generate([prompt], max_tokens=128))
+        (answer,) = map(str, llm.generate([prompt], max_tokens=128, temperature=0.0))
     else:
         print(f"\n> {question}", flush=True)
-        answer = show(llm.stream(prompt, max_tokens=128))
+        answer = show(llm.stream(prompt, max_tokens=128, temperature=0.0))
     model = llm.engine.model
     *_, row = bench_step(model, context=32, steps=256)  # the last row is the captured one, where there is a GPU
     speed = {key: row[key] for key in ("mode", "tokens_per_second", "device")}
@@ -239,8 +240,8 @@ def print_table(report: dict[str, Any], bits: int) -> None:
     rows = [
         ("", "16 bits", "as fetched (Q4_1)", f"onegraph, {bits} bits"),
         ("size", human_bytes(plain), human_bytes(before["bytes"]), human_bytes(after["bytes"])),
-        ("bits a weight, linears", "16.00", f"{before['linear_bits']:.2f}", f"{after['linear_bits']:.2f}"),
-        ("bits a weight, all", "16.00", f"{before['bits']:.2f}", f"{after['bits']:.2f}"),
+        ("bits per weight, linears", "16.00", f"{before['linear_bits']:.2f}", f"{after['linear_bits']:.2f}"),
+        ("bits per weight, all", "16.00", f"{before['bits']:.2f}", f"{after['bits']:.2f}"),
         ("perplexity", "", f"{report['reference_perplexity']:.3f}", f"{report['perplexity']:.3f}"),
         ("KL to as fetched", "", "", f"{report['kl']:.4f} nats"),
         ("top-1 agreement", "", "", f"{100 * report['top1']:.1f} %"),

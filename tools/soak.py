@@ -17,7 +17,6 @@ from onegraph.cli.common import (
     UsageError,
     add_device,
     add_dtype,
-    add_gpus,
     add_json,
     number,
     open_model,
@@ -72,7 +71,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--minutes", type=number(float, 0, 10000, True), metavar="M", help="with --traffic: no longer than this"
     )
-    add_gpus(parser, split=False)
+    parser.add_argument("--gpus", type=number(int, 1, 8), metavar="N", help="number of GPUs that share the layers")
     parser.add_argument("--eager", action="store_true", help="watch the eager step instead of the captured one")
     add_device(parser)
     add_dtype(parser)

@@ -1,7 +1,7 @@
 """onegraph: the whole decode step of a low-bit LLM as one CUDA graph. Importing this touches neither CUDA nor torch.
 
 `LLM` generates, `quantize` makes a checkpoint smaller, `plan` says what that takes, `verify` whether a checkpoint is
-whole, `check_step` what keeps a step from being captured (docs/python.md). Each is imported when it is first asked for.
+whole, `check_step` what keeps a step from being captured (docs/reference/python.md). Each is imported on first use.
 """
 
 from importlib import import_module

@@ -22,7 +22,9 @@ PROMPT = "the thing"
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(tiny.write_model(tmp_path_factory.mktemp("answers") / "m"), max_batch=3, max_context=128, device="cpu")
+    return LLM(
+        tiny.write_model(tmp_path_factory.mktemp("answers") / "m"), max_num_seqs=3, max_model_len=128, device="cpu"
+    )
 
 
 class Pieces:
@@ -65,32 +67,34 @@ def test_a_stop_text_ends_the_answer_before_it(llm: LLM) -> None:
     ended = llm.generate([PROMPT, "in"], WARM, stop=["never in it", stop])
     assert ended[0].text == free.text[:at]
     assert ended[0].finish_reason == "stop"
-    assert len(ended[0].tokens) < len(free.tokens)
-    assert ended[0].tokens == free.tokens[: len(ended[0].tokens)]
+    assert len(ended[0].token_ids) < len(free.token_ids)
+    assert ended[0].token_ids == free.token_ids[: len(ended[0].token_ids)]
     assert ended[1] == llm.generate("in", WARM, stop=stop), "each its own"
     assert "".join(llm.stream(PROMPT, WARM, stop=stop)) == free.text[:at]
-    assert llm.generate(PROMPT, WARM, stop=[free.tokens[2], stop]).tokens == free.tokens[:3], "ids and texts together"
+    assert llm.generate(PROMPT, WARM, stop=[free.token_ids[2], stop]).token_ids == free.token_ids[:3], (
+        "ids and texts together"
+    )
 
 
 def test_n_answers_draw_from_seeds_in_a_row(llm: LLM) -> None:
     both = llm.generate([PROMPT, "in"], WARM, n=3)
     for prompt, found in zip([PROMPT, "in"], both, strict=True):
         alone = [llm.generate(prompt, WARM, seed=4 + i) for i in range(3)]
-        assert [found.text, *(other.text for other in found.others)] == [each.text for each in alone]
-        assert [found.seed, *(other.seed for other in found.others)] == [4, 5, 6]
-    assert len({both[0].text, *(other.text for other in both[0].others)}) == 3
+        assert [each.text for each in found.outputs] == [each.text for each in alone]
+        assert [each.seed for each in found.outputs] == [4, 5, 6]
+    assert len({each.text for each in both[0].outputs}) == 3
     free = llm.generate(PROMPT, max_tokens=24, temperature=1.0)
     assert llm.generate(PROMPT, WARM, seed=free.seed) == free, "the drawn seed gives it again"
     assert llm.generate(PROMPT, max_tokens=2).seed is None, "nothing is drawn"
-    assert llm.generate(PROMPT, WARM, seed=2**63 - 1, n=2).others[0].seed == -(2**63)
+    assert llm.generate(PROMPT, WARM, seed=2**63 - 1, n=2).outputs[1].seed == -(2**63)
 
 
 def test_log_probabilities(llm: LLM) -> None:
     plain = llm.generate(PROMPT, WARM)
     told = llm.generate(PROMPT, WARM, logprobs=2)
-    assert (told.tokens, plain.logprobs) == (plain.tokens, None)
+    assert (told.token_ids, plain.logprobs) == (plain.token_ids, None)
     assert told.logprobs is not None
-    assert [each.token for each in told.logprobs] == told.tokens
+    assert [each.token for each in told.logprobs] == told.token_ids
     assert all(len(each.top) == 2 and each.logprob <= each.top[0][1] <= 0 for each in told.logprobs)
     none = llm.generate([PROMPT, "in"], [SamplingParams(max_tokens=3, logprobs=0), SamplingParams(max_tokens=3)])
     assert [each.top for each in none[0].logprobs or ()] == [()] * 3
@@ -150,7 +154,7 @@ def test_what_llguidance_refuses_is_one_line(llm: LLM, options: dict[str, Any], 
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=says):
         list(llm.stream(PROMPT, **options))
-    assert llm.generate(PROMPT, max_tokens=1).tokens
+    assert llm.generate(PROMPT, max_tokens=1).token_ids
 
 
 def test_without_llguidance_it_says_what_to_install(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

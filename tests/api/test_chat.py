@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
-    return LLM(model, max_batch=1, max_context=200, device="cpu")
+    return LLM(model, max_num_seqs=1, max_model_len=200, device="cpu")
 
 
 # ------------------------------------------------------------------------------------------------------------ templates
@@ -108,10 +108,10 @@ def test_chat_and_chat_stream_take_the_switch(model: Path, tmp_path: Path) -> No
     for file in model.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     (path / "chat_template.jinja").write_text(QWEN3)
-    with LLM(path, max_context=200, device="cpu") as llm:
-        on, off = (llm.chat("Hi", max_tokens=4, thinking=thinking) for thinking in (True, False))
+    with LLM(path, max_model_len=200, device="cpu") as llm:
+        on, off = (llm.chat("Hi", max_tokens=4, temperature=0.0, thinking=thinking) for thinking in (True, False))
         assert off.prompt_tokens - on.prompt_tokens == len(llm.tokenizer.encode("<think>\n\n</think>\n\n"))
-        assert "".join(llm.chat_stream("Hi", max_tokens=4, thinking=False)) == off.text
+        assert "".join(llm.chat_stream("Hi", max_tokens=4, temperature=0.0, thinking=False)) == off.text
 
 
 # --------------------------------------------------------------------------------------------------------- conversation
@@ -154,7 +154,7 @@ def test_the_oldest_turns_go_where_the_context_is_full(llm: LLM) -> None:
     assert short.seen[1] == {"role": "user", "content": f"number {len(dropped)}"}
     assert [m["content"] for m in short.messages[1::2]] == [f"number {i}" for i in range(9)]
     before = short.messages
-    with pytest.raises(ValueError, match=r"the question makes \d+ tokens .* the context of 200 takes 196 beside"):
+    with pytest.raises(ValueError, match=r"the question takes \d+ tokens .* the context of 200 leaves 196 for it"):
         short.ask("x" * 200)
     assert short.messages == before
 
@@ -173,7 +173,7 @@ def test_an_answer_that_is_left_stays_as_far_as_it_came(llm: LLM) -> None:
 
 
 def test_an_answer_is_cancelled_between_two_chunks_of_its_question(model: Path) -> None:
-    with LLM(model, max_batch=1, max_context=2000, device="cpu") as long:
+    with LLM(model, max_num_seqs=1, max_model_len=2000, device="cpu") as long:
         free, asked = long.engine.scheduler.allocator.free, iter([False, False, True])
         conversation = Conversation(long, params=WARM)
         assert list(conversation.ask("x" * 1400, lambda: next(asked))) == []
@@ -206,7 +206,7 @@ def test_thoughts_are_not_part_of_what_was_said(
 def pipe(monkeypatch: pytest.MonkeyPatch, text: str | bytes, *command: object) -> int:
     data = text.encode() if isinstance(text, str) else text
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    return main(["chat", *map(str, command), "--device", "cpu", "--max-context", "200", "--seed", "4"])
+    return main(["chat", *map(str, command), "--device", "cpu", "--max-model-len", "200", "--seed", "4"])
 
 
 def test_each_line_of_a_pipe_is_a_turn(
@@ -222,7 +222,7 @@ def test_each_line_of_a_pipe_is_a_turn(
     assert out.startswith(said[2]["content"])
     assert out.endswith(said[2]["content"] + "\n"), "after /reset, the first answer again"
     assert errors.count("tokens/s, eager on cpu]") == 3
-    assert errors.count("[5 tokens are all that --max-tokens allows") == 3
+    assert errors.count("[stopped after 5 tokens: --max-tokens or the context allows no more]") == 3
     assert "[5 messages in " in errors
     assert "[a new conversation]" in errors
     assert "/save FILE   write" in errors
@@ -232,20 +232,20 @@ def test_each_line_of_a_pipe_is_a_turn(
 @pytest.mark.parametrize(
     ("text", "more", "says"),
     [
-        ("/rest\n", (), "error: /rest: no such command; /help lists them, a blank in front sends it as text"),
+        ("/rest\n", (), "error: /rest: unknown command; /help lists the commands, a leading space sends it as text"),
         ("/save\n", (), "error: /save: give a file to write"),
         ("/save /\n", (), "error: /: "),
         (b"\xff\xfe\n", (), "error: standard input: not UTF-8 text at byte 0"),
-        ("x" * 300 + "\n", (), "error: the question makes"),
+        ("x" * 300 + "\n", (), "error: the question takes"),
         ("Hi\n", ("--thinking", "on"), "error: --thinking: got True; the checkpoint's chat template has no switch"),
-        ("Hi\n", ("--max-context", 1 << 17), "error: --max-context 131072: the model's context is 65536"),
+        ("Hi\n", ("--max-model-len", 1 << 17), "error: --max-model-len 131072: the model allows at most 65536"),
         (
             "Hi\n",
-            ("--max-context", 3),
-            "error: the context of 3 tokens takes 2 beside an answer, and the question 'Hi' makes ",
+            ("--max-model-len", 3),
+            "error: the context of 3 tokens leaves 2 for the question, and 'Hi' in the chat template takes ",
         ),
         ("Hi\n", ("--capture", "on"), "error: --capture on needs a GPU"),
-        ("Hi\n", ("--kv", "turbo"), "error: "),
+        ("Hi\n", ("--kv-cache-dtype", "turbo"), "error: "),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -256,9 +256,9 @@ def test_what_is_wrong_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    context = more if "--max-context" in more else ()
+    context = more if "--max-model-len" in more else ()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text)))
-    command = ["chat", model, "--device", "cpu", *(context or ("--max-context", 200)), *(() if context else more)]
+    command = ["chat", model, "--device", "cpu", *(context or ("--max-model-len", 200)), *(() if context else more)]
     assert main(list(map(str, command))) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert says in line
@@ -297,14 +297,17 @@ def test_it_draws_as_the_model_suggests_and_options_go_over_it(
     (path / "generation_config.json").write_text(json.dumps(file))
     assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 6, *options) == 0
     out, errors = capsys.readouterr()
-    told = [each for each in errors.splitlines() if "by these options" in each]
-    both = (line, "the model's generation_config.json suggests it"), (default, "the model suggests none")
-    assert told == [f"[{each}: {why}; say otherwise by these options]" for each, why in both if each is not None]
+    told = [each for each in errors.splitlines() if "these options override" in each]
+    both = (line, "from the model's generation_config.json"), (default, "onegraph's default")
+    assert told == [f"[{each}: {why}; these options override it]" for each, why in both if each is not None]
     words = [*", ".join(filter(None, (line, default))).replace(",", "").split(), *map(str, options)]
     fields = {n[2:].replace("-", "_"): float(v) for n, v in zip(words[::2], words[1::2], strict=True)}
     if "top_k" in fields:
         fields["top_k"] = int(fields["top_k"])
-    assert out.strip() == llm.chat("Hi", max_tokens=6, seed=4, **fields).text.strip()
+    assert (
+        out.strip()
+        == llm.chat("Hi", max_tokens=6, seed=4, **({"temperature": 0.0, "top_p": 1.0} | fields)).text.strip()
+    )
 
 
 def test_what_the_model_suggests_and_cannot_be_drawn_with_is_refused(
@@ -314,7 +317,7 @@ def test_what_the_model_suggests_and_cannot_be_drawn_with_is_refused(
     shutil.copytree(model, path)
     (path / "generation_config.json").write_text('{"temperature": 1, "top_p": 2}')
     assert pipe(monkeypatch, "Hi\n", path) == 2
-    assert "generation_config.json: top_p: got 2; allowed is above 0, up to 1 for off; give --top-p" in (
+    assert "generation_config.json: top_p: got 2; allowed is above 0, up to 1 for off; give a top_p of your own" in (
         capsys.readouterr().err
     )
     assert pipe(monkeypatch, "Hi\n", path, "--max-tokens", 1, "--top-p", 1) == 0
@@ -331,7 +334,7 @@ def test_a_file_is_not_written_over_and_a_model_without_a_template_is_refused(
     bare = tiny.write_model(tmp_path / "bare")
     (bare / "tokenizer_config.json").unlink()
     assert pipe(monkeypatch, "Hi\n", bare) == 2
-    assert "has no chat template; 'onegraph generate' continues a text" in capsys.readouterr().err
+    assert "the model has no chat template; use 'onegraph generate'" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["chat", str(model)]) == 2
     assert "standard input is closed" in capsys.readouterr().err
@@ -400,7 +403,7 @@ class Terminal:
 
 
 def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
-    terminal = Terminal(model, "--max-context", 60000, "--temperature", 1, "--seed", 4)
+    terminal = Terminal(model, "--max-model-len", 60000, "--temperature", 1, "--seed", 4)
     terminal.until("[/help lists the commands")
     terminal.until("> ")
     terminal.type("the hat\n")
@@ -411,9 +414,9 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
     assert int(ended.rpartition(" prompt tokens, ")[2].split()[0]) < 59000
     terminal.until("> ")
     terminal.type("/rest\n")
-    terminal.until("onegraph: error: /rest: no such command")
+    terminal.until("onegraph: error: /rest: unknown command")
     terminal.until("> ")
-    terminal.interrupt("[Ctrl-C again, or Ctrl-D, leaves]")
+    terminal.interrupt("[Ctrl-C again, or Ctrl-D, ends the program]")
     terminal.until("> ")
     with pytest.raises(AssertionError, match="it ended before"):
         terminal.interrupt("another answer")
@@ -422,7 +425,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(model: Path) -> None:
 
 
 def test_ctrl_c_while_a_long_question_is_read_twice_keeps_the_conversation(model: Path, tmp_path: Path) -> None:
-    options = ("--max-context", 60000, "--max-tokens", 4, "--temperature", 1, "--seed", 4)
+    options = ("--max-model-len", 60000, "--max-tokens", 4, "--temperature", 1, "--seed", 4)
     terminal = Terminal(model, *options, slow=True)
     terminal.until("> ")
     terminal.type("the hat\n")
@@ -434,7 +437,7 @@ def test_ctrl_c_while_a_long_question_is_read_twice_keeps_the_conversation(model
     terminal.type("\x03")
     terminal.until("[stopping ...]")
     os.write(terminal.fd, b"\x03")
-    ended = terminal.until("[stopped before the answer began: the question is forgotten]")
+    ended = terminal.until("[stopped before the answer began; the question was removed]")
     assert 0 < int(ended.partition(" prompt tokens, 0 new")[0].rpartition("[")[2]) < 2000
     terminal.until("> ")
     terminal.type(f"/save {tmp_path / 'said.json'}\n")
@@ -449,7 +452,7 @@ def test_ctrl_c_while_a_long_question_is_read_twice_keeps_the_conversation(model
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 def test_the_real_smollm2_remembers_and_ctrl_d_leaves() -> None:
     terminal = Terminal(
-        os.environ["ONEGRAPH_SMOLLM2_4BIT"], "--max-tokens", 8, "--max-context", 512, "--temperature", 0
+        os.environ["ONEGRAPH_SMOLLM2_4BIT"], "--max-tokens", 8, "--max-model-len", 512, "--temperature", 0
     )
     terminal.until("> ")
     terminal.type("What is the capital of France?\n")

@@ -60,13 +60,15 @@ def test_generate_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         DeepseekV4, "new_cache", lambda model, **sizes: caches.append(make(model, **sizes)) or caches[-1]
     )
-    assert main([*command, "--kv", "fp8"]) == 0
+    assert main([*command, "--kv-cache-dtype", "fp8"]) == 0
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
     assert [cache.windows[0].dtype for cache in caches] == [torch.uint8]
-    assert main([*command, "--gpus", "8"]) == 2
-    assert "gpus: got 8 on the device cpu; allowed is auto or cuda" in capsys.readouterr().err
-    assert main([*command, "--kv", "turboquant:4"]) == 2
+    assert main([*command, "--tensor-parallel-size", "8"]) == 2
+    assert "--tensor-parallel-size: got 8 on the device cpu; allowed is auto or cuda" in capsys.readouterr().err
+    assert main([*command, "--kv-cache-dtype", "turboquant:4"]) == 2
     assert "a cache of its own kind" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path / "other"), "--prompt", "Hi", "--device", "cpu", "--kv", "fp8"]) == 2
-    assert "--kv fp8 is a way to keep keys for DeepSeek-V4" in capsys.readouterr().err
+    assert (
+        main(["generate", str(tmp_path / "other"), "--prompt", "Hi", "--device", "cpu", "--kv-cache-dtype", "fp8"]) == 2
+    )
+    assert "--kv-cache-dtype fp8 is a way to keep keys for DeepSeek-V4" in capsys.readouterr().err
     assert chat["prompt_tokens"] > raw["prompt_tokens"], "the encoding is used where there is no template"

@@ -50,10 +50,16 @@ def test_the_head_drafts(model: Path, made: DraftHead) -> None:
     """As users ask for it; it may name fewer tokens than the model has, and the text is the one without."""
     asked = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, seed=4)]
     for params in asked:
-        with LLM(model, device="cpu", max_context=128) as llm:
+        with LLM(model, device="cpu", max_model_len=128) as llm:
             expected = llm.generate("the thing", params).tokens
         for tokens in ("auto", 3):
-            with LLM(model, device="cpu", max_context=128, draft=f"eagle:{made.output}", draft_tokens=tokens) as llm:
+            with LLM(
+                model,
+                device="cpu",
+                max_model_len=128,
+                speculative=f"eagle:{made.output}",
+                num_speculative_tokens=tokens,
+            ) as llm:
                 assert llm.generate("the thing", params).tokens == expected
                 assert llm.stats.drafted_tokens > 0 or tokens == "auto", "for so small a model drafts need not pay"
 
@@ -73,7 +79,9 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
     assert (status, out) == (2, "")
     assert "head: exists already" in errors
     command = ["generate", model, "--raw", "--prompt", "the", "--max-tokens", 9, "--device", "cpu", "--json"]
-    drafted = json.loads(invoke([*command, "--draft", f"eagle:{tmp_path / 'head'}", "--draft-tokens", 2])[1])
+    drafted = json.loads(
+        invoke([*command, "--speculative", f"eagle:{tmp_path / 'head'}", "--num-speculative-tokens", 2])[1]
+    )
     assert drafted["outputs"] == json.loads(invoke(command)[1])["outputs"]
     assert drafted["drafted_tokens"] > 0
 
@@ -81,18 +89,27 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "said"),
     [
-        ("eagle:", "--draft: 'eagle:' names no head; give its directory, 'eagle:PATH'"),
-        ("eagle:{model}", "--draft: config.json: has neither speculators_model_type nor draft_vocab_size"),
+        ("eagle:", "--speculative: 'eagle:' names no head; give its directory, 'eagle:PATH'"),
+        ("eagle:{model}", "--speculative: config.json: has neither speculators_model_type nor draft_vocab_size"),
         ("eagle:{model}/nowhere", "nowhere: no such model"),
         (
             "mtp",
-            "--draft: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none that run "
-            "here: draft with",
+            "--speculative: 'mtp' are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a 'llama' has none",
         ),
     ],
 )
 def test_what_cannot_draft_is_said_in_a_line(model: Path, draft: str, said: str) -> None:
-    words = ["generate", model, "--raw", "--prompt", "the", "--device", "cpu", "--draft", draft.format(model=model)]
+    words = [
+        "generate",
+        model,
+        "--raw",
+        "--prompt",
+        "the",
+        "--device",
+        "cpu",
+        "--speculative",
+        draft.format(model=model),
+    ]
     status, out, errors = invoke(words)
     assert (status, out) == (2, "")
     assert said in errors
@@ -119,7 +136,7 @@ def test_held_out_pieces_are_of_parts_of_their_own(tmp_path: Path) -> None:
 def test_what_a_head_learns_from(model: Path) -> None:
     """The model's own answers to prompts of ours, half of them greedy; the report's prompts are none of them, and where
     an answer begins is known."""
-    with LLM(model, device="cpu", max_batch=8, max_context=256) as llm:
+    with LLM(model, device="cpu", max_num_seqs=8, max_model_len=256) as llm:
         ran: list[Stats] = []
         prompts = Prompts(llm, Pieces([], 3), 12, 3, ran.append)
         found = [*prompts.answered(24), *prompts.answered(24)]
@@ -144,7 +161,7 @@ def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.Mo
     """Which a random model would never write. Where a prompt has no room for it, none is cut."""
     for room in (240, PROMPT):
         monkeypatch.setattr(draft_prompts, "PROMPT", room)
-        with LLM(model, device="cpu", max_batch=8, max_context=256) as llm:
+        with LLM(model, device="cpu", max_num_seqs=8, max_model_len=256) as llm:
             found = [text for _, text in Prompts(llm, Pieces([], 3), 12, 3).answered(96)]
             said = [(llm.tokenizer.decode(text.tokens[: text.prompt]), text.tokens[text.prompt :]) for text in found]
             copied = [len(answer) == 12 and llm.tokenizer.decode(answer) in prompt for prompt, answer in said]
@@ -154,11 +171,11 @@ def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 def test_the_head_in_this_repository_drafts_for_the_demo() -> None:
-    """More than two tokens a round on code that it never saw; no text changes."""
+    """More than two tokens per verify pass on code that it never saw; no text changes."""
     head, params = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=96)
     options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_context": 256}
     path, found, rounds = os.environ["ONEGRAPH_SMOLLM2_4BIT"], list[list[int]](), dict[str, float]()
-    with LLM(path, max_batch=1, draft=f"eagle:{head}", draft_tokens=3, **options) as llm:
+    with LLM(path, max_num_seqs=1, speculative=f"eagle:{head}", num_speculative_tokens=3, **options) as llm:
         asked = {name: prompts[0] for name, prompts in unseen(llm.tokenizer).items()}
         for name, prompt in asked.items():
             found += llm.engine.generate([prompt], params)

@@ -36,10 +36,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_text_is_that_without_drafts(model: Path, other: Path) -> None:
     asked = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=1.0, seed=4)]
     for params in asked:
-        with LLM(model, device="cpu", max_context=128) as llm:
+        with LLM(model, device="cpu", max_model_len=128) as llm:
             expected = [(c.tokens, c.text) for c in llm.generate(PROMPTS, params)]
         for draft, tokens in (("ngram", "auto"), (other, 2), (str(model), 5)):
-            with LLM(model, device="cpu", max_context=128, draft=draft, draft_tokens=tokens) as llm:
+            with LLM(model, device="cpu", max_model_len=128, speculative=draft, num_speculative_tokens=tokens) as llm:
                 assert [(c.tokens, c.text) for c in llm.generate(PROMPTS, params)] == expected
                 stats = llm.stats
         assert stats.drafted_tokens >= stats.accepted_tokens > 0  # the model, which drafts for itself
@@ -63,7 +63,9 @@ def test_every_rank_of_a_model_has_its_drafter(
         monkeypatch.setattr(llm_module, "load_decoder", lambda *_, loaded=loaded, **options: loaded)
         for draft in chosen:
             told = lambda _, done, total: read.append((done, total))  # noqa: E731
-            with LLM(model, device="cpu", max_context=128, draft=draft, draft_tokens=2, progress=told) as llm:
+            with LLM(
+                model, device="cpu", max_model_len=128, speculative=draft, num_speculative_tokens=2, progress=told
+            ) as llm:
                 found.append((llm.generate(PROMPTS, params)[0].tokens, llm.stats.accepted_tokens))
     assert found[:4] == found[4:]
     assert all(done <= total for done, total in read)
@@ -76,17 +78,17 @@ def test_the_command_line(model: Path) -> None:
     command = ["generate", model, "--raw", "--prompt", "the thing", "--max-tokens", 20, "--device", "cpu"]
     plain = json.loads(invoke([*command, "--json"])[1])
     assert plain["drafted_tokens"] == 0
-    status, out, errors = invoke([*command, "--json", "--draft", model, "--draft-tokens", 3])
+    status, out, errors = invoke([*command, "--json", "--speculative", model, "--num-speculative-tokens", 3])
     assert (status, errors) == (0, "")
     drafted = json.loads(out)
     assert drafted["outputs"] == plain["outputs"]
     assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] > 0
-    status, _, errors = invoke([*command, "--draft", model, "--draft-tokens", 1])
+    status, _, errors = invoke([*command, "--speculative", model, "--num-speculative-tokens", 1])
     assert status == 0
-    assert "drafts right" in errors
-    status, _, errors = invoke([*command, "--draft", model, "--presence-penalty", 0.1])
+    assert "drafts accepted" in errors
+    status, _, errors = invoke([*command, "--speculative", model, "--presence-penalty", 0.1])
     assert status == 0
-    assert "no drafts read" in errors
+    assert "no drafts, " in errors
 
 
 HEAD = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit"
@@ -95,15 +97,21 @@ HEAD = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--draft-tokens", 3], "--draft-tokens counts what --draft drafts; say who drafts, e.g. --draft ngram"),
-        (["--draft", "ngram", "--draft-tokens", 8], "'8' is neither 'auto' nor an integer from 1 to 7"),
-        (["--draft", "ngram", "--draft-tokens", "many"], "'many' is neither 'auto' nor an integer from 1 to 7"),
-        (["--draft", "not-here"], "draft: not-here"),
-        (["--draft", "eagle:not-here"], "draft: not-here"),
-        (["--draft", HEAD], f"draft: {HEAD} is an EAGLE head; say 'eagle:{HEAD}'"),
-        (["--draft", "eagle"], "draft: got 'eagle'; allowed are 'ngram', 'mtp', 'eagle:PATH' of a head"),
-        (["--draft", "EAGLE:x"], "draft: got 'EAGLE:x'; allowed are"),
-        (["--draft", ""], "draft: got ''; allowed are"),
+        (
+            ["--num-speculative-tokens", 3],
+            "--num-speculative-tokens needs --speculative; give a method, e.g. --speculative ngram",
+        ),
+        (["--speculative", "ngram", "--num-speculative-tokens", 8], "'8' is neither 'auto' nor an integer from 1 to 7"),
+        (
+            ["--speculative", "ngram", "--num-speculative-tokens", "many"],
+            "'many' is neither 'auto' nor an integer from 1 to 7",
+        ),
+        (["--speculative", "not-here"], "speculative: not-here"),
+        (["--speculative", "eagle:not-here"], "speculative: not-here"),
+        (["--speculative", HEAD], f"speculative: {HEAD} is an EAGLE head; say 'eagle:{HEAD}'"),
+        (["--speculative", "eagle"], "speculative: got 'eagle'; allowed are 'ngram', 'mtp', 'eagle:PATH' of a head"),
+        (["--speculative", "EAGLE:x"], "speculative: got 'EAGLE:x'; allowed are"),
+        (["--speculative", ""], "speculative: got ''; allowed are"),
     ],
 )
 def test_what_is_refused_in_a_line(model: Path, words: list[object], said: str) -> None:
@@ -119,16 +127,18 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
     (words / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"draft: the tokens of .*words are not the model's"):
-        LLM(model, device="cpu", draft=words)
+    with pytest.raises(ValueError, match=r"speculative: the tokens of .*words are not the model's"):
+        LLM(model, device="cpu", speculative=words)
     target = SimpleNamespace(config=SimpleNamespace(vocab_size=tiny.CONFIG["vocab_size"]))
     target.ranks = [target]
-    with pytest.raises(ValueError, match=r"draft: .*plain takes texts of 256 tokens, the model is run with .* of 300"):
+    with pytest.raises(
+        ValueError, match=r"speculative: .*plain takes texts of 256 tokens; the model runs with max_model_len 300"
+    ):
         drafters(str(model), None, target, model, held=None, max_context=300)
     for wrong, said in (
-        ({"draft_tokens": 3}, "draft_tokens: got 3 and no draft"),
-        ({"draft": 3}, "draft: got 3; allowed are 'ngram', 'mtp'"),
-        ({"draft": "ngram", "draft_tokens": 9}, "draft_tokens: got 9; allowed are 1 to 7"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens: got 3 without speculative"),
+        ({"speculative": 3}, "speculative: got 3; allowed are 'ngram', 'mtp'"),
+        ({"speculative": "ngram", "num_speculative_tokens": 9}, "num_speculative_tokens: got 9; allowed are 1 to 7"),
     ):
         with pytest.raises(ValueError, match=said):
             LLM(model, device="cpu", **wrong)
@@ -139,7 +149,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].repeat(2, 1)[: size + 1]
     write_checkpoint(larger, config | {"vocab_size": size + 1}, tensors.items())
     with pytest.raises(ValueError, match=rf"larger has a vocabulary of {size + 1} tokens, the model has {size}"):
-        LLM(model, device="cpu", draft=larger)
+        LLM(model, device="cpu", speculative=larger)
 
 
 @pytest.mark.slow
@@ -150,7 +160,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     params = SamplingParams(max_tokens=24)
     answers, steps = [], []
     for chosen in ({}, {"draft": "ngram", "draft_tokens": 5}):
-        with LLM(smollm2_gguf(), device="cpu", max_context=64, **chosen) as llm:
+        with LLM(smollm2_gguf(), device="cpu", max_model_len=64, **chosen) as llm:
             answers.append(llm.generate(prompt, params).tokens)
             steps.append(llm.stats.decode_steps)
     assert answers[0] == answers[1]

@@ -44,7 +44,7 @@ def text(base: Path) -> Path:
 @pytest.fixture(scope="module")
 def made(base: Path, text: Path) -> Path:
     out = base.parent / "4bit"
-    sizes = ["--tokens", 512, "--sequence", 64, "--recipe", "quick", "--device", "cpu"]
+    sizes = ["--num-calibration-tokens", 512, "--calibration-seq-len", 64, "--recipe", "quick", "--device", "cpu"]
     status, _, errors = invoke(["quantize", base, out, "--calibration", text, *sizes])
     assert status == 0, errors
     return out
@@ -81,7 +81,7 @@ def test_the_command_writes_what_it_measured_where_the_card_says_so(model: Path,
     assert "--card` measures it and puts the figures here" in unmeasured
     status, out, errors = evaluated(model, base, text, "--json")
     assert status == 0, errors
-    assert f"{model / 'README.md'}: has these figures now" in errors
+    assert f"{model / 'README.md'}: updated with these figures" in errors
     found = json.loads(out)
     assert found["text_sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
     after = (model / "README.md").read_text()
@@ -95,7 +95,7 @@ def test_the_command_writes_what_it_measured_where_the_card_says_so(model: Path,
         rf"computed in float32 on a CPU, onegraph [\d.]+, ({today}|{today - datetime.timedelta(1)})\.", after
     )
     assert f"| perplexity | {found['perplexity']:.4f} | {found['reference_perplexity']:.4f} |" in after
-    assert f"| KL to the reference, nats a token | {found['kl']:.5f} ± {found['kl_error']:.5f} |  |" in after
+    assert f"| KL to the reference, nats per token | {found['kl']:.5f} ± {found['kl_error']:.5f} |  |" in after
     assert f"| top-1 agreement | {100 * found['top1']:.2f} % |  |" in after
     assert sorted(path.name for path in model.iterdir() if path.name.startswith(".")) == []
     assert verify(model).ok, "SHA256SUMS has no digest of the card"
@@ -260,9 +260,8 @@ def test_other_measures_are_not_for_the_card(model: Path, base: Path, text: Path
     for option in ("--ab", "--generation"):
         status, _, errors = evaluated(model, base, text, option)
         assert status == 2
-        assert (
-            errors == "onegraph: error: --card takes the figures of the text itself; leave out --ab and --generation\n"
-        )
+        says = "--card: got --ab or --generation; the card takes figures of the text only; leave them out"
+        assert errors == f"onegraph: error: {says}\n"
 
 
 @pytest.mark.slow
@@ -288,6 +287,6 @@ def test_the_real_command_on_the_real_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found, card = json.loads(done.stdout), (model / "README.md").read_text()
     assert 0.01 < found["kl"] < 0.1
-    assert f"| KL to the reference, nats a token | {found['kl']:.5f} ± {found['kl_error']:.5f} |" in card
+    assert f"| KL to the reference, nats per token | {found['kl']:.5f} ± {found['kl_error']:.5f} |" in card
     assert f"against `{Path(os.environ['ONEGRAPH_SMOLLM2']).name}`" in card
     assert verify(model).ok

@@ -85,8 +85,8 @@ def test_without_a_chat_template_nothing_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--needle", "64"], "--needle is a measurement of its own"),
-        (["--ab"], "--ab compares components of weights; it takes no --kv, --needle or --generation"),
+        (["--needle", "64"], "--generation and --needle are separate measurements; give one of them"),
+        (["--ab"], "--ab compares components of weights; it takes no --kv-cache-dtype, --needle or --generation"),
         ([], r"tokens; 224 are needed"),
     ],
 )

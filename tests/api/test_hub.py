@@ -62,7 +62,7 @@ def test_a_name_is_fetched_without_pickles_or_code_and_its_commit_is_recorded(
     }
     made = quantize("org/model", tmp_path / "out", recipe="quick", **SMALL)
     assert made.source == f"org/model@{COMMIT}"
-    with LLM("org/model", device="cpu", max_batch=1) as llm:
+    with LLM("org/model", device="cpu", max_num_seqs=1) as llm:
         assert llm.path == made.source
         assert len(llm.generate("the thing", max_tokens=3).tokens) <= 3
 

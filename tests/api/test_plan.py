@@ -142,7 +142,7 @@ def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onegraph.api.choices.pick_device", lambda name: torch.device("cuda"))
     on_gpu = choose(device="auto")
     assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 32768, "bundled")
-    assert choose(recipe="quick", tokens=100).recipe == "quick"
+    assert choose(recipe="quick", num_calibration_tokens=100).recipe == "quick"
     assert choose(device="cpu", format="nvfp4").recipe == "good"
 
 
@@ -177,7 +177,7 @@ def test_who_is_refused_for_memory_is_told_what_would_do(
     alone = plan(model, device="cpu", tokens=1 << 20).rounding
     monkeypatch.setattr(planning, "sampling_memory", lambda work, device: 1 << 40)
     monkeypatch.setattr(room, "available_memory", lambda device: alone)
-    assert "--no-extend does without" in told(tokens=1 << 20, extend=True)
+    assert "self_generate=False does without" in told(tokens=1 << 20, extend=True)
     assert "give a text" in told(tokens=1 << 20, calibration="self")
     monkeypatch.setattr(room, "available_memory", lambda device: 1)
     for options in ({}, {"extend": True}):
@@ -298,7 +298,7 @@ def test_available_memory_heeds_the_limits_of_the_process() -> None:
 def test_what_it_takes_is_said_before_it_begins(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--device", "cpu"]
-    status, _, errors = invoke([*command, "--tokens", 256, "--sequence", 64])
+    status, _, errors = invoke([*command, "--num-calibration-tokens", 256, "--calibration-seq-len", 64])
     assert status == 0
     first = errors.splitlines()[0]
     assert first.startswith(
@@ -309,16 +309,26 @@ def test_what_it_takes_is_said_before_it_begins(model: Path, tmp_path: Path) -> 
 
 def test_a_text_shorter_than_a_row_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("é" * 31)
-    says = "calibration: the text has 62 bytes, fewer than the 64 tokens of one row"
+    says = "calibration: the text has 62 bytes, fewer than the 64 tokens of one sequence"
     for text in (tmp_path / "text", "é" * 31):
         with pytest.raises(ValueError, match=says):
             plan(model, **SMALL | {"calibration": text})
     assert plan(model, **SMALL | {"calibration": "é" * 32}).tokens == 256
-    command = ["quantize", model, tmp_path / "out", "--dry-run", "--sequence", 64, "--device", "cpu", "--calibration"]
+    command = [
+        "quantize",
+        model,
+        tmp_path / "out",
+        "--dry-run",
+        "--calibration-seq-len",
+        64,
+        "--device",
+        "cpu",
+        "--calibration",
+    ]
     status, _, errors = invoke([*command, tmp_path / "text"])
     assert (status, errors) == (
         2,
-        f"onegraph: error: {says}; give some 4000 tokens to be of use, or a shorter sequence\n",
+        f"onegraph: error: {says}; give about 4000 tokens or more, or use shorter sequences\n",
     )
     status, _, errors = invoke([*command, tmp_path / "none"])
     assert (status, errors) == (2, f"onegraph: error: {tmp_path / 'none'}: no such file\n")

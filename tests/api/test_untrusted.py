@@ -369,8 +369,8 @@ def test_control_characters_are_escaped_on_a_terminal(to: str, batch: bool, mode
 
 
 def test_each_promise_of_the_document_names_its_test(repo: Path) -> None:
-    text = (repo / "docs" / "cli.md").read_text()
-    section = text.split("## What a checkpoint may do to you: nothing\n")[1].split("\n## ")[0]
+    text = (repo / "docs" / "reference" / "checkpoints.md").read_text()
+    section = text.split("## Security\n")[1].split("\n## ")[0]
     promises = section.split("\n- ")[1:]
     assert len(promises) > 8
     for promise in promises:

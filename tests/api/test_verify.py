@@ -111,7 +111,7 @@ def test_it_says_what_is_inside(made: dict[str, Path], model: Path) -> None:
     status, out, errors = invoke(["verify", made["e8p"]])
     assert status == 0, errors
     assert out.splitlines()[-1] == "whole"
-    for words in ("bits a weight in the linears", "name plain, sha256", "e8p at 2 bits"):
+    for words in ("bits per weight in the linears", "name plain, sha256", "e8p at 2 bits"):
         assert words in out
     recipe = next(line for line in out.splitlines() if line.startswith("recipe"))
     assert recipe.split()[1:5] == ["name", "quick,", "bits", "3,"]

@@ -1,4 +1,4 @@
-"""The figures of docs/check/accuracy.md: each is a raw line, and what needs no GPU is computed again."""
+"""The figures of docs/benchmarks/checker.md: each is a raw line, and what needs no GPU is computed again."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def raw(repo: Path) -> list[dict]:
 
 def test_the_guide_shows_every_raw_line_and_no_other(repo: Path) -> None:
     shown = []
-    for row in table((repo / "docs/check/accuracy.md").read_text(), 7)[1:]:
+    for row in table((repo / "docs/benchmarks/checker.md").read_text(), 7)[1:]:
         cases, way, bad, recall, errors, precision, right = row
         way, _, note = way.partition(", ")
         run = "first" if note == "first run" else "now"
@@ -41,7 +41,7 @@ def test_the_guide_shows_every_raw_line_and_no_other(repo: Path) -> None:
 
 
 def test_the_guide_counts_the_cases_that_are_there(repo: Path) -> None:
-    text = (repo / "docs/check/accuracy.md").read_text()
+    text = (repo / "docs/benchmarks/checker.md").read_text()
     counts = {row[0]: int(row[1]) for row in table(text, 3)[1:]}
     here = Path(__file__).parent
     models = {n: len(json.loads((here / f).read_text())["models"]) for n, f in ZOOS.items()}

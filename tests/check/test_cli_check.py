@@ -282,7 +282,7 @@ def shape_of(line: str) -> str:
 
 
 def test_guide_tells_the_truth(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    guide = (repo / "docs/check/README.md").read_text()
+    guide = (repo / "docs/guides/check.md").read_text()
     example = re.search(r"```python\n(# steps.py\n.*?)```", guide, re.S)
     shown = re.search(r"```\n(CG101 .*?)```", guide, re.S)
     assert example is not None
@@ -470,7 +470,7 @@ def test_pytest_plugin(tmp_path: Path, pytestconfig: pytest.Config) -> None:
 def test_the_page_about_ci_names_every_option_and_an_install_that_there_is(repo: Path) -> None:
     from onegraph.check.pytest_plugin import assert_capturable
 
-    page = (repo / "docs" / "check" / "ci.md").read_text()
+    page = (repo / "docs" / "guides" / "check-ci.md").read_text()
     options = [p for p in inspect.signature(assert_capturable).parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert options
     for option in options:

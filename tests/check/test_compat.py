@@ -269,6 +269,7 @@ def test_trees_zeros_and_generators() -> None:
 def test_names_that_are_stood_in_for_are_there() -> None:
     assert hasattr(torch.cuda, compat.LAZY_INIT)
     assert hasattr(torch.cuda.nvtx, compat.NVTX)
+    assert hasattr(torch.cuda, compat.SLEEP)
     if sys.platform == "linux":
         lib = Path(torch.__file__).parent / "lib" / "libc10.so"
         assert compat.DEVICE_GUARDS.encode() in lib.read_bytes()

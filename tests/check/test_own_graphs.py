@@ -235,3 +235,17 @@ def test_an_autotuner_that_meets_a_new_key_later_is_told() -> None:
     (again,) = [f for f in report.findings if f.code == "CG307" and "is tuned" in f.message]
     assert again.message.startswith("Triton kernel scale is tuned again in step 6: a replay launches what was captured")
     assert again.line == report.errors[0].line
+
+
+def test_a_factory_finds_the_versions_and_the_allocator_that_a_gpu_has() -> None:
+    seen = []
+
+    def factory() -> Any:
+        seen.append((torch.version.cuda, torch.cuda.get_allocator_backend()))
+        torch.cuda._sleep(100)
+        return (lambda t: t + 1), lambda i: (x(i),)
+
+    before = torch.version.cuda
+    assert codes(factory) == []
+    assert torch.version.cuda == before
+    assert seen == [(before or "13.0", "native")]

@@ -68,7 +68,7 @@ def test_unknown_rule_lists_what_is_allowed() -> None:
 def test_every_hazard_of_the_table_has_a_rule(repo: Path) -> None:
     covered = {number for rule in RULES.values() for number in rule.hazards}
     assert covered == set(range(1, 35))
-    for line in (repo / "docs/check/hazards.md").read_text().splitlines():
+    for line in (repo / "docs/reference/hazards.md").read_text().splitlines():
         row = re.match(r"\| (\d+) \|.*\| ([^|]+) \|$", line)
         if row:
             listed = set(row.group(2).split(", "))

@@ -30,7 +30,7 @@ def test_precision_and_recall(repo: Path) -> None:
             elif not matching and not expected.optional:
                 missed.append((case.name, expected.line, sorted(expected.codes)))
         false += [(case.name, *place) for place in sorted(found - explained)]
-    assert f"| {hits + len(missed)} | {hits} | {len(false)} |" in (repo / "docs/check/source.md").read_text()
+    assert f"| {hits + len(missed)} | {hits} | {len(false)} |" in (repo / "docs/benchmarks/checker.md").read_text()
     assert hits > 100
     assert hits / (hits + len(missed)) >= RECALL, missed
     assert hits / (hits + len(false)) >= PRECISION, false

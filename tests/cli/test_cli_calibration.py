@@ -21,7 +21,7 @@ from onegraph.quant.quantize import quantize as quantize_blocks
 
 api = importlib.import_module("onegraph.api.quantize")  # the package's `quantize` is the function
 
-OPTIONS = ["--tokens", 256, "--sequence", 64, "--recipe", "quick", "--bits", 2]
+OPTIONS = ["--num-calibration-tokens", 256, "--calibration-seq-len", 64, "--recipe", "quick", "--bits", 2]
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def test_the_model_goes_on_with_a_text_that_is_too_short(model: Path, tmp_path: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "quantize_blocks", watched)
         plain = made(model, "short", "--calibration", text)
-        first = made(model, "extended", "--calibration", text, "--extend")
-        assert made(model, "extended-again", "--calibration", text, "--extend") == first != plain
+        first = made(model, "extended", "--calibration", text, "--self-generate")
+        assert made(model, "extended-again", "--calibration", text, "--self-generate") == first != plain
         enough = made(model, "enough", "--calibration", BUNDLED)
-        assert made(model, "enough-extended", "--calibration", BUNDLED, "--extend") == enough
+        assert made(model, "enough-extended", "--calibration", BUNDLED, "--self-generate") == enough
     few, rows, again, *_ = seen
     assert rows.shape == (4, 64)
     assert torch.equal(rows, again)
@@ -99,10 +99,10 @@ def test_extend_is_refused_where_there_is_nothing_to_go_on_with(model: Path) -> 
         (["--calibration", "self"], "with calibration 'self' the model writes all of it"),
         (["--format", "nvfp4"], "nvfp4 reads no text"),
     ):
-        status, _, errors = invoke(["quantize", model, model.parent / "no", *more, "--extend"])
+        status, _, errors = invoke(["quantize", model, model.parent / "no", *more, "--self-generate"])
         assert (status, errors.count("\n")) == (2, 1), errors
         assert why in errors
-    status, out, _ = invoke(["quantize", model, model.parent / "no", "--extend", "--dry-run"])
+    status, out, _ = invoke(["quantize", model, model.parent / "no", "--self-generate", "--dry-run"])
     assert status == 0
     assert "tokens of the bundled text and of what the model writes behind it" in out
 

@@ -127,7 +127,7 @@ def small_files(size: int) -> Any:
 def test_a_file_that_cannot_be_written_whole(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the thing in the inn, and a hat. " * 100)
-    quick = ["--calibration", text, "--tokens", 128, "--sequence", 64, "--recipe", "quick"]
+    quick = ["--calibration", text, "--num-calibration-tokens", 128, "--calibration-seq-len", 64, "--recipe", "quick"]
     fails(run("quantize", model, tmp_path / "a", *quick, before=small_files(4096)), "a.partial/", "File too large")
     fails(run("quantize", model, tmp_path / "b", "--format", "nvfp4", before=small_files(4096)), "/.b.tmp/", "File too")
     assert not list(tmp_path.glob(".b*")), "nothing is left"

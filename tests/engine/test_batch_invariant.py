@@ -373,10 +373,10 @@ def test_references_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_api_and_the_command_line(tmp_path: Path) -> None:
     path = tiny.write_model(tmp_path / "model")
-    with LLM(path, device="cpu", max_context=128, batch_invariant=True, draft="ngram") as llm:
+    with LLM(path, device="cpu", max_model_len=128, batch_invariant=True, speculative="ngram") as llm:
         assert llm.engine.executor.batch_invariant
         drafted = llm.generate("the thing the thing", max_tokens=20)
-    with LLM(path, device="cpu", max_context=128) as llm:
+    with LLM(path, device="cpu", max_model_len=128) as llm:
         assert not llm.engine.executor.batch_invariant
     command = ["generate", path, "--raw", "--prompt", "the thing the thing", "--max-tokens", 20, "--device", "cpu"]
     status, out, errors = invoke([*command, "--batch-invariant"])

@@ -91,7 +91,7 @@ def warpers(params):
 
 def dense(model, prompt, params):
     """(tokens, model's logits at each) that the definitions give, all of the sequence anew for each token."""
-    output, seen = [], []
+    output, seen, params = [], [], params.with_defaults()
     for _ in range(params.max_tokens if params.regex is None else min(params.max_tokens, int(params.regex))):
         seen.append(model.dense_logits([*prompt, *output]))
         logits = shaped(seen[-1], prompt, output, params)

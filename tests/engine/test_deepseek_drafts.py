@@ -147,8 +147,8 @@ def test_a_checkpoint_without_draft_layers_is_refused(tmp_path):
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     without = {"num_nextn_predict_layers": 0, "compress_ratios": whole["compress_ratios"][: TINY["num_hidden_layers"]]}
     for name, config, said in (
-        ("told", whole | without, r"draft: .* has no draft layers .*: draft with 'ngram'"),
-        ("untold", whole, "draft: .* missing: 'mtp.0"),
+        ("told", whole | without, r"speculative: .* has no draft layers .*: use 'ngram'"),
+        ("untold", whole, "speculative: .* missing: 'mtp.0"),
     ):
         write(tmp_path / name, config, tensors)
         with Checkpoint.open(tmp_path / name) as checkpoint:

@@ -41,7 +41,7 @@ def make(request, model, monkeypatch):
 
 def dense(model, prompt, params):
     """The tokens that the definition gives: all of the sequence anew for each token."""
-    tokens = list(prompt)
+    tokens, params = list(prompt), params.with_defaults()
     for _ in range(params.max_tokens):
         logits = model.dense_logits(tokens)
         if params.temperature == 0:

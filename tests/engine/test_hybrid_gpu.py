@@ -58,6 +58,9 @@ def test_the_captured_step_is_proven(model: Any) -> None:
             "limits": torch.randint(0, 96, (n,), generator=g).int(),
             "table": (1 + torch.randperm(48, generator=g)[: n * 12]).view(n, 12).int(),
             "slots": torch.arange(1, n + 1).int(),
+            "temperature": torch.rand(n, generator=g),
+            "top_k": torch.randint(0, 50, (n,), generator=g).int(),
+            "top_p": torch.rand(n, generator=g),
             "seed": torch.randint(0, 2**60, (n,), generator=g),
         }
 

@@ -132,11 +132,11 @@ def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "ranks", "changes", "words"),
     [
-        ("llama", 4, {}, "gpus is 4: 6 heads cannot be shared evenly; this model runs on 1 or 2$"),
-        ("llama", 3, {}, "gpus is 3: 2 heads of keys cannot be shared evenly, nor each by as many ranks; this"),
-        ("llama", 6, {}, "104 hidden units cannot be shared evenly"),
-        ("mixtral", 2, {"intermediate_size": 41}, "41 hidden units of an expert cannot be shared evenly"),
-        ("olmo2", 2, {}, "olmo2 norms all queries of a token together, which ranks would share; this model runs on 1$"),
+        ("llama", 4, {}, "gpus is 4: 6 attention heads cannot be split evenly; use 1 or 2$"),
+        ("llama", 3, {}, "gpus is 3: 2 KV heads cannot be split evenly or replicated evenly; use"),
+        ("llama", 6, {}, "104 hidden units cannot be split evenly"),
+        ("mixtral", 2, {"intermediate_size": 41}, "41 hidden units of an expert cannot be split evenly"),
+        ("olmo2", 2, {}, "olmo2 norms all queries of a token together, which ranks would share; use 1$"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_with_what_they_can(
@@ -149,7 +149,7 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can(
 
 def test_codes_that_would_be_cut_within_a_block_are_refused(tmp_path: Path) -> None:
     save_e8p("llama", tmp_path / "m", rates={"bits": 2}, **BIG | {"head_dim": 64})
-    words = r"model.layers.0.self_attn.k_proj in e8p at 2 bits: rows 64:128 of 128 cut a rotation block.*runs on 1$"
+    words = r"model.layers.0.self_attn.k_proj in e8p at 2 bits: rows 64:128 of 128 cut a rotation block.*; use 1$"
     with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(ValueError, match=words):
         Ranks.load(checkpoint, ["cpu"] * 2)
 
@@ -257,7 +257,7 @@ def test_deepseek_on_ranks_gives_the_tokens_of_one_device(variant: str, ranks: i
 
 def test_deepseek_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     deepseek.save_hf("pro", tmp_path)
-    words = "gpus is 2: 3 groups of heads cannot be shared evenly; this model runs on 1 or 3$"
+    words = "gpus is 2: 3 groups of heads cannot be split evenly; use 1 or 3$"
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
         Ranks.load(checkpoint, ["cpu"] * 2, kind=DeepseekV4)
 

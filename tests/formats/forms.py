@@ -69,7 +69,7 @@ def head_digests(path: Path, model: Path) -> dict[str, str]:
     from onegraph import LLM
     from onegraph.models.eagle import EagleHead
 
-    with LLM(model, device="cpu", dtype="float32", max_context=64) as llm, Checkpoint.open(path) as checkpoint:
+    with LLM(model, device="cpu", dtype="float32", max_model_len=64) as llm, Checkpoint.open(path) as checkpoint:
         head = EagleHead.load(checkpoint, llm.engine.model)
     own = [*head.named_parameters(), *head.named_buffers()]
     return {name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in own}

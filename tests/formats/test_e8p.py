@@ -203,7 +203,7 @@ def test_ties_and_extremes_are_encoded(encode: Any) -> None:
     [(2, False, 0.0916), (3, False, 0.0297), (4, False, 0.0081), (4, True, 0.0079), (2, True, 0.0916)],
 )
 def test_gaussian_mse_at_each_rate(encode: Any, bits: int, wide: bool, known: float) -> None:
-    """The table in docs/quality.md, to 1 per cent; rate-distortion allows .0625, .0156 and .0039."""
+    """The table in docs/benchmarks/quality.md, to 1 per cent; rate-distortion allows .0625, .0156 and .0039."""
     x = gaussian(60000, seed=3) * GAUSSIAN_RHO[bits]
     mse = ((encode(x, bits, wide=wide)[2] - x).square().mean() / x.square().mean()).item()
     assert mse == pytest.approx(known, rel=0.01)

@@ -55,7 +55,7 @@ def test_the_files_hold_what_their_names_say() -> None:
 def test_a_draft_head_loads_to_the_same_bits_and_drafts(name: str, tmp_path: Path) -> None:
     path, model = forms.HEADS / name, tiny.write_model(tmp_path / "model")
     assert forms.head_digests(path, model) == json.loads((path / forms.DECODED).read_text())
-    with LLM(model, device="cpu", max_context=64, draft=f"eagle:{path}", draft_tokens=2) as llm:
+    with LLM(model, device="cpu", max_model_len=64, speculative=f"eagle:{path}", num_speculative_tokens=2) as llm:
         assert len(llm.generate("the thing", max_tokens=8).tokens) == 8
         assert llm.stats.drafted_tokens > 0
 

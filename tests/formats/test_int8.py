@@ -165,7 +165,7 @@ def test_what_is_held_in_what(tmp_path: Path) -> None:
     ("asked", "weights"), [("auto", "float16" if packs() else "float32"), ("int8", "int8"), ("float32", "float32")]
 )
 def test_int8_is_asked_for(asked: str, weights: str, tmp_path: Path) -> None:
-    with LLM(tiny.write_model(tmp_path / "m"), device="cpu", dtype=asked, max_context=64) as llm:
+    with LLM(tiny.write_model(tmp_path / "m"), device="cpu", dtype=asked, max_model_len=64) as llm:
         assert (llm.weights, llm.dtype) == (weights, torch.float32)
         assert (llm.engine.model.blocks[0].mlp.down.linear.format is INT8) == (weights == "int8")
 
@@ -181,9 +181,9 @@ def test_int8_is_refused_where_nothing_has_it() -> None:
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")
 def test_the_real_model_says_the_same() -> None:
     """KL of the next token between float32 and int8 weights, of the dense model: far below what 4 bits cost (.035)."""
-    with LLM(smollm2_gguf(), device="cpu", dtype="float32", max_context=256) as llm:
+    with LLM(smollm2_gguf(), device="cpu", dtype="float32", max_model_len=256) as llm:
         tokens = llm.tokenizer.encode(Path(__file__).parents[1].joinpath("models.py").read_text())[:256]
         want = Decoder(llm.engine.model, rows=1, max_context=256).feed([tokens])[0].log_softmax(-1)
-    with LLM(smollm2_gguf(), device="cpu", dtype="int8", max_context=256) as llm:
+    with LLM(smollm2_gguf(), device="cpu", dtype="int8", max_model_len=256) as llm:
         got = Decoder(llm.engine.model, rows=1, max_context=256).feed([tokens])[0].log_softmax(-1)
     assert float((want.exp() * (want - got)).sum(-1).mean()) < 3e-3

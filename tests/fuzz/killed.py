@@ -39,7 +39,14 @@ class Quantize(Job):
         return self.out.with_name("out.partial"), self.out.with_name(".out.tmp")
 
     def words(self) -> list[str]:
-        how = ["--bits=3", "--lm-head=4", "--recipe=good", "--tokens=1024", "--sequence=64", "--device=cpu"]
+        how = [
+            "--bits=3",
+            "--lm-head=4",
+            "--recipe=good",
+            "--num-calibration-tokens=1024",
+            "--calibration-seq-len=64",
+            "--device=cpu",
+        ]
         return ["quantize", str(self.folder / "model"), str(self.out), *how]
 
     def phase(self) -> str:
@@ -213,7 +220,12 @@ class Serve(Job):
         self.closing = threading.Event()
 
     def words(self) -> list[str]:
-        few = ["--max-batch=3", "--max-context=96", "--cache-tokens=160", "--grace=1"]  # they wait and are preempted
+        few = [
+            "--max-num-seqs=3",
+            "--max-model-len=96",
+            "--kv-cache-tokens=160",
+            "--grace=1",
+        ]  # they wait and are preempted
         # Exact, since tokens are compared: in int8 a row's rounding follows from how many are computed beside it.
         how = ["--device=cpu", f"--port={self.port}"]
         return ["serve", str(self.folder / "model"), *few, *how]

@@ -100,7 +100,16 @@ class Fuzzer:
             self._served.end()
 
     def quick(self) -> list[object]:
-        return ["--calibration", self.text, "--tokens", "128", "--sequence", "64", "--recipe", "quick"]
+        return [
+            "--calibration",
+            self.text,
+            "--num-calibration-tokens",
+            "128",
+            "--calibration-seq-len",
+            "64",
+            "--recipe",
+            "quick",
+        ]
 
     # Each kind prepares `work` and returns a command line.
 

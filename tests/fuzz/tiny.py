@@ -92,7 +92,7 @@ def write_model(path: Path, config: dict[str, Any] | None = None, seed: int = 0,
     settings = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1], "chat_template": TEMPLATE}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": False}))
     return path
 
 

@@ -53,7 +53,7 @@ def test_a_published_model_is_the_one_that_transformers_makes_of_it(
         model = kind.from_config(theirs)
     sizes = {key: p.numel() for key, p in model.named_parameters() if not wrapper.is_other(key)}
     tied = wrapper.is_wrapper(config) and not LlamaConfig.from_dict(dense).tied and "lm_head.weight" not in sizes
-    weights = sum(size for key, size in sizes.items() if not key.endswith("bias"))
+    weights = sum(size for key, size in sizes.items() if not key.endswith(".bias"))
     weights += tied * sizes.get("model.language_model.embed_tokens.weight", 0)  # by a default that the file corrects
     monkeypatch.setattr(cost, "_timed", lambda run, device: 1.0)
     stored = dense if config.get("quantization_config", {}).get("quant_method") == "fp8" else config
@@ -63,6 +63,9 @@ def test_a_published_model_is_the_one_that_transformers_makes_of_it(
     assert found.before.parameters == weights
     if name == "Qwen3-30B-A3B":
         assert str(found).startswith("29.91B weights in 12480 linears ")
+    if name == "Qwen3.5-35B-A3B":
+        blocks = found.before.parameters - 2 * 248320 * 2048 - 2048  # without embedding, head and the last norm
+        assert blocks == 33_643_489_920, "as the inventory of the published files counts them"
     if name == "gpt-oss-20b":
         assert found.before.total_bytes == 13_761_264_768, "experts in MXFP4 blocks, as its index says"
 

@@ -326,7 +326,7 @@ def test_sizes_are_the_decoders(tmp_path):
 
 
 def test_the_pages_own_command(tmp_path):
-    """`onegraph generate` of NVIDIA's form, and `verify`, as docs/deepseek.md has them."""
+    """`onegraph generate` of NVIDIA's form, and `verify`, as docs/how-it-works/deepseek.md has them."""
     config = nvidia(TINY | {"vocab_size": tiny.CONFIG["vocab_size"]})
     write(tmp_path / "m", config, make(config)[0])
     plain_model = tiny.write_model(tmp_path / "plain")

@@ -16,7 +16,8 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.heads import Heads
-from onegraph.models.llama import Llama
+from onegraph.models.llama import Llama, unread_layers
+from onegraph.models.ranks import Ranks
 from onegraph.models.source import LlamaSource
 from onegraph.nn.turboquant import TurboQuantCache
 
@@ -85,6 +86,18 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
     assert isinstance(cache, TurboQuantCache)
     sizes = {(layer.layout.head_dim, layer.codes.shape[1]) for layer in cache.layers if layer is not None}
     assert sizes == {(64, 2), (128, 1)}
+
+
+def test_ranks_do_not_share_it(tmp_path: Path) -> None:
+    save_hf("gemma4", tmp_path)
+    with pytest.raises(ValueError, match=r"gpus is 2: gemma4_text has layers of several kinds.*runs on 1$"):
+        Ranks.load(Checkpoint.open(tmp_path), ["cpu", "cpu"])
+
+
+def test_heads_that_no_kernel_reads_codes_of_stay_exact_on_a_gpu() -> None:
+    config = LlamaConfig.from_dict(told("gemma4", head_dim=256, global_head_dim=512))
+    assert unread_layers(config, "cuda") == [5]
+    assert unread_layers(config, "cpu") == []
 
 
 def test_layers_that_share_keys_are_not_in_codes(tmp_path: Path) -> None:

@@ -83,19 +83,42 @@ def test_the_command_says_which_layers_stay_exact(tmp_path: Path, capsys: pytest
     path = tmp_path / "m"
     save_biased(path, {2: 3000.0}, vocab_size=tiny.CONFIG["vocab_size"])
     (path / "tokenizer.json").write_text(json.dumps(tiny.tokenizer_json()))
-    command = ["generate", str(path), "--prompt", "a", "--max-tokens", "2", "--kv", "turboquant:4,window=16", "--json"]
+    command = [
+        "generate",
+        str(path),
+        "--prompt",
+        "a",
+        "--max-tokens",
+        "2",
+        "--kv-cache-dtype",
+        "turboquant:4,window=16",
+        "--json",
+    ]
     assert main(command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["kv"] == "turboquant:4,window=16,exact=2"
     (tmp_path / "text").write_text("the quick brown fox " * 20)
     assert (
-        main(["eval", str(path), "--kv", "turboquant:4,window=16", "--text", str(tmp_path / "text"), "--window", "64"])
+        main(
+            [
+                "eval",
+                str(path),
+                "--kv-cache-dtype",
+                "turboquant:4,window=16",
+                "--text",
+                str(tmp_path / "text"),
+                "--window",
+                "64",
+            ]
+        )
         == 0
     )
     told = capsys.readouterr()
-    assert "kv: layer 2 kept exact" in told.err
+    why = "keys are mostly a bias there, or heads are larger than kernels read"
+    assert f"kv: layer 2 kept exact, {why} (docs/turboquant.md)" in said.err
     bytes_of = float(told.out.split("KV cache")[1].split()[0])
     assert bytes_of == parse_kv("turboquant:4,window=16,exact=2").token_bytes(layers=3, kv_heads=2, head_dim=64) + (
         2 * 32 * 2 * 2 * 64 * 2 / 64
     ), "two layers in codes, each with a ring of 32 tokens"
-    assert "kv: layer 2 kept exact, keys are mostly a bias there (docs/turboquant.md)" in said.err
+    why = "their keys are mostly a bias, or their heads are larger than the kernels read"
+    assert f"kv: layer 2 kept exact: {why} (docs/guides/long-context.md)" in said.err

@@ -95,7 +95,7 @@ FORMS = (
 
 
 def of_example(source: build.Source, capability: tuple[int, int]) -> int:
-    """Bytes that the form spills that stands in the table of docs/cards.md."""
+    """Bytes that the form spills that stands in the table of docs/how-it-works/kernels.md."""
     return next(
         (form.cells.get(capability, 0) for form in FORMS if (form.source, form.defines) == (source, source.example)), 0
     )

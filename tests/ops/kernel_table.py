@@ -1,4 +1,4 @@
-"""What ptxas makes of every CUDA source, for each card that it is for: the table of docs/cards.md.
+"""What ptxas makes of every CUDA source, for each card that it is for: the table of docs/how-it-works/kernels.md.
 
     python -m tests.ops.kernel_table     # writes it anew; NVRTC is enough, no GPU
 
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a module
 
 from h200 import H200
 
-PAGE = Path(__file__).parents[2] / "docs" / "cards.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-it-works" / "kernels.md"
 BEGIN, END = "<!-- kernels: python -m tests.ops.kernel_table -->\n", "<!-- end of kernels -->\n"
 CAPABILITIES = build.PORTABLE
 REGISTERS = 255  # of a thread
@@ -137,7 +137,7 @@ PRODUCTS = {2: 8, 3: 16, 4: 16}  # of a row tile
 
 def loops() -> str:
     lines = [
-        "| bits | bytes of codes | instructions a warp | lane-instructions a weight | bytes by clock and SM at most |"
+        "| bits | bytes of codes | instructions per warp | lane instructions per weight | bytes/clock/SM, at most |"
     ]
     lines.append("|---" * 5 + "|")
     for bits in (2, 3, 4):

@@ -71,7 +71,7 @@ def test_what_cannot_cross_is_refused() -> None:
     weight = one.given["codes"], None, codebook(), one.given["in_scale"], one.given["out_scale"], None, 2, None, False
     for tokens, words in (
         (5, "x has 5 tokens; allowed are 1 to 4: run e8p_linear, then all_reduce"),
-        (3, "e8p_all_reduce: a rank sends 384 words of 4 bytes, an inbox has room for 256"),
+        (3, "e8p_all_reduce: a rank sends 384 words of 4 bytes, a peer buffer has room for 256"),
     ):
         with pytest.raises(ValueError, match=words):
             e8p_all_reduce(torch.zeros(tokens, 128), *weight, *group.rank(0).group)

@@ -162,9 +162,9 @@ def test_a_rank_that_is_not_armed_goes_on_alone() -> None:
         ({"x": torch.zeros(4, dtype=torch.int32)}, "x is torch.int32"),
         ({"add": torch.zeros(5)}, r"add is .*\(5,\); it must be as x, \(4,\)"),
         ({"rank": 2}, "rank 2 of 2; allowed are 1 to 8 ranks"),
-        ({"inboxes": [torch.zeros(2, 2, 8), torch.zeros(2, 2, 8)]}, "an inbox is torch.float32"),
+        ({"inboxes": [torch.zeros(2, 2, 8), torch.zeros(2, 2, 8)]}, "a peer buffer is torch.float32"),
         ({"state": torch.zeros(4, dtype=torch.int64)}, r"state is torch.int64 \(4,\); it must be int64 \[6\]"),
-        ({"x": torch.zeros(300), "add": None}, "a rank sends 300 words of 4 bytes, an inbox has room for 256"),
+        ({"x": torch.zeros(300), "add": None}, "a rank sends 300 words of 4 bytes, a peer buffer has room for 256"),
     ],
 )
 def test_what_cannot_be_exchanged_is_refused(change: dict[str, Any], words: str) -> None:

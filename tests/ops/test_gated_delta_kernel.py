@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h200 import PLAIN
 from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cuda import build
@@ -32,6 +33,7 @@ CASES = [case for case in gated_delta.cases if case.name not in ("chunk", "chunk
 
 class Kernel:
     backwards = False
+    sms = 132
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -65,6 +67,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
 @pytest.fixture
 def step(kernels: Callable[..., dict[str, Kernel]], monkeypatch: pytest.MonkeyPatch) -> Callable[[GatedDelta], Tensor]:
     launch_on_cpu(kernels, monkeypatch.setattr)
+    monkeypatch.setattr(build, "device", lambda index: replace(PLAIN, sms=Kernel.sms))
     return launcher.step
 
 
@@ -85,8 +88,9 @@ def test_the_kernel_is_the_reference(
     truth = GatedDelta(*clone(args, widen(dtype)))
     want = [gated_delta.reference(*truth), *state(truth)]
     found = []
-    for backwards in (False, True):
+    for backwards, sms in ((False, 132), (True, 1)):  # more blocks than run at once read in another order
         monkeypatch.setattr(Kernel, "backwards", backwards)
+        monkeypatch.setattr(Kernel, "sms", sms)
         call = GatedDelta(*clone(args))
         found.append([step(call), *state(call)])
     for got, again, true in zip(*found, want, strict=True):

@@ -78,7 +78,9 @@ def test_what_cannot_cross_is_refused() -> None:
     with pytest.raises(ValueError, match="streams are of 17 tokens; allowed are up to 16: run all_reduce, hyper_upda"):
         hyper_all_reduce(*args[:3], logits, *args[3:], *peers(1, 2048).rank(0).group)
     args, logits = given(3, 64)
-    with pytest.raises(ValueError, match="hyper_all_reduce: a rank sends 192 words of 4 bytes, an inbox has room for"):
+    with pytest.raises(
+        ValueError, match="hyper_all_reduce: a rank sends 192 words of 4 bytes, a peer buffer has room for"
+    ):
         hyper_all_reduce(*args[:3], logits, *args[3:], *peers(1, 128).rank(0).group)
     with pytest.raises(ValueError, match="iterations is 0; at least one column normalisation is needed"):
         hyper_all_reduce(*args[:3], logits, *args[3:-1], 0, *peers(1, 2048).rank(0).group)

@@ -54,7 +54,7 @@ def test_every_file_is_declared() -> None:
 
 @pytest.mark.parametrize(("name", "capability"), CLAIMS)
 def test_a_source_compiles_for_what_it_is_for(name: str, capability: tuple[int, int]) -> None:
-    """Within what the card has, as docs/cards.md says: `python -m tests.ops.kernel_table` writes the page anew."""
+    """Within what the GPU has; `python -m tests.ops.kernel_table` updates docs/how-it-works/kernels.md."""
     source = SOURCES[name]
     found = kernel_table.usage(source, capability)
     assert found.registers <= kernel_table.REGISTERS

@@ -166,10 +166,10 @@ def test_what_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs the weights of SmolLM2")
 def test_the_real_model_says_the_same() -> None:
     """KL of the next token between float32 and what `auto` takes: nothing beside what 4 bits cost (.035)."""
-    with LLM(smollm2_gguf(), device="cpu", dtype="float32", max_context=256) as llm:
+    with LLM(smollm2_gguf(), device="cpu", dtype="float32", max_model_len=256) as llm:
         tokens = llm.tokenizer.encode(Path(__file__).parents[1].joinpath("models.py").read_text())[:256]
         want = Decoder(llm.engine.model, rows=1, max_context=256).feed([tokens])[0].log_softmax(-1)
-    with LLM(smollm2_gguf(), device="cpu", max_context=256) as llm:
+    with LLM(smollm2_gguf(), device="cpu", max_model_len=256) as llm:
         assert llm.weights == "float16"
         got = Decoder(llm.engine.model, rows=1, max_context=256).feed([tokens])[0].log_softmax(-1)
     assert float((want.exp() * (want - got)).sum(-1).mean()) < 1e-5

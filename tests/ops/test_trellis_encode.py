@@ -101,7 +101,7 @@ def test_the_gpus_kernel_finds_it_too(bits: int, tmp_path: Path, monkeypatch: py
     shutil.copy(HERE / "e8p_experts_on_cpu" / "ptx.cuh", tmp_path / "ptx.cuh")
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
-    compile_run(tmp_path, flags({"BITS": bits, "HALF": 1}), tmp_path / "made.so", "-shared")
+    compile_run(tmp_path, flags({"BITS": bits, "HALF": 1, "HELD": 56}), tmp_path / "made.so", "-shared")
     library = ctypes.CDLL(str(tmp_path / "made.so"))
 
     class Kernel:

@@ -131,7 +131,7 @@ def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: d
 def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--tokens", 256]
-    command += ["--sequence", 64, "--recipe", "quick", "--device", "cpu"]
+    command += ["--calibration-seq-len", 64, "--recipe", "quick", "--device", "cpu"]
     for more, says in (
         (["--bits", "4.5"], "got '4.5'; allowed is a number from 2 to 4"),
         (["--size", "3.2 GiB"], "'3.2 GiB' is no size; give e.g. 3.2GB"),
@@ -158,4 +158,4 @@ def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp
     status, out, errors = invoke([*command[:2], tmp_path / "other", *command[3:], "--size", "150kB", "--dry-run"])
     assert status == 0, errors
     assert AVERAGE in out.splitlines(), "what is said of the average"
-    assert "bits a weight in the linears (with their scales)" in out
+    assert "bits per weight in the linears (with their scales)" in out

@@ -37,7 +37,7 @@ def tokenizer(path: Path) -> Iterator[Tokenizer]:
 
 @pytest.fixture(scope="module")
 def app(path: Path, tokenizer: Tokenizer) -> Iterator[Starlette]:
-    with LLM(path, max_batch=4, device="cpu") as llm:
+    with LLM(path, max_num_seqs=4, device="cpu") as llm:
         worker = Worker(llm, tokenizer, queue=8, prepare="plain")
         worker.start()
         yield Server(worker, Settings(name="tiny")).app()

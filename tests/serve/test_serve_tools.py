@@ -68,7 +68,7 @@ def tokenizer(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def app(path: Path) -> Iterator[Starlette]:
-    with LLM(path, max_batch=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
+    with LLM(path, max_num_seqs=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
         worker.start()
         yield Server(worker, Settings(name="tiny", origins=("http://page",))).app()
@@ -148,7 +148,7 @@ def test_tools_that_are_refused(app: Starlette, how: dict[str, Any], says: str) 
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
 def test_a_function_without_parameters_is_called_with_none(app: Starlette, parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "now"} | parameters}
-    (made,) = ask(app, tools=[tool], tool_choice="required", seed=3, max_tokens=200).choices
+    (made,) = ask(app, tools=[tool], tool_choice="required", seed=3, temperature=1, max_tokens=200).choices
     assert json.loads(made.message.tool_calls[0].function.arguments) == {}
 
 

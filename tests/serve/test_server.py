@@ -40,7 +40,14 @@ from onegraph.serve.worker import Full, Worker
 KEY = "sesame"
 JSON_TYPE = "Content-Type: application/json\r\n"
 # Rows, pages and the queue are few, so that requests wait, make room for each other, and are refused.
-OPTIONS = ["--max-batch=6", "--max-context=96", "--cache-tokens=160", "--queue=74", "--max-body=20000", "--grace=1"]
+OPTIONS = [
+    "--max-num-seqs=6",
+    "--max-model-len=96",
+    "--kv-cache-tokens=160",
+    "--queue=74",
+    "--max-body=20000",
+    "--grace=1",
+]
 DEEP: Any = {}
 for _ in range(300):  # deeper than Python writes JSON
     DEEP = {"properties": {"a": DEEP}}
@@ -109,7 +116,7 @@ def server(model: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    with LLM(model, max_context=96, device="cpu") as found:
+    with LLM(model, max_model_len=96, device="cpu") as found:
         yield found
 
 
@@ -269,7 +276,7 @@ def test_who_leaves_gives_rows_and_pages_back(server: Running) -> None:
 
 def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
     """Its pieces wait, as many as its answer has; the other answers, and those behind it in the queue, end."""
-    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm:
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm:
         with Checkpoint.open(model) as checkpoint:
             worker = Worker(llm, Tokenizer(checkpoint), queue=2)
         worker.start()
@@ -295,7 +302,7 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
 
 @pytest.mark.parametrize(("prepare", "later"), [("plain", 12), ("all", 0)])
 def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["all", "plain"], later: int) -> None:
-    with LLM(model, max_batch=2, max_context=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
         worker.start()
         prompt, built = llm.tokenizer.encode("the"), len(llm.engine.executor.groups)
@@ -531,7 +538,7 @@ def test_killed_restarted_and_interrupted(model: Path, capsys: pytest.CaptureFix
         second.process.send_signal(signal.SIGINT)
         _, errors = second.process.communicate(timeout=20)
         assert second.process.returncode == 130
-        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
+        assert errors.splitlines()[-2:] == ["stopping: running requests have 1 s", "onegraph: interrupted"]
         assert "Traceback" not in errors
     finally:
         second.end()
@@ -553,7 +560,7 @@ def test_another_signal_does_not_wait(model: Path, signals: str, status: int, li
             running.until(lambda now: now["onegraph_running"] + now["onegraph_waiting"] > 60)
             running.process.send_signal(first)
             assert running.process.stderr is not None
-            assert running.process.stderr.readline() == "stopping: answers that run have 60 s\n"
+            assert running.process.stderr.readline() == "stopping: running requests have 60 s\n"
             for each in more:
                 time.sleep(0.1)
                 running.process.send_signal(each)
@@ -575,7 +582,7 @@ def test_an_idle_server_ends_at_once_however_often_it_is_told(model: Path, numbe
             time.sleep(0.01)
         _, errors = running.process.communicate(timeout=30)
         assert (
-            errors.splitlines() == ["stopping: answers that run have 60 s", "onegraph: interrupted"][: 1 + bool(status)]
+            errors.splitlines() == ["stopping: running requests have 60 s", "onegraph: interrupted"][: 1 + bool(status)]
         )
         assert running.process.returncode == status
     finally:
@@ -595,7 +602,7 @@ def test_who_does_not_read_is_cut_off_in_the_end(model: Path) -> None:
             running.until(lambda now: now['onegraph_answers_total{end="finished"}'] == 40)
             running.process.send_signal(signal.SIGINT)
             _, errors = running.process.communicate(timeout=30)
-            assert errors.splitlines() == ["stopping: answers that run have 0 s", "onegraph: interrupted"]
+            assert errors.splitlines() == ["stopping: running requests have 0 s", "onegraph: interrupted"]
     finally:
         running.end()
 
@@ -613,7 +620,7 @@ def test_the_end_waits_for_no_body(model: Path) -> None:
             assert time.monotonic() - started < 3.5, "its grace is 1 s"
             _, errors = running.process.communicate(timeout=20)
         assert "Traceback" not in errors
-        assert errors.splitlines()[-2:] == ["stopping: answers that run have 1 s", "onegraph: interrupted"]
+        assert errors.splitlines()[-2:] == ["stopping: running requests have 1 s", "onegraph: interrupted"]
     finally:
         running.end()
 
@@ -746,7 +753,7 @@ def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
         raise Heard
 
     found = bind("127.0.0.1", 0)
-    with LLM(model, max_context=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
+    with LLM(model, max_model_len=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
         worker = Worker(llm, Tokenizer(checkpoint), queue=2)
         with pytest.raises(Heard):
             listen(found, worker, Settings(name="plain"), grace=0, ready=ready)
@@ -782,14 +789,17 @@ def test_mistakes_on_the_command_line(
     for words, says in (
         (["--api-key", ""], "--api-key: it is empty or not ASCII"),
         (["--host", "nowhere.invalid"], "cannot listen at nowhere.invalid:0"),
-        (["--cache-tokens", "100", "--max-context", "200"], "--cache-tokens: got 100; a sequence may have 200 tokens:"),
-        (["--max-context", "100000"], "--max-context is 100000; the model allows 1 to 256"),
+        (
+            ["--kv-cache-tokens", "100", "--max-model-len", "200"],
+            "--kv-cache-tokens: got 100; a sequence may have 200 tokens:",
+        ),
+        (["--max-model-len", "100000"], "--max-model-len is 100000; the model allows 1 to 256"),
         (["--capture", "on"], "--capture on needs a GPU, the device is cpu; use --capture off or auto"),
-        (["--kv", "turboquant"], "--kv is 'turboquant'; allowed are exact, turboquant:4"),
+        (["--kv-cache-dtype", "turboquant"], "--kv-cache-dtype is 'turboquant'; allowed are exact, turboquant:4"),
         (["--allow-origin", "foo"], "--allow-origin: got 'foo'; allowed is scheme://host or"),
         (["--allow-origin", "http://a.example/chat"], "--allow-origin: got 'http://a.example/chat'; allowed is"),
-        (["--name", ""], "--name: it is empty; leave it out"),
-        (["--max-batch", "0"], "argument --max-batch: got '0'; allowed is an integer from 1"),
+        (["--served-model-name", ""], "--served-model-name: it is empty; leave it out"),
+        (["--max-num-seqs", "0"], "argument --max-num-seqs: got '0'; allowed is an integer from 1"),
     ):
         assert main(["serve", str(model), "--port", "0", "--device", "cpu", *words]) == 2
         assert says in capsys.readouterr().err

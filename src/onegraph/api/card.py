@@ -143,8 +143,8 @@ class Card:
         yield "|---|---|---|"
         yield f"| weights | {before.stored} | {human_bytes(after.total_bytes)} |"
         linears = f"{before.linear_bits:.2f} | {after.linear_bits:.2f}"
-        yield f"| bits a weight, linears of the blocks, scales counted | {linears} |"
-        yield f"| bits a weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
+        yield f"| bits per weight, linears of the blocks, scales counted | {linears} |"
+        yield f"| bits per weight, whole model | {before.bits:.2f} | {after.bits:.2f} |"
         yield f"| parameters | {before.parameters:,} | {after.parameters:,} |"
 
     def _made(self) -> Iterator[str]:

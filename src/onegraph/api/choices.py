@@ -81,16 +81,16 @@ def choose(
     format: str = "e8p",
     recipe: str | None = None,
     calibration: str | Path = "bundled",
-    tokens: int | None = None,
-    sequence: int = 512,
-    extend: bool | None = None,
+    num_calibration_tokens: int | None = None,
+    calibration_seq_len: int = 512,
+    self_generate: bool | None = None,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
-    activations: int | None = None,
+    activation_memory: int | None = None,
     device: str | torch.device = "auto",
 ) -> Choices:
     """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
@@ -106,11 +106,11 @@ def choose(
     require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
     fine = isinstance(calibration, str | Path)
     require("calibration", calibration, fine, "a text, the pathlib.Path of one, 'bundled', or 'self'")
-    require_flag("extend", extend, none="what suits the text and the device")
+    require_flag("self_generate", self_generate, none="what suits the text and the device")
     require("expert_prior", expert_prior, expert_prior is None or is_number(expert_prior), "a number, or None")
     require("seed", seed, is_index(seed), "a whole number")
-    fine = activations is None or (is_index(activations) and activations >= 0)
-    require("activations", activations, fine, "a number of bytes, or None for an eighth of what is free")
+    fine = activation_memory is None or (is_index(activation_memory) and activation_memory >= 0)
+    require("activation_memory", activation_memory, fine, "a number of bytes, or None for an eighth of what is free")
     target = pick_device(device)
     ends = lm_head or embed_tokens or experts
     if format == "nvfp4" and (
@@ -122,14 +122,15 @@ def choose(
         )
     if experts not in (None, *rates):
         raise ValueError(f"experts: got {experts!r}; allowed are {told}, and 16 to keep them as they are")
-    if extend and (format == "nvfp4" or calibration == "self"):
+    if self_generate and (format == "nvfp4" or calibration == "self"):
         why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
-        raise ValueError(f"extend lets the model go on with a text, and {why}; leave it out")
-    for name, value in (("tokens", tokens), ("sequence", sequence)):
-        if not (type(value) is int and value >= 1) and not (name == "tokens" and value is None):
+        raise ValueError(f"self_generate lets the model continue a short text, and {why}; leave it out")
+    lengths = {"num_calibration_tokens": num_calibration_tokens, "calibration_seq_len": calibration_seq_len}
+    for name, value in lengths.items():
+        if not (type(value) is int and value >= 1) and not (name == "num_calibration_tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
     if format in OWN:
-        _refuse_short(calibration, min(sequence, tokens or TOKENS[target.type]))
+        _refuse_short(calibration, min(calibration_seq_len, num_calibration_tokens or TOKENS[target.type]))
     recipe = recipe or (RECIPES[target.type] if format in OWN else "good")
     if bits is not None and size is not None:
         raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
@@ -145,11 +146,11 @@ def choose(
         recipe=recipe,
         levers=Recipe.preset(recipe, layers=dict(layers or {}), **levers),
         calibration=calibration,
-        tokens=tokens or TOKENS[target.type],
-        sequence=sequence,
-        extend=extend,
+        tokens=num_calibration_tokens or TOKENS[target.type],
+        sequence=calibration_seq_len,
+        extend=self_generate,
         experts=experts,
-        activations=activations,
+        activations=activation_memory,
         budget=budget,
     )
 
@@ -181,8 +182,8 @@ def _refuse_short(calibration: str | Path, row: int) -> None:
         return
     if count + 1 < row:
         raise ValueError(
-            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one row; give some 4000 tokens "
-            "to be of use, or a shorter sequence"
+            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one sequence; give about 4000 "
+            "tokens or more, or use shorter sequences"
         )
 
 

@@ -2,45 +2,63 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random, SystemRandom
 from typing import Literal
 
+from onegraph.api.deprecated import warn
 from onegraph.api.tokenizer import TextStream
 from onegraph.engine.params import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the model wrote behind one prompt. `str()` of it is the text.
+    """What the model generated for one prompt. `str()` of it is the text.
 
-    tokens: its ids, a stop token that ended it included, and those of a stop text. finish_reason: "stop" at a stop
-    token or a stop text, or where a constraint allows nothing more; "length" at max_tokens. prompt_tokens: how many the
-    prompt had. seed: what its draws come from, None where nothing is drawn. logprobs: of each token, where they are
-    asked for. others: the further answers where `n` asks for several.
+    token_ids: with the stop token that ended it, and the tokens of a stop text. finish_reason: "stop" at a stop token
+    or a stop text, or where a constraint is complete; "length" at max_tokens. prompt_tokens: number of tokens of the
+    prompt. seed: of the random numbers, None for greedy decoding. logprobs: of each token, if requested. further: the
+    other answers, if `n` is more than 1.
     """
 
     text: str
-    tokens: list[int]
+    token_ids: list[int]
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     seed: int | None = None
     logprobs: list[TokenLogprob] | None = None
-    others: tuple[Completion, ...] = ()
+    further: tuple[Completion, ...] = ()
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """All `n` answers, this one first."""
+        return [self, *self.further]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Deprecated: `token_ids`."""
+        warn("Completion.tokens", "token_ids")
+        return self.token_ids
+
+    @property
+    def others(self) -> tuple[Completion, ...]:
+        """Deprecated: `outputs`, which has the first answer too."""
+        warn("Completion.others", "outputs")
+        return self.further
 
     def __str__(self) -> str:
         return self.text
 
 
-def copies(params: SamplingParams) -> list[SamplingParams]:
-    """The `n` answers that are asked for, one each: the i-th draws with seed + i.
+def copies(params: SamplingParams, random: Random | None = None) -> list[SamplingParams]:
+    """The `n` requested answers, one each: the i-th uses seed + i.
 
-    A seed that nobody gave is drawn small enough for `--seed` and for JSON to take it back.
+    A missing seed comes from `random`, or from the system; it is small enough for `--seed` and for JSON.
     """
     seed = params.seed
     if seed is None and params.sampling:
-        seed = secrets.randbelow(2**31 - 1024)
+        seed = (random or SystemRandom()).randrange(2**31 - 1024)
     seeds = [None if seed is None else (seed + i + 2**63) % 2**64 - 2**63 for i in range(params.n)]
     return [replace(params, n=1, seed=each) for each in seeds]
 

@@ -70,14 +70,14 @@ class Conversation:
         alone.
         """
         turns = [*self._turns, {"role": "user", "content": text}]
-        context = self._llm.max_context
+        context = self._llm.max_model_len
         room = room_for(self._limit, context)
         first = self._first
         while (needed := self._tokens(turns[first:])) + room > context:
             if first == len(turns) - 1:
                 raise ValueError(
-                    f"the question makes {needed} tokens with all that stands around it, the context of {context} "
-                    f"takes {context - room} beside an answer; shorten it, or give more context"
+                    f"the question takes {needed} tokens in the chat template, and the context of {context} leaves "
+                    f"{context - room} for it; shorten it, or give a larger max_model_len"
                 )
             first += 2  # a question and its answer
         self.dropped = [turn["content"] for turn in turns[self._first : first : 2]]

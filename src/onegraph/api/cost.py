@@ -1,7 +1,7 @@
 """What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
 
 On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the
-runs behind docs/quality.md, on an H200. Memory is a floor.
+runs behind docs/benchmarks/quality.md, on an H200. Memory is a floor.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def train_head(
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     pieces, place = Pieces(text, seed), pick_device(device)
     with LLM(
-        path, device=place, dtype=dtype, max_batch=ROWS[place.type], max_context=PROMPT + max(length, ANSWER)
+        path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=PROMPT + max(length, ANSWER)
     ) as llm:
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
@@ -201,7 +201,7 @@ def train_head(
         exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
 
         def told(step: int, loss: float, score: Score) -> None:
-            log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens a round")
+            log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens per verify pass")
 
         done = train(
             teacher, read, exam, batch=size, rate=rate or min(3e-3, RATE / model.config.hidden_size), steps=steps,
@@ -313,10 +313,10 @@ def unseen(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
 
 def _report(llm: LLM, head: EagleHead, drafts: int, answer: int) -> dict[str, Figures]:
     """Greedily, the prompts of a kind beside each other, `answer` tokens behind each."""
-    model, plain, longest = llm.engine.model, llm.engine, llm.max_context - answer
+    model, plain, longest = llm.engine.model, llm.engine, llm.max_model_len - answer
     asked = unseen(llm.tokenizer)
     engine = Engine(
-        model, max_batch=max(map(len, asked.values())), max_context=llm.max_context,
+        model, max_batch=max(map(len, asked.values())), max_context=llm.max_model_len,
         draft=partial(HeadDrafter, head), draft_tokens=drafts,
     )  # fmt: skip
     params, found = SamplingParams(max_tokens=answer, stop=tuple(llm.tokenizer.stops)), {}

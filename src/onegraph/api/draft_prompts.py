@@ -1,6 +1,6 @@
 """Prompts that a draft head's model answers, so that it has text of its own to learn from.
 
-A part are pieces of a text: as they stand, and inside of tasks; some of these have the model copy the piece, so that
+A part are pieces of a text: unchanged, and inside of tasks; some of these have the model copy the piece, so that
 the head learns to follow a quotation. Another part the model makes up: given the opening of a user's turn, a model
 that was trained on conversations writes a question (Xu et al., "Magpie", arXiv 2406.08464), so prompts do not run out.
 """

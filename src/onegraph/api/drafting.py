@@ -1,4 +1,4 @@
-"""Who drafts, by the name that a user gives: "ngram", "mtp", "eagle:PATH", or a second checkpoint."""
+"""The drafter of a name that a user gives: "ngram", "mtp", "eagle:PATH", or a second checkpoint."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def drafters(
     """The drafters of this name for the ranks of `model`, which was loaded from `path` and has this tokenizer. What
     they need is loaded as the model is, by each rank.
 
-    Raises ValueError, whose message says "draft", where there is no such drafter, it cannot be read, or the two do not
-    go together.
+    Raises ValueError, whose message begins with "speculative", if there is no such drafter, it cannot be read, or the
+    two do not match.
     """
     ranks: list[Rank] = list(model.ranks)
     if name == NGRAM:
@@ -56,7 +56,7 @@ def drafters(
     if name.startswith(EAGLE):
         return [eagle(name, rank) for rank in ranks]
     if name.lower() in (NGRAM, MTP, EAGLE[:-1]) or name.lower().startswith(EAGLE) or not name:
-        raise ValueError(f"draft: got {name!r}; {ALLOWED}")
+        raise ValueError(f"speculative: got {name!r}; {ALLOWED}")
     return second(name, tokenizer, ranks, held=held, max_context=max_context, progress=progress)
 
 
@@ -65,14 +65,13 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
     if not isinstance(model, DeepseekV4):
         if not has_draft(model.config):
             raise ValueError(
-                f"draft: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
-                f"{model.config.model_type!r} has none that run here: draft with {NGRAM!r}, '{EAGLE}PATH' or a smaller "
-                "model"
+                f"speculative: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
+                f"{model.config.model_type!r} has none that run here: use {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
             )
         with Checkpoint.open(locate(path).path) as checkpoint, _told():
             return partial(HeadDrafter, QwenDraft.load(checkpoint, model))
     if not model.config.drafts:
-        raise ValueError(f"draft: {path} has no draft layers (num_nextn_predict_layers is 0): draft with {NGRAM!r}")
+        raise ValueError(f"speculative: {path} has no draft layers (num_nextn_predict_layers is 0): use {NGRAM!r}")
     with Checkpoint.open(path) as checkpoint, _told():
         return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
 
@@ -80,10 +79,10 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
 def eagle(name: str, model: Rank) -> MakeDrafter:
     """The EAGLE-3 head whose place stands behind "eagle:"."""
     if isinstance(model, DeepseekV4):
-        raise ValueError(f"draft: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own, {MTP!r}")
+        raise ValueError(f"speculative: EAGLE heads are for Llama-like models; DeepSeek-V4 has its own layers, {MTP!r}")
     where = name.removeprefix(EAGLE)
     if not where:
-        raise ValueError(f"draft: {name!r} names no head; give its directory, '{EAGLE}PATH'")
+        raise ValueError(f"speculative: {name!r} names no head; give its directory, '{EAGLE}PATH'")
     with _told(), Checkpoint.open(locate(where).path) as checkpoint:
         return partial(HeadDrafter, EagleHead.load(checkpoint, model))
 
@@ -95,7 +94,7 @@ def _told() -> Iterator[None]:
         yield
     except ValueError as error:
         told = str(error)
-        raise ValueError(told if told.startswith("draft: ") else f"draft: {told}") from None
+        raise ValueError(told if told.startswith("speculative: ") else f"speculative: {told}") from None
 
 
 def second(
@@ -111,22 +110,22 @@ def second(
     vocabulary = ranks[0].config.vocab_size
     with _told(), Checkpoint.open(locate(name).path) as checkpoint:
         if {"speculators_model_type", "draft_vocab_size"} & checkpoint.config.keys():
-            raise ValueError(f"draft: {name} is an EAGLE head; say '{EAGLE}{name}'")
+            raise ValueError(f"speculative: {name} is an EAGLE head; say '{EAGLE}{name}'")
         config = parse_config(checkpoint.config)
         found = config.vocab_size
         if found != vocabulary:
             raise ValueError(
-                f"draft: {name} has a vocabulary of {found} tokens, the model has {vocabulary}: draft with a model of "
+                f"speculative: {name} has a vocabulary of {found} tokens, the model has {vocabulary}: use a model of "
                 f"the same family, or with {NGRAM!r}"
             )
         if config.max_positions < max_context:
             raise ValueError(
-                f"draft: {name} takes texts of {config.max_positions} tokens, the model is run with a max_context of "
-                f"{max_context}: give a max_context of {config.max_positions} or less, or draft with {NGRAM!r}"
+                f"speculative: {name} takes texts of {config.max_positions} tokens; the model runs with max_model_len "
+                f"{max_context}; give a max_model_len of {config.max_positions} or less, or use {NGRAM!r}"
             )
         if Tokenizer(checkpoint).token_bytes() != tokenizer.token_bytes():
             raise ValueError(
-                f"draft: the tokens of {name} are not the model's: draft with a model of the same family, or with "
+                f"speculative: the tokens of {name} are not the model's: use a model of the same family, or with "
                 f"{NGRAM!r}"
             )
         told = None if progress is None else partial(progress, "loading")

@@ -138,7 +138,7 @@ def write(
 ) -> Written:
     """Raises ValueError where the text is too short."""
     named: Any = str(dtype).removeprefix("torch.")
-    with LLM(path, device=str(device), dtype=named, kv=kv, max_batch=AT_ONCE) as llm:
+    with LLM(path, device=str(device), dtype=named, kv_cache_dtype=kv, max_num_seqs=AT_ONCE) as llm:
         ids = llm.tokenizer.encode(text)
         step = (len(ids) - PROMPT) // pieces
         if step < 1:
@@ -152,14 +152,14 @@ def write(
         found: list[list[int]] = []
         for first in range(0, pieces, AT_ONCE):
             some = [ids[i * step : i * step + PROMPT] for i in range(first, min(first + AT_ONCE, pieces))]
-            found += [each.tokens for each in llm.generate(some, max_tokens=ANSWER, temperature=0.0)]
+            found += [each.token_ids for each in llm.generate(some, max_tokens=ANSWER, temperature=0.0)]
             progress("writing", len(found), total)
         if not spoken:
             return Written(found, None)
         answers: list[str] = []
         for first in range(0, len(tasks), AT_ONCE):
             asked = [[{"role": "user", "content": task.prompt}] for task in tasks[first : first + AT_ONCE]]
-            answers += [each.text for each in llm.chat(asked, max_tokens=SPOKEN)]
+            answers += [each.text for each in llm.chat(asked, max_tokens=SPOKEN, temperature=0.0)]
             progress("writing", pieces + len(answers), total)
         return Written(found, answers)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
+from random import Random
 from typing import Any, Literal, overload
 
 import torch
@@ -17,6 +18,8 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.completion import AnswerText, Completion, copies, for_engine
 from onegraph.api.constraint import Constraints
+from onegraph.api.defaults import SamplingDefaults
+from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
@@ -33,146 +36,206 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.load import Split, load_decoder, packable, parse_config
 from onegraph.models.wrapper import skipped
 
-MAX_CONTEXT = 4096  # unless the caller asks for more
+MAX_MODEL_LEN = 4096  # unless the caller gives more
+# Arguments of the engine and the loader -> those of LLM, for errors
+PUBLIC = {
+    "gpus": "tensor_parallel_size",
+    "kv": "kv_cache_dtype",
+    "max_batch": "max_num_seqs",
+    "max_context": "max_model_len",
+    "draft": "speculative",
+    "draft_tokens": "num_speculative_tokens",
+}
 Prompt = str | Sequence[int]  # a text, or its token ids
 Pieces = Generator[str, None, None]  # text as it is written; `close()` stops the model
 OnDone = Callable[[int, Completion], object]
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": a text}
 
 
+def _parallel(tensor: int, pipeline: int, gpus: int | None, split: Split | None) -> tuple[int, Split | None]:
+    """The number of GPUs, and how they split the model: "tensor", "layer", or None for the model's own. Raises
+    ValueError."""
+    require_count("tensor_parallel_size", tensor)
+    require_count("pipeline_parallel_size", pipeline)
+    if gpus is not None or split is not None:
+        require_count("gpus", gpus, none="one")
+        require("split", split, split in (None, "tensor", "layer"), "'tensor', 'layer', or None for the model's own")
+        warn("gpus, split", "tensor_parallel_size or pipeline_parallel_size", stacklevel=5)
+        return gpus or 1, split
+    if tensor > 1 and pipeline > 1:
+        raise ValueError(
+            f"tensor_parallel_size and pipeline_parallel_size: got {tensor} and {pipeline}; one of them must be 1"
+        )
+    return max(tensor, pipeline), "layer" if pipeline > 1 else "tensor" if tensor > 1 else None
+
+
 class LLM:
     """A model on a GPU (or a CPU) that generates text.
 
     Args:
-        path: a model directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging
-            Face hub ("org/name", "org/name@revision"); quantized or not.
-        gpus: use so many. split: "tensor" gives each its share of every layer, "layer" some of the layers, which
-            DeepSeek-V4 alone does and does by default (docs/gpus.md).
-        kv: how keys and values are stored: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/turboquant.md), or
-            "fp8" for DeepSeek-V4.
-        max_batch: prompts that are computed at once; more of them wait their turn.
-        max_context: tokens of a prompt and its continuation together (default: the model's, at most 4096). The KV cache
-            is made now.
+        model: a directory with config.json, safetensors and tokenizer.json, a .gguf file, or a name on the Hugging Face
+            hub ("org/name", "org/name@revision"); quantized or not.
+        tensor_parallel_size: number of GPUs that share every layer (docs/guides/several-gpus.md).
+        pipeline_parallel_size: number of GPUs that each hold some of the layers; DeepSeek-V4 only.
+        max_model_len: maximum number of tokens of a prompt and its answer (default: the model's, at most 4096).
+        max_num_seqs: maximum number of sequences in a batch; further prompts wait.
+        kv_cache_dtype: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/guides/long-context.md), or "fp8" for
+            DeepSeek-V4.
+        kv_cache_tokens: number of tokens in the KV cache, which is allocated now (default: max_num_seqs x
+            max_model_len, and more for short sequences of a quantized cache). If they run out, the youngest sequence
+            is preempted.
+        speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
+            layers of DeepSeek-V4 or Qwen3.5), or the path of a draft model. The text stays the same, up to near-ties of
+            rounding (docs/guides/speculative-decoding.md).
+        num_speculative_tokens: number of drafts per verify pass, 1 to 7, or "auto".
+        seed: base seed for requests without a seed of their own: the same calls in the same order give the same texts.
         dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU
-            and float32 on a CPU, whose linears are then held in float16 where files have them in 16 bits or in codes
-            and torch has the kernel. On a CPU "float16" holds all of them so, "int8" those of blocks in int8 by row.
-        device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
-        cache_tokens: that the KV cache holds, of all sequences together (default: max_batch x max_context, and more for
-            short contexts of a cache in codes, docs/turboquant.md). With fewer, the youngest sequence makes room where
-            they run short, and goes on later.
-        draft: who drafts tokens that the model then checks several at once: "ngram" looks them up in the text itself,
-            "eagle:PATH" is an EAGLE-3 head of the model, "mtp" are DeepSeek-V4's own draft layers, the path of a
-            smaller checkpoint of the same tokens lets that one write them. The text is what it would be without, but
-            for near-ties of rounding (docs/speculation.md). draft_tokens: drafts to check at once, 1 to 7, or "auto"
-            for as many as pay.
-        batch_invariant: a text is the same, bit by bit, whatever is drafted and whatever prompts are computed beside
-            it; a step takes longer (docs/speculation.md). For dense models of the Llama kind on one device, with an
-            exact cache.
+            and float32 on a CPU, where linears are held in float16 if that loses nothing. On a CPU "float16" holds all
+            linears so, "int8" those of blocks in int8 by row.
+        device: "cpu", "cuda", "cuda:N", or "auto" for the GPU if there is one.
+        batch_invariant: the text is the same bit by bit in any batch and with any drafts; steps take longer. For dense
+            Llama-like models on one device with an exact cache.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
-            None captures where there is a GPU.
-        tokenizer: the checkpoint's own, where it was read already.
-        progress: called as progress("loading", bytes read, bytes in all).
+            None captures on a GPU.
+        tokenizer: the checkpoint's own, if it was read already.
+        progress: called as progress("loading", bytes read, total bytes).
+        gpus, split: deprecated: tensor_parallel_size, pipeline_parallel_size.
 
     Attributes:
-        dtype: of activations. weights: what the linears of blocks are held in, where they are not in codes: the name of
-            that dtype, or "int8". skipped: tensors of other modalities and of layers that predict further tokens, which
-            are not read, counted by module.
+        dtype: of activations. weights: of the linears of blocks that are not quantized: the name of that dtype, or
+            "int8". sampling_defaults: values for sampling fields that a request leaves open. skipped: tensors of other
+            modalities and of layers that predict further tokens, which are not read, counted by module.
 
-    Use it in a `with` block, or call `close`: both give the GPU's memory back. One call at a time: not thread-safe.
+    Use it in a `with` block, or call `close`: both free the GPU's memory. One call at a time: not thread-safe.
 
     Raises ValueError (CheckpointError among them) that names what is wrong with the checkpoint, an argument or this
     machine.
     """
 
+    @renamed(
+        path="model",
+        kv="kv_cache_dtype",
+        max_batch="max_num_seqs",
+        max_context="max_model_len",
+        cache_tokens="kv_cache_tokens",
+        draft="speculative",
+        draft_tokens="num_speculative_tokens",
+    )
     def __init__(
         self,
-        path: str | PathLike[str],
+        model: str | PathLike[str],
         *,
-        gpus: int = 1,
-        split: Split | None = None,
-        kv: str = "exact",
-        max_batch: int = 8,
-        max_context: int | None = None,
-        cache_tokens: int | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        kv_cache_dtype: str = "exact",
+        kv_cache_tokens: int | None = None,
+        speculative: str | PathLike[str] | None = None,
+        num_speculative_tokens: DraftTokens = "auto",
+        seed: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        draft: str | PathLike[str] | None = None,
-        draft_tokens: DraftTokens = "auto",
         batch_invariant: bool = False,
         capture: bool | Literal["split"] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
+        gpus: int | None = None,
+        split: Split | None = None,
     ) -> None:
-        require_count("gpus", gpus)
-        require("split", split, split in (None, "tensor", "layer"), "'tensor', 'layer', or None for the model's own")
-        require("kv", kv, isinstance(kv, str), "a text, such as 'exact' or 'turboquant:4'")
-        require_count("max_batch", max_batch)
-        require_count("max_context", max_context, none="the model's own")
-        require_count("cache_tokens", cache_tokens, none="max_batch x max_context")
-        check_draft_tokens(draft_tokens)
-        if not isinstance(draft, str | PathLike | None):
-            raise ValueError(f"draft: got {draft!r}; {ALLOWED}")
+        gpus, split = _parallel(tensor_parallel_size, pipeline_parallel_size, gpus, split)
+        fine = isinstance(kv_cache_dtype, str)
+        require("kv_cache_dtype", kv_cache_dtype, fine, "a text, such as 'exact' or 'turboquant:4'")
+        require_count("max_num_seqs", max_num_seqs)
+        require_count("max_model_len", max_model_len, none="the model's own")
+        require_count("kv_cache_tokens", kv_cache_tokens, none="max_num_seqs x max_model_len")
+        with public_names(PUBLIC):
+            check_draft_tokens(num_speculative_tokens)
+        if not isinstance(speculative, str | PathLike | None):
+            raise ValueError(f"speculative: got {speculative!r}; {ALLOWED}")
+        fine = seed is None or is_index(seed)
+        require("seed", seed, fine, "a whole number, or None for a random one")
         require_flag("batch_invariant", batch_invariant)
         fine = capture is None or isinstance(capture, bool) or capture == "split"
         require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)
-        if draft is None and draft_tokens != "auto":
-            raise ValueError(f"draft_tokens: got {draft_tokens} and no draft; say who drafts, e.g. draft='ngram'")
+        if speculative is None and num_speculative_tokens != "auto":
+            raise ValueError(
+                f"num_speculative_tokens: got {num_speculative_tokens} without speculative; give a method, such as "
+                "speculative='ngram'"
+            )
         if gpus > 1 and str(device) not in ("auto", "cuda"):
-            raise ValueError(f"gpus: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
-        located = locate(path, option="path")
+            name = "pipeline_parallel_size" if split == "layer" else "tensor_parallel_size"
+            raise ValueError(f"{name}: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
+        located = locate(model, option="model")
         self.path = located.name
         self.device = pick_device(device)
-        setting = None if kv == "fp8" else parse_kv(kv)
-        with Checkpoint.open(located.path) as checkpoint:
+        self.random = None if seed is None else Random(seed)
+        with public_names(PUBLIC):
+            setting = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
+        with Checkpoint.open(located.path) as checkpoint, public_names(PUBLIC):
             config = parse_config(checkpoint.config)
             self.skipped = skipped(checkpoint.names)
             self.dtype, held = pick_precision(
                 dtype, self.device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
             )
             self.weights = held or str(self.dtype).removeprefix("torch.")
-            if max_context is None:
-                max_context = min(config.max_positions, MAX_CONTEXT)
-            if cache_tokens is not None and cache_tokens < max_context <= config.max_positions:
+            if max_model_len is None:
+                max_model_len = min(config.max_positions, MAX_MODEL_LEN)
+            if kv_cache_tokens is not None and kv_cache_tokens < max_model_len <= config.max_positions:
                 raise ValueError(
-                    f"cache_tokens: got {cache_tokens}; a sequence may have {max_context} tokens: allowed is that and "
-                    "more, or a shorter context"
+                    f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
+                    "that and more, or a smaller max_model_len"
                 )
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
-            model = load_decoder(
+            self.sampling_defaults = SamplingDefaults.of(checkpoint)
+            decoder = load_decoder(
                 checkpoint,
                 self.device,
                 self.dtype,
-                max_context=max_context,
+                max_context=max_model_len,
                 gpus=gpus if gpus > 1 else None,
                 split=split,
-                fp8_kv=kv == "fp8",
-                drafts=draft == MTP,
+                fp8_kv=kv_cache_dtype == "fp8",
+                drafts=speculative == MTP,
                 held=held,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None
-        if draft is not None:
-            drafting = drafters(
-                str(draft), self.tokenizer, model, located.path, held=held, max_context=max_context, progress=progress
+        with public_names(PUBLIC):
+            if speculative is not None:
+                drafting = drafters(
+                    str(speculative),
+                    self.tokenizer,
+                    decoder,
+                    located.path,
+                    held=held,
+                    max_context=max_model_len,
+                    progress=progress,
+                )
+            pages = None if kv_cache_tokens is None else 1 + -(-kv_cache_tokens // page_size_of(decoder, setting))
+            self._engine: Engine | None = Engine(
+                decoder,
+                max_batch=max_num_seqs,
+                max_context=max_model_len,
+                pages=pages,
+                kv=setting,
+                draft=drafting,
+                draft_tokens=num_speculative_tokens,
+                capture=capture,
+                batch_invariant=batch_invariant,
             )
-        pages = None if cache_tokens is None else 1 + -(-cache_tokens // page_size_of(model, setting))
-        self._engine: Engine | None = Engine(
-            model,
-            max_batch=max_batch,
-            max_context=max_context,
-            pages=pages,
-            kv=setting,
-            draft=drafting,
-            draft_tokens=draft_tokens,
-            capture=capture,
-            batch_invariant=batch_invariant,
-        )
-        self._engine.constrain = Constraints(self.tokenizer, model.config.vocab_size)
-        self.max_context, self._process = self._engine.max_context, os.getpid()
+        self._engine.constrain = Constraints(self.tokenizer, decoder.config.vocab_size)
+        self.max_model_len, self._process = self._engine.max_context, os.getpid()
         self._streams: weakref.WeakSet[Generator[tuple[int, int], None, None]] = weakref.WeakSet()
+
+    @property
+    def max_context(self) -> int:
+        """Deprecated: `max_model_len`."""
+        warn("LLM.max_context", "max_model_len")
+        return self.max_model_len
 
     @property
     def engine(self) -> Engine:
@@ -213,7 +276,7 @@ class LLM:
         on_done: OnDone | None = None,
         **sampling: Any,
     ) -> Completion | list[Completion]:
-        """Continue a text as it stands, or each text of a list; a list of token ids may stand for a text in a list.
+        """Continue a text unchanged, or each text of a list; a list of token ids may stand for a text in a list.
 
         Args:
             params: for all prompts, or one for each.
@@ -222,9 +285,8 @@ class LLM:
             sampling: fields of SamplingParams by name (max_tokens, temperature, top_p, seed, stop, ...), which go over
                 those of `params`.
 
-        The model's own stop tokens always end a text. Where `n` asks for several answers, a prompt's completion is the
-        first and has the rest in `others`. Raises ValueError for what cannot run, FloatingPointError where
-        the model gives NaN.
+        The model's own stop tokens always end a text. A prompt's completion is its first answer; `outputs` has all `n`.
+        Raises ValueError for invalid arguments, FloatingPointError if the model gives NaN.
         """
         require_callable("on_done", on_done)
         if isinstance(prompts, str):
@@ -284,8 +346,9 @@ class LLM:
         leaves it to the template. The rest as `generate`.
         """
         if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
-            return self._complete([self._conversation(each, thinking) for each in messages], params, sampling)
-        (completion,) = self._complete([self._conversation(messages, thinking)], params, sampling)
+            prompts = [self._conversation(each, thinking) for each in messages]
+            return self._complete(prompts, params, sampling, fill=True)
+        (completion,) = self._complete([self._conversation(messages, thinking)], params, sampling, fill=True)
         return completion
 
     def chat_stream(
@@ -298,7 +361,7 @@ class LLM:
         **sampling: Any,
     ) -> Pieces:
         """`chat` for one conversation, piece by piece as `stream`."""
-        return self._stream(self._conversation(messages, thinking), params, sampling, cancelled)
+        return self._stream(self._conversation(messages, thinking), params, sampling, cancelled, fill=True)
 
     # ------------------------------------------------------------------------------------------------------- life cycle
 
@@ -349,11 +412,14 @@ class LLM:
                 '{"role": ..., "content": ...}, or a list of such lists'
             )
         if self.tokenizer.template is None:
-            raise ValueError(f"{self.path}: has no chat template; generate continues a text as it stands")
+            raise ValueError(f"{self.path}: has no chat template; generate continues a text unchanged")
         return self.tokenizer.chat(messages, thinking)
 
-    def _params(self, prompts: list[list[int]], params: Any, sampling: dict[str, Any]) -> list[SamplingParams]:
-        """One for each prompt, with the model's stop tokens."""
+    def _params(
+        self, prompts: list[list[int]], params: Any, sampling: dict[str, Any], fill: bool
+    ) -> list[SamplingParams]:
+        """One for each prompt, with the model's stop tokens and sampling defaults. fill: without max_tokens, an answer
+        may fill the context."""
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         if unknown := sorted(set(sampling) - set(names)):
             raise ValueError(f"sampling: got {', '.join(unknown)}; allowed are {', '.join(names)}")
@@ -364,16 +430,24 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
         found = []
-        for asked in params:
-            wanted = dataclasses.replace(asked, **sampling)
+        for prompt, asked in zip(prompts, params, strict=True):
+            wanted = self.sampling_defaults.fill(dataclasses.replace(asked, **sampling))
+            if fill and wanted.max_tokens is None:
+                wanted = dataclasses.replace(wanted, max_tokens=max(1, self.max_model_len - len(prompt)))
             ids = sorted({*wanted.stop_tokens, *self.tokenizer.stops})
             found.append(dataclasses.replace(wanted, stop=[*ids, *wanted.stop_texts]))
         return found
 
     def _complete(
-        self, prompts: list[list[int]], params: Any, sampling: dict[str, Any], on_done: OnDone | None = None
+        self,
+        prompts: list[list[int]],
+        params: Any,
+        sampling: dict[str, Any],
+        on_done: OnDone | None = None,
+        *,
+        fill: bool = False,
     ) -> list[Completion]:
-        asked = [copies(each) for each in self._params(prompts, params, sampling)]
+        asked = [copies(each, self.random) for each in self._params(prompts, params, sampling, fill)]
         rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
         owner = [number for number, several in enumerate(asked) for _ in several]
         watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}
@@ -415,10 +489,16 @@ class LLM:
         return [_joined([next(answers) for _ in several]) for several in asked]
 
     def _stream(
-        self, prompt: list[int], params: Any, sampling: dict[str, Any], cancelled: Callable[[], bool] | None
+        self,
+        prompt: list[int],
+        params: Any,
+        sampling: dict[str, Any],
+        cancelled: Callable[[], bool] | None,
+        *,
+        fill: bool = False,
     ) -> Pieces:
         require_callable("cancelled", cancelled)
-        (asked,) = self._params([prompt], params, sampling)
+        (asked,) = self._params([prompt], params, sampling, fill)
         if asked.n != 1 or asked.logprobs is not None:
             name = "n" if asked.n != 1 else "logprobs"
             raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
@@ -440,8 +520,8 @@ class LLM:
 
 
 def _joined(answers: list[Completion]) -> Completion:
-    """The first, with the rest in `others`."""
-    return dataclasses.replace(answers[0], others=tuple(answers[1:]))
+    """The first, with all of them in `outputs`."""
+    return dataclasses.replace(answers[0], further=tuple(answers[1:]))
 
 
 def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
@@ -450,7 +530,7 @@ def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
     stopped = ended or made.output[-1] in made.params.stop or (constraint is not None and constraint.done)
     return Completion(
         text=text,
-        tokens=made.output,
+        token_ids=made.output,
         finish_reason="stop" if stopped else "length",
         prompt_tokens=len(made.prompt),
         seed=made.seed if made.params.sampling else None,

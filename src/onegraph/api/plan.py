@@ -14,6 +14,7 @@ import torch
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
+from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.room import check_room
@@ -120,13 +121,14 @@ class Plan:
         return told | {"notes": self.notes}
 
 
-def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **options: Any) -> Plan:
-    """What `quantize(source, out, **options)` would do, in a moment: read are config.json, headers and a file of text.
+@renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
+         extend="self_generate", activations="activation_memory")  # fmt: skip
+def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, **options: Any) -> Plan:
+    """What `quantize(model, output, **options)` would do: reads only config.json, headers and a file of text.
 
     Args:
-        source: as for `quantize`; a directory that holds only config.json will do, and of a name on the hub only that
-            is fetched.
-        out: checked as `quantize` checks it, where it is given.
+        model: as for `quantize`; a directory with only config.json is enough, and only that is fetched from the hub.
+        output: checked as `quantize` checks it, if given.
         options: those of `quantize`.
 
     Raises ValueError for what `quantize` would refuse before it begins.
@@ -134,11 +136,11 @@ def plan(source: str | PathLike[str], out: str | PathLike[str] | None = None, **
     choices = choose(**options)
     if choices.format in OWN and isinstance(choices.calibration, Path):
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
-    located = locate(source, weights=False, option="source")
+    located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
-        if out is not None:
-            check_room(found, Path(out))
+        if output is not None:
+            check_room(found, Path(output))
     return found
 
 
@@ -258,7 +260,7 @@ def _refuse_foreign(choices: Choices, why: str) -> None:
         if bits is not None:
             raise ValueError(f"{name}: got {bits}, and {told}, where it stays as it is; leave the option out")
     if choices.sampled:
-        what = "extend" if choices.extend else "calibration 'self'"
+        what = "self_generate" if choices.extend else "calibration 'self'"
         raise ValueError(f"{what} needs onegraph's own decoder, and {told}; give a text long enough")
 
 

@@ -71,7 +71,7 @@ class Measure:
         rows += [["perplexity", f"{found['perplexity']:.4f}", ""]]
         if found["kl"] is not None:
             rows[-1][2] = f"{found['reference_perplexity']:.4f}"
-            rows += [["KL to the reference, nats a token", f"{found['kl']:.5f} ± {found['kl_error']:.5f}", ""]]
+            rows += [["KL to the reference, nats per token", f"{found['kl']:.5f} ± {found['kl_error']:.5f}", ""]]
             rows += [["top-1 agreement", f"{100 * found['top1']:.2f} %", ""]]
         if found["needle"] is not None:
             hits, count = sum(map(sum, found["needle"])), sum(map(len, found["needle"]))

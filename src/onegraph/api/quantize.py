@@ -17,6 +17,7 @@ from onegraph.api import Progress
 from onegraph.api.budget import AVERAGE
 from onegraph.api.card import Card, license_of
 from onegraph.api.choices import Choices, End, choose
+from onegraph.api.deprecated import renamed
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.measured import identity, measured
@@ -53,7 +54,7 @@ class Quantization:
     """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
     `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
     format that is not calibrated. `bits` is the rate, or the average of rates that were chosen; `curve` then the KL
-    (nats a token, what layers cost alone added up) that other averages would have. `left` are the layers that stay as
+    (nats per token, what layers cost alone added up) that other averages would have. `left` are the layers that stay as
     they were, and why; `experts` the calibration tokens that chose each expert, by layer."""
 
     source: str
@@ -72,91 +73,93 @@ class Quantization:
     experts: Mapping[str, list[int]] = field(default_factory=dict)
 
 
+@renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
+         extend="self_generate", activations="activation_memory", remark="on_message")  # fmt: skip
 def quantize(
-    source: str | PathLike[str],
-    out: str | PathLike[str],
+    model: str | PathLike[str],
+    output: str | PathLike[str],
     *,
     bits: float | None = None,
     size: int | None = None,
     format: str = "e8p",
     recipe: str | None = None,
     calibration: str | Path = "bundled",
-    tokens: int | None = None,
-    sequence: int = 512,
-    extend: bool | None = None,
+    num_calibration_tokens: int | None = None,
+    calibration_seq_len: int = 512,
+    self_generate: bool | None = None,
     layers: Mapping[str, int] | None = None,
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
-    activations: int | None = None,
+    activation_memory: int | None = None,
     device: str | torch.device = "auto",
     progress: Progress | None = None,
-    remark: Callable[[str], None] | None = None,
+    on_message: Callable[[str], None] | None = None,
 ) -> Quantization:
-    """Quantize the unquantized checkpoint `source` into the new directory `out`.
+    """Quantize the checkpoint `model` into the new directory `output`.
 
-    Works block by block: memory holds one block, what the text is in it, and a file of the result (at most 4 GB) while
-    that is written. Finished blocks lie in `out`.partial: the same call resumes after a crash and ends with the same
-    bytes, and a corrected one takes over what it leaves as it was. `plan` says beforehand what it would take.
+    Works block by block: memory holds one block, its calibration activations, and a file of the result (at most 4 GB)
+    while that is written. Finished blocks are in `output`.partial: the same call resumes after a crash and ends with
+    the same bytes; a corrected one reuses what is still valid. `plan` estimates what it takes.
 
     Args:
-        source: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
-        bits: a rate of the format (default: 4), of every linear inside the blocks; or any number between: what each
-            layer's rounding costs is measured, and each gets the rate with which they cost least and are so many bits a
-            weight on average.
-        size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, of both ends too.
+        model: a directory, a .gguf file, or a name on the Hugging Face hub: "org/name" or "org/name@revision".
+        bits: a rate of the format (default: 4) for every linear inside the blocks; or a number between: the cost of
+            rounding each layer is measured, and each gets a rate, with this average, at the least total cost.
+        size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, for both ends too.
         format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
-            memory bandwidth); or "nvfp4": 4.5 bits a weight, no calibration, also of DeepSeek-V4.
-        recipe: "quick" (one pass; the default on a CPU), "good" (under Hessians of the model's KL, by backward passes;
-            the default on a GPU), or "best" (tunes scales as well; holds the whole model).
-        calibration: text to calibrate on, a pathlib.Path to a UTF-8 file of it, "bundled" for the short one that comes
-            with onegraph, or "self" for text that the model samples (holds the whole model). tokens: of it to use, at
-            most (default: 8192 on a CPU, 32768 on a GPU). sequence: tokens of a row of it. extend: where the text has
-            fewer tokens than `tokens`, the model samples the rest behind pieces of it (holds the whole model); None: of
-            the bundled text alone, on a GPU of which the model and its cache take three quarters at most.
+            memory bandwidth); or "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4.
+        recipe: "quick" (one pass; default on a CPU), "good" (Hessians of the model's KL, by backward passes; default
+            on a GPU), or "best" (tunes scales as well; holds the whole model).
+        calibration: a text, a pathlib.Path to a UTF-8 file, "bundled" for the short text that comes with onegraph, or
+            "self" for text that the model writes (holds the whole model).
+        num_calibration_tokens: maximum number of calibration tokens (default: 8192 on a CPU, 32768 on a GPU).
+        calibration_seq_len: tokens per calibration sequence.
+        self_generate: if the text has fewer tokens, the model writes the rest behind pieces of it (holds the whole
+            model); None: for the bundled text on a GPU, if model and cache take at most three quarters of its memory.
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
-        lm_head, embed_tokens: bits of the output head and of the embedding; None leaves them as they are (with `size`
-            their rates are chosen; 16 leaves them), "auto": its rate is chosen, and it counts in `bits`. Of a model
-            that only transformers runs neither can be quantized, nor can it sample its own text.
-        experts: bits of routed experts, 16 to keep them; None is `bits`, but experts that are published in MXFP4
-            (gpt-oss) stay so. expert_prior: see `quant/experts.py`; None for the recipe's.
-        seed: the same one gives the same bytes.
-        activations: bytes of activations to hold in memory, the rest goes to disk; None: an eighth of what is free.
-        device: "cpu", "cuda", "cuda:N", or "auto" for the GPU where there is one.
-        progress: called as progress(what, done, total); total is 0 while it is not known.
-        remark: called with a line of text: what it will take, what of earlier work is gone on with.
+        lm_head, embed_tokens: bits of the output head and of the embedding; None keeps them (with `size` their rates
+            are chosen; 16 keeps them), "auto" chooses the rate and counts it in `bits`. Unsupported for models that
+            only transformers runs.
+        experts: bits of routed experts, 16 keeps them; None is `bits`, but experts published in MXFP4 (gpt-oss) stay.
+        expert_prior: see `quant/experts.py`; None for the recipe's.
+        seed: the same seed gives the same bytes.
+        activation_memory: bytes of activations in memory, the rest goes to disk; None: an eighth of free memory.
+        device: "cpu", "cuda", "cuda:N", or "auto" for the GPU if there is one.
+        progress: called as progress(what, done, total); total is 0 while it is unknown.
+        on_message: called with a line of text: the estimate, and what of earlier work is reused.
 
-    Raises ValueError (CheckpointError among them) for anything that is wrong, before anything is sampled or written:
-    options, patterns, `out`, memory and disk, and another process that works on the same `out`.
+    Raises ValueError (CheckpointError among them) before anything is sampled or written: for options, patterns,
+    `output`, memory and disk, and another process that works on the same `output`.
     """
-    require_path("out", out, "a directory that does not exist yet")
+    require_path("output", output, "a directory that does not exist yet")
     require_callable("progress", progress)
-    require_callable("remark", remark)
-    tell = remark or (lambda line: None)
-    run = _Run(Path(out), progress or (lambda what, done, total: None), tell, time.perf_counter())
+    require_callable("on_message", on_message)
+    tell = on_message or (lambda line: None)
+    run = _Run(Path(output), progress or (lambda what, done, total: None), tell, time.perf_counter())
     choices = choose(
         bits=bits,
         size=size,
         format=format,
         recipe=recipe,
         calibration=calibration,
-        tokens=tokens,
-        sequence=sequence,
-        extend=extend,
+        num_calibration_tokens=num_calibration_tokens,
+        calibration_seq_len=calibration_seq_len,
+        self_generate=self_generate,
         layers=layers,
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         experts=experts,
         expert_prior=expert_prior,
         seed=seed,
-        activations=activations,
+        activation_memory=activation_memory,
         device=device,
     )
     refuse_existing(run.out)
     text = _text(calibration) if format in OWN else None
-    located = locate(source, option="source")
+    located = locate(model, option="model")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
         found = survey(checkpoint, located.name, choices)
         choices = replace(choices, extend=found.extended)
@@ -183,7 +186,7 @@ def quantize(
     calibrated = format in OWN
     return Quantization(
         source=found.source,
-        output=str(out),
+        output=str(output),
         format=format,
         seconds=round(time.perf_counter() - run.started, 1),
         before=found.before,
@@ -223,7 +226,7 @@ def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> l
         if few:
             lines.append(
                 f"warning: {stack}: fewer than {wanted:.0f} tokens chose expert {', '.join(few)}; they are rounded "
-                "mostly under the layer's shared inputs; give more --tokens, or text that reaches them"
+                "mostly under the layer's shared inputs; give more calibration tokens, or text that reaches them"
             )
     return lines
 

@@ -62,7 +62,7 @@ def check_room(found: Plan, out: Path) -> None:
     if memory is not None and found.memory > memory:
         whole = None
         if found.rounding <= memory:  # the rest is for the model that writes text
-            whole = "the model that goes on with the text takes so much; --no-extend does without"
+            whole = "the model that goes on with the text takes so much; self_generate=False does without"
             if found.calibration == "self":
                 whole = "calibration 'self' holds the whole model; give a text"
         elif found.recipe == "best":

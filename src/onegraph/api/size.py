@@ -1,4 +1,4 @@
-"""What a checkpoint really stores: bytes, and bits a weight with all scales counted."""
+"""What a checkpoint really stores: bytes, and bits per weight with all scales counted."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Size:
     def __str__(self) -> str:
         """Both averages, and what each counts."""
         return (
-            f"{self.linear_bits:.2f} bits a weight in the linears (with their scales), {self.bits:.2f} over the whole "
-            "model (embedding, head and norms too)"
+            f"{self.linear_bits:.2f} bits per weight in the linears (with their scales), {self.bits:.2f} over the "
+            "whole model (embedding, head and norms too)"
         )
 
     @property
@@ -52,7 +52,7 @@ class Size:
 
     @property
     def linear_bits(self) -> float:
-        """Bits a weight of the linears inside the blocks, scales counted."""
+        """Bits per weight of the linears inside the blocks, scales counted."""
         return 8 * self.linear_bytes / self.linear_parameters
 
 
@@ -119,7 +119,7 @@ def size_with(
 
 
 def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
-    """Bits a weight, scales counted, of each component that `eval --ab` tells apart; of those that the file has (a tied
+    """Bits per weight, scales counted, of each component of `eval --ab`; of those that the file has (a tied
     head is none)."""
     loader, counts = _weights(checkpoint)
     sizes: dict[str, int] = {}

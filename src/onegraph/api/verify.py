@@ -75,7 +75,7 @@ class Verification:
 
 
 def verify(path: str | PathLike[str], *, progress: Progress | None = None) -> Verification:
-    """Reads a whole checkpoint (a directory or a .gguf file, anybody's) and says whether it is as it was written.
+    """Reads a whole checkpoint (a directory or a .gguf file) and checks that it is complete and valid.
 
     Digests are of SHA256SUMS, which `quantize` writes, or of the names in huggingface_hub's cache. Tensors are checked
     on the CPU, one layer at a time: finite, and scales within what their format allows.

@@ -68,7 +68,7 @@ def apply(report: Report) -> Report:
 
 
 def read(path: str) -> list[Allowance]:
-    """Allowances of a file; none where it cannot be read (who read it for findings has said so)."""
+    """Allowances of a file; none if it cannot be read, which the reader has reported."""
     try:
         with tokenize.open(path) as handle:
             text = handle.read()

@@ -106,6 +106,9 @@ RUN_BACKWARD = "_engine_run_backward"
 LAZY_INIT = "_lazy_init"
 """What torch.cuda calls before it touches a GPU: nothing is started while a simulation runs."""
 
+SLEEP = "_sleep"
+"""What keeps a GPU busy for some cycles, in tests of whether something waits."""
+
 NVTX = "_nvtx"
 """The C functions behind torch.cuda.nvtx, which a CPU build has not got."""
 

@@ -1,10 +1,10 @@
-"""What authors vouch for: kernels and ops that a check cannot look into, declared safe to capture.
+"""Kernels and ops that the checker cannot analyse, declared safe to capture by their authors.
 
-A library says it of its own ops without importing this package, in any of its modules:
+A library declares its own ops without importing this package, in any of its modules:
 
     __capturable__ = ("mylib::*",)
 
-A user says it of anybody's, with `declare`, whose word counts for more.
+A user declares any op with `declare`, which takes precedence.
 """
 
 import sys

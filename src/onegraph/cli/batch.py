@@ -82,10 +82,10 @@ def _is_message(message: object) -> bool:
 
 def rows(request: Request, completion: Any) -> Iterator[dict[str, Any]]:
     """What is told of each answer to a request, as JSON."""
-    for made in (completion, *completion.others):
+    for made in completion.outputs:
         row = request.told | {
             "text": made.text,
-            "tokens": made.tokens,
+            "tokens": made.token_ids,
             "prompt_tokens": made.prompt_tokens,
             "finish": made.finish_reason,
             "seed": made.seed,

@@ -23,30 +23,29 @@ examples:
   onegraph bench step out/4bit
   onegraph bench step out/4bit --batch 1 --batch 8 --json
 
-A step is timed as a whole, host included. --json prints one JSON line a row, with an id, the command, the commit, GPU,
-driver and versions.
+Times include the host. --json prints one JSON line per row, with id, command, commit, GPU, driver and versions.
 """
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time a model's decode step on this machine",
-        description="Times what onegraph runs on this machine.",
+        help="measure tokens per second of the decode step",
+        description="Measures speed on this machine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = parser.add_subparsers(title="what to time", dest="what", metavar="WHAT", required=True)
-    step = kinds.add_parser("step", help="the decode step of a model, eager and captured")
+    kinds = parser.add_subparsers(title="benchmarks", dest="what", metavar="WHAT", required=True)
+    step = kinds.add_parser("step", help="decode step of a model, eager and captured")
     step.add_argument("model", metavar="MODEL", help=MODEL)
-    step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="may be repeated")
-    step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="prompt (default: 128)")
+    step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="batch size; repeatable [1]")
+    step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="tokens of the prompt [128]")
     step.add_argument(
-        "--steps", type=STEPS, default=256, metavar="N", help="to time, eagerly 32 at most (default: 256)"
+        "--steps", type=STEPS, default=256, metavar="N", help="steps to measure, at most 32 of them eager [256]"
     )
     add_device(step)
     add_dtype(step, int8=True)
-    step.add_argument("--json", action="store_true", help="print one JSON object a row")
+    step.add_argument("--json", action="store_true", help="print one JSON object per row")
     step.set_defaults(run=run)
 
 

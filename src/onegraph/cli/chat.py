@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import CONTEXT, MODEL, UsageError, number, one_line, open_model, options
 from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
-from onegraph.cli.sampling import add_sampling, sampling_of, suggested
+from onegraph.cli.sampling import add_sampling, sampling_of
 
 if TYPE_CHECKING:
     from onegraph.api.conversation import Conversation
+    from onegraph.api.defaults import SamplingDefaults
     from onegraph.api.llm import LLM
     from onegraph.api.tokenizer import Tokenizer
 
@@ -30,20 +31,18 @@ examples:
   onegraph chat Qwen/Qwen3-8B --thinking off
   printf 'My name is Ada.\\nWhat is my name?\\n' | onegraph chat out/smollm2-4bit
 
-Ctrl-C ends an answer after the model's next step, also while it reads the question, and what was written of it stays
-in the conversation; at the prompt, Ctrl-C twice or Ctrl-D leaves. /help lists the commands. Where question and answer
-do not fit the context any more, the oldest turns are forgotten, and said to be; the system prompt stays. Thoughts
-(<think> ... </think>) are shown and then forgotten. Temperature, top-p and top-k are those that the model's
-generation_config.json suggests, or else 0.7 and 0.95, and options go over them; --temperature 0 takes the likeliest
-token. Where stdin is no terminal, each line of it is
-a turn, and the first error ends the program.
+Ctrl-C stops an answer after the current decode step; its text stays in the conversation. At the prompt, Ctrl-C twice
+or Ctrl-D ends the program. /help lists the commands. If question and answer do not fit the context, the oldest turns
+are dropped with a message; the system prompt stays. Thoughts (<think> ... </think>) are shown and then removed.
+Temperature, top-p and top-k come from the options, then from the model's generation_config.json, then from onegraph's
+default (0.7, 0.95, off). If stdin is no terminal, each line is a turn, and the first error ends the program.
 """
 COMMANDS = """\
-/reset       forget what was said; the system prompt stays
-/save FILE   write all that was said to FILE, as JSON: a list of messages, which LLM.chat takes
-/help        this list
-/exit        leave, as Ctrl-D or Ctrl-C twice
-Ctrl-C ends an answer. A line that begins with / and is no command: put a blank in front."""
+/reset       start a new conversation; the system prompt stays
+/save FILE   write the conversation to FILE, as a JSON list of messages for LLM.chat
+/help        list the commands
+/exit        end the program, as Ctrl-D or Ctrl-C twice
+Ctrl-C stops an answer. Put a space before a line that starts with / and is no command."""
 PROMPT = "> "
 MAX_LINE = 64 << 20  # bytes
 
@@ -51,25 +50,25 @@ MAX_LINE = 64 << 20  # bytes
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
-        help="a conversation with a model",
-        description="Talks with a model (a directory or a .gguf file), quantized or not, that has a chat template.",
+        help="chat with a model",
+        description="Chats with a model that has a chat template, quantized or not.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before everything")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_thinking(parser)
     parser.add_argument(
         "--max-tokens",
         type=number(int, 1, 1 << 24),
         metavar="N",
-        help="of an answer, at most (default: what the context leaves)",
+        help="maximum number of tokens of an answer [what the context leaves]",
     )
     parser.add_argument(
-        "--max-context",
+        "--max-model-len",
         type=CONTEXT,
         metavar="N",
-        help="tokens of the conversation that the model sees (default: the model's context, at most 4096)",
+        help="maximum number of tokens of the conversation [the model's, at most 4096]",
     )
     add_sampling(parser, stream=True)
     add_engine(parser)
@@ -78,25 +77,26 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from onegraph.api.conversation import Conversation
+    from onegraph.api.defaults import FIELDS
     from onegraph.engine.params import SamplingParams
 
     chosen = engine(args)
     thinking = thinking_of(args)
     sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
-    tokenizer, context, said, drawn = prepare(args, thinking, sampling)
-    params = SamplingParams(**said | drawn | sampling)
-    with load(args, max_batch=1, max_context=context, tokenizer=tokenizer, **chosen) as llm:
+    tokenizer, context, defaults = prepare(args, thinking)
+    with options(*FIELDS):
+        params = defaults.fill(SamplingParams(**sampling))
+    with load(args, max_num_seqs=1, max_model_len=context, tokenizer=tokenizer, **chosen) as llm:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
         )
-        for fields, why in (
-            (said, "the model's generation_config.json suggests it"),
-            (drawn, "the model suggests none"),
-        ):
-            if fields:
-                named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in fields.items())
-                say(f"[{named}: {why}; say otherwise by these options]")
+        sources = (defaults.model, "from the model's generation_config.json"), (defaults.added, "onegraph's default")
+        for fields, source in sources if params.sampling else ():
+            left = {name: value for name, value in fields.items() if name not in sampling}
+            if left:
+                named = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in left.items())
+                say(f"[{named}: {source}; these options override it]")
         with handled(lambda: None) if interactive() else contextlib.nullcontext():
             for line in lines:
                 try:
@@ -109,39 +109,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(
-    args: argparse.Namespace, thinking: bool | None, sampling: Mapping[str, Any]
-) -> tuple[Tokenizer, int, dict[str, Any], dict[str, Any]]:
-    """The model's tokenizer, the context to keep, how to draw beside `sampling` as the model says and
-    by default; refused before any weight is read is what no turn could do."""
+def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int, SamplingDefaults]:
+    """The model's tokenizer, the length of the context, and how the model samples by default. Raises ValueError, before
+    any weight is read, for what no turn could do."""
     from onegraph.api.conversation import room_for
-    from onegraph.api.llm import MAX_CONTEXT
+    from onegraph.api.defaults import SamplingDefaults
+    from onegraph.api.llm import MAX_MODEL_LEN
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.models.load import parse_config
 
     with open_model(args.model) as checkpoint:
         largest = parse_config(checkpoint.config).max_positions
         tokenizer = Tokenizer(checkpoint)
-        said, drawn = suggested(checkpoint, sampling)
-    if args.max_context is not None and args.max_context > largest:
-        raise UsageError(f"--max-context {args.max_context}: the model's context is {largest}, which is the most")
+        defaults = SamplingDefaults.of(checkpoint)
+    if args.max_model_len is not None and args.max_model_len > largest:
+        raise UsageError(f"--max-model-len {args.max_model_len}: the model allows at most {largest}")
     if tokenizer.template is None:
-        raise UsageError(f"{args.model}: has no chat template; 'onegraph generate' continues a text as it stands")
+        raise UsageError(f"{args.model}: the model has no chat template; use 'onegraph generate'")
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     with options("thinking:"):
         shortest = len(tokenizer.chat([*system, {"role": "user", "content": "Hi"}], thinking))
-    context = args.max_context or min(largest, MAX_CONTEXT)
+    context = args.max_model_len or min(largest, MAX_MODEL_LEN)
     if shortest + (room := room_for(args.max_tokens, context)) > context:
         raise UsageError(
-            f"the context of {context} tokens takes {context - room} beside an answer, and the question 'Hi' makes "
-            f"{shortest} with all that stands around it; give --max-context more (at most {largest}), or a shorter "
+            f"the context of {context} tokens leaves {context - room} for the question, and 'Hi' in the chat template "
+            f"takes {shortest}; give a larger --max-model-len (at most {largest}), or a shorter "
             "--system"
         )
-    return tokenizer, context, said, drawn
+    return tokenizer, context, defaults
 
 
 def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
-    """Does what a line says; False where it says to leave. Raises ValueError."""
+    """Runs a line; False if the program is to end. Raises ValueError."""
     if not line.strip():
         return True
     if not line.startswith("/"):
@@ -151,7 +150,9 @@ def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
     if command == "/save":
         save(conversation, argument.strip())
     elif command not in ("/reset", "/help", "/exit") or argument:
-        raise UsageError(f"{one_line(line, 60)}: no such command; /help lists them, a blank in front sends it as text")
+        raise UsageError(
+            f"{one_line(line, 60)}: unknown command; /help lists the commands, a leading space sends it as text"
+        )
     elif command == "/reset":
         conversation.reset()
         say("[a new conversation]")
@@ -161,19 +162,19 @@ def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
 
 
 def answer(llm: LLM, conversation: Conversation, text: str) -> None:
-    """Asks, and shows what comes until Ctrl-C."""
+    """Prints the answer until Ctrl-C."""
     with stoppable() as stopped, closing(conversation.ask(text, stopped)) as pieces:
         if dropped := conversation.dropped:
             turns = f"{len(dropped)} turn{'s' if dropped[1:] else ''}"
             first = one_line(dropped[0], 60)
-            say(f"[the context of {llm.max_context} tokens is full: forgot {turns}, from {first!r} on]")
+            say(f"[the context of {llm.max_model_len} tokens is full: dropped {turns}, from {first!r} on]")
         written = show(pieces)
     report(llm.stats, 1 if written or not stopped() else 0, llm.device, llm.engine.executor.speculation is not None)
     if stopped():
         if not written:
-            say("[stopped before the answer began: the question is forgotten]")
+            say("[stopped before the answer began; the question was removed]")
     elif 1 + llm.stats.decode_tokens >= conversation.budget:
-        say(f"[{conversation.budget} tokens are all that --max-tokens allows or the context leaves]")
+        say(f"[stopped after {conversation.budget} tokens: --max-tokens or the context allows no more]")
 
 
 def save(conversation: Conversation, name: str) -> None:
@@ -232,7 +233,7 @@ def typed() -> Iterator[str]:
     """Lines of the terminal, until Ctrl-D, or Ctrl-C twice."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (the line can be edited, and earlier ones are there)
-    say("[/help lists the commands; Ctrl-D leaves]")
+    say("[/help lists the commands; Ctrl-D ends the program]")
     pressed = False
     while True:
         try:
@@ -250,7 +251,7 @@ def typed() -> Iterator[str]:
                 say("")
                 return
             pressed = True
-            say("\n[Ctrl-C again, or Ctrl-D, leaves]")
+            say("\n[Ctrl-C again, or Ctrl-D, ends the program]")
             continue
         pressed = False
         yield line
@@ -271,6 +272,6 @@ def piped() -> Iterator[str]:
 
 
 def say(text: str) -> None:
-    """A remark, beside what the model says."""
+    """Prints a message on stderr."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)

@@ -28,6 +28,22 @@ class UsageError(ValueError):
     """The command line is wrong."""
 
 
+# Options that another name has replaced: they work for one more release, with a warning
+DEPRECATED = {
+    "--kv": "--kv-cache-dtype",
+    "--max-batch": "--max-num-seqs",
+    "--max-context": "--max-model-len",
+    "--cache-tokens": "--kv-cache-tokens",
+    "--draft": "--speculative",
+    "--draft-tokens": "--num-speculative-tokens",
+    "--name": "--served-model-name",
+    "--tokens": "--num-calibration-tokens",
+    "--sequence": "--calibration-seq-len",
+    "--extend": "--self-generate",
+    "--no-extend": "--no-self-generate",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises one line in place of printing its usage and exiting."""
 
@@ -42,7 +58,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Unknown options come first: a misspelt one makes others look missing."""
         if self._subparsers is None:
-            for word in args or ():
+            args = self._current(args or ())
+            for word in args:
                 name = word.partition("=")[0]
                 known = self._option_string_actions.get(name)
                 if word == "--" or (known is not None and known.nargs == argparse.REMAINDER):
@@ -50,6 +67,20 @@ class Parser(argparse.ArgumentParser):
                 if word.startswith("--") and " " not in word and name not in self._option_string_actions:
                     self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
         return super().parse_known_args(args, namespace)
+
+    def _current(self, args: Iterable[str]) -> list[str]:
+        """The words with today's names of options."""
+        words = list(args)
+        for at, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            known = self._option_string_actions.get(name)
+            if word == "--" or (known is not None and known.nargs == argparse.REMAINDER):
+                break
+            new = DEPRECATED.get(name)
+            if known is None and new is not None and new in self._option_string_actions:
+                deprecated(name, new)
+                words[at] = new + equals + value
+        return words
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -60,6 +91,10 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         if message:  # argparse would pass over a stdout that cannot be written
             print(message, end="", file=file or sys.stderr)
+
+
+def deprecated(old: str, new: str) -> None:
+    print(f"onegraph: warning: {old} is deprecated and will be removed in the next release; use {new}", file=sys.stderr)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -117,21 +152,34 @@ TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", metavar="DEV", help="cpu, cuda or cuda:N [the GPU if there is one]")
+
+
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    count = number(int, 1, 8)
     parser.add_argument(
-        "--device", default="auto", metavar="DEV", help="cpu, cuda or cuda:N (default: the GPU where there is one)"
+        "--tensor-parallel-size", type=count, default=1, metavar="N", help="number of GPUs that share every layer [1]"
     )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=count,
+        default=1,
+        metavar="N",
+        help="number of GPUs that each hold some of the layers; DeepSeek-V4 only [1]",
+    )
+    parser.add_argument("--gpus", type=count, help=argparse.SUPPRESS)
+    parser.add_argument("--split-mode", choices=SPLITS, help=argparse.SUPPRESS)
 
 
-def add_gpus(parser: argparse.ArgumentParser, *, split: bool = True) -> None:
-    """split: whether the command runs either way."""
-    parser.add_argument("--gpus", type=number(int, 1, 8), metavar="N", help="use so many GPUs")
-    if split:
-        parser.add_argument(
-            "--split-mode",
-            choices=SPLITS,
-            help="tensor: each GPU has its share of every layer; layer: some of the layers (DeepSeek-V4, where it is "
-            "the default)",
-        )
+def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of LLM that `add_gpus`'s options name."""
+    if args.gpus is None and args.split_mode is None:
+        return {
+            "tensor_parallel_size": args.tensor_parallel_size,
+            "pipeline_parallel_size": args.pipeline_parallel_size,
+        }
+    deprecated("--gpus, --split-mode", "--tensor-parallel-size or --pipeline-parallel-size")
+    return {"gpus": args.gpus or 1, "split": args.split_mode}
 
 
 def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
@@ -140,8 +188,8 @@ def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
         "--dtype",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", *(("int8",) if int8 else ())),
-        help="what activations are computed in (default: bfloat16 on a GPU, float32 on a CPU)"
-        + ("; a CPU holds weights in float16, by itself where torch packs it, or in int8" if int8 else ""),
+        help="dtype of activations [bfloat16 on a GPU, float32 on a CPU]"
+        + ("; on a CPU float16 and int8 are dtypes of the weights" if int8 else ""),
     )
 
 
@@ -290,13 +338,14 @@ def tell_skipped(skipped: Mapping[str, int]) -> None:
 
 
 def tell_exact_layers(asked: str, settled: str) -> None:
-    """Say which layers a cache of the setting `settled` keeps exact of which `asked` says nothing."""
+    """Prints the layers that a cache of the setting `settled` keeps exact although `asked` does not name them."""
     from onegraph.formats.turboquant import parse_kv
 
     wanted, found = (None if kv == "fp8" else parse_kv(kv) for kv in (asked, settled))
     if wanted is not None and found is not None and (kept := set(found.exact) - set(wanted.exact)):
         named = f"layer{'s' if len(kept) > 1 else ''} {', '.join(map(str, sorted(kept)))} kept exact"
-        print(f"kv: {named}, keys are mostly a bias there (docs/turboquant.md)", file=sys.stderr)
+        why = "their keys are mostly a bias, or their heads are larger than the kernels read"
+        print(f"kv: {named}: {why} (docs/guides/long-context.md)", file=sys.stderr)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -30,57 +30,60 @@ EPILOG = """\
 examples:
   onegraph draft-head out/smollm2-4bit out/smollm2-head --minutes 5
   onegraph draft-head out/llama-2bit out/llama-head --text chats.txt code.txt --vocabulary 32000 --minutes 60
-  onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --draft eagle:out/smollm2-head
+  onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --speculative eagle:out/smollm2-head
 
-The head is an EAGLE-3 head: one layer that goes on from the model's hidden states (docs/speculation.md). The model
-answers pieces of the text and questions that it asks itself, half of them greedily; the head learns its probabilities
-of each token. So train it for the model that you serve, quantized as you serve it. The report is on prompts that were
-never trained on: code, chat, and a text to repeat. The directory is one that speculators and vLLM read.
+Trains an EAGLE-3 head for speculative decoding (docs/guides/speculative-decoding.md). The model writes the training
+texts, half of them greedily, and the head learns its token probabilities. Train with the quantized model that you
+serve. The report uses unseen prompts: code, chat, and a repetitive text. speculators and vLLM read the directory.
 """
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "draft-head",
-        help="train a head that drafts for a model (EAGLE-3), for --draft eagle:OUT",
-        description="Trains a draft head on a model's own text, and measures it on texts that it never saw.",
+        help="train an EAGLE-3 draft head, for --speculative eagle:OUT",
+        description="Trains a draft head on text of the model, and measures it on unseen texts.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help=f"the model to draft for: {MODEL}")
-    parser.add_argument("out", metavar="OUT", help="the head's directory, which must not exist")
+    parser.add_argument("model", metavar="MODEL", help=f"target model: {MODEL}")
+    parser.add_argument("out", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
-        "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text for prompts (default: a bundled one)"
+        "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text files for prompts [a bundled text]"
     )
     parser.add_argument(
-        "--minutes", type=number(float, 0, 10000, True), default=10.0, metavar="M", help="time in all (default: 10)"
+        "--minutes", type=number(float, 0, 10000, True), default=10.0, metavar="M", help="time limit in minutes [10]"
     )
     parser.add_argument(
-        "--texts", type=number(int, 24, 1 << 20), default=32768, metavar="N", help="texts to write at most (32768)"
+        "--texts",
+        type=number(int, 24, 1 << 20),
+        default=32768,
+        metavar="N",
+        help="maximum number of training texts [32768]",
     )
     parser.add_argument(
-        "--length", type=number(int, 16, 4096), default=192, metavar="N", help="tokens of each answer (default: 192)"
+        "--length", type=number(int, 16, 4096), default=192, metavar="N", help="tokens per answer [192]"
     )
     parser.add_argument(
         "--vocabulary",
         type=number(int, 16, 1 << 20),
         default=8192,
         metavar="N",
-        help="tokens that the head may name, the commonest (default: 8192)",
+        help="vocabulary of the head: the most frequent tokens [8192]",
     )
     parser.add_argument(
         "--ahead",
         type=number(int, 1, 7),
         default=5,
         metavar="K",
-        help="drafts in a row that it learns to make (default: 5)",
+        help="consecutive drafts to train [5]",
     )
-    parser.add_argument("--steps", type=STEPS, metavar="N", help="training steps (default: what the time allows)")
+    parser.add_argument("--steps", type=STEPS, metavar="N", help="training steps [what the time limit allows]")
     parser.add_argument(
-        "--batch", type=BATCH, metavar="B", help="texts a step (default: 4 on a CPU, up to 64 on a GPU)"
+        "--batch", type=BATCH, metavar="B", help="texts per training step [4 on a CPU, up to 64 on a GPU]"
     )
-    parser.add_argument("--rate", type=number(float, 0, 1, True), help="learning rate (default: by the model's width)")
-    parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="of texts and training (default: 0)")
+    parser.add_argument("--rate", type=number(float, 0, 1, True), help="learning rate [from the model's width]")
+    parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="seed of texts and training [0]")
     add_device(parser)
     add_dtype(parser)
     add_json(parser)
@@ -110,11 +113,11 @@ def run(args: argparse.Namespace) -> int:
 
 def show(made: DraftHead) -> None:
     """The report for people."""
-    print(f"head        {made.output}, {human_bytes(made.nbytes)}, names {made.vocabulary} tokens")
-    print(f"trained on  {made.tokens} tokens in {made.texts} texts of the model, {made.seconds:.0f} s in all")
+    print(f"head        {made.output}, {human_bytes(made.nbytes)}, vocabulary of {made.vocabulary} tokens")
+    print(f"trained on  {made.tokens} tokens in {made.texts} texts of the model, {made.seconds:.0f} s in total")
     for name, score in (("untrained", made.before), ("trained", made.after)):
-        print(f"{name:10s}  held-out loss {score.loss:.3f}, {score.tokens:.2f} tokens a round")
-    print(f"{'unseen':12s}{'tokens a round':>15s}  right at each place, where those before were    texts as without")
+        print(f"{name:10s}  held-out loss {score.loss:.3f}, {score.tokens:.2f} tokens per verify pass")
+    print(f"{'unseen':12s}{'tokens per pass':>15s}  acceptance rate at each position                same texts")
     for kind, found in made.unseen.items():
         rates = " ".join(f"{100 * rate:3.0f}%" for rate in found.accepted)
         print(f"{kind:12s}{found.tokens_per_round:15.2f}  {rates:45s}{found.same_texts} of {found.texts}")

@@ -17,6 +17,7 @@ from onegraph.cli.common import (
     add_dtype,
     add_gpus,
     add_json,
+    gpus_of,
     number,
     open_model,
     options,
@@ -40,46 +41,45 @@ EPILOG = """\
 examples:
   onegraph generate out/smollm2-4bit --prompt "What is the capital of Japan?"
   onegraph generate out/smollm2-4bit --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 7
-  onegraph generate out/smollm2-4bit --kv turboquant:k3v4 --prompt "Tell me a long story."
+  onegraph generate out/smollm2-4bit --kv-cache-dtype turboquant:k3v4 --prompt "Tell me a long story."
   onegraph generate out/smollm2-4bit --batch questions.txt --json > answers.json
   onegraph generate out/smollm2-4bit --batch requests.jsonl > answers.jsonl
   onegraph generate out/smollm2-4bit --prompt "Three colours:" --json-schema colours.json --stop $'\\n\\n'
   git diff | onegraph generate out/smollm2-4bit --prompt -
 
---chat (the default where the model has a chat template) asks a question, --raw continues the text as it stands.
-A line of a .jsonl file is {"prompt": TEXT} or {"messages": [...]}, with an "id", "thinking" (true or false) and fields
-of SamplingParams (docs/python.md) that go over the options; answers come as a JSON object a line, in the same order.
-The same seed gives the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code
-eagerly, --capture split breaks the graph around attention. --kv stores keys and values as TurboQuant codes
-(docs/turboquant.md).
+--chat (default if the model has a chat template) asks a question; --raw continues the text. A line of a .jsonl file is
+{"prompt": TEXT} or {"messages": [...]}, with an "id", "thinking" (true or false) and fields of SamplingParams
+(docs/reference/python.md), which override the options. Answers are JSON lines in the same order. The same seed gives
+the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code eagerly, --capture split
+breaks the graph around attention. --kv-cache-dtype quantizes keys and values (docs/guides/long-context.md).
 """
 CAPTURE: dict[str, bool | Literal["split"] | None] = {"auto": None, "on": True, "off": False, "split": "split"}
-DEFAULT_TOKENS = 256
+DEFAULT_TOKENS = 256  # as of LLM.generate
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
-        help="text from a model, with the decode step as one CUDA graph where there is a GPU",
-        description="Generates text from a model (a directory or a .gguf file), quantized or not.",
+        help="generate text",
+        description="Generates text with a model, quantized or not.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt; '-' reads it from stdin")
+    source.add_argument("--prompt", metavar="TEXT", help="prompt; '-' reads it from stdin")
     source.add_argument(
-        "--batch", metavar="FILE", help="a file with a prompt a line, or a .jsonl file; all run together"
+        "--batch", metavar="FILE", help="file with one prompt per line, or a .jsonl file; all prompts run as one batch"
     )
     style = parser.add_mutually_exclusive_group()
-    style.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    style.add_argument("--raw", action="store_true", help="continue the prompt as it stands")
+    style.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    style.add_argument("--raw", action="store_true", help="continue the prompt without a chat template")
     add_thinking(parser)
     parser.add_argument(
         "--max-tokens",
         type=number(int, 1, 1 << 24),
         metavar="N",
-        help=f"generate at most N tokens (default: {DEFAULT_TOKENS}, or what the context leaves)",
+        help=f"maximum number of tokens of an answer [{DEFAULT_TOKENS}, or what the context leaves]",
     )
     add_sampling(parser)
     add_engine(parser)
@@ -93,13 +93,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--capture",
         choices=tuple(CAPTURE),
         default="auto",
-        help="one CUDA graph for the step, none, or one split around attention (default: auto)",
+        help="CUDA graph of the decode step: on, off, split around attention, or on if there is a GPU [auto]",
     )
     parser.add_argument(
-        "--kv",
+        "--kv-cache-dtype",
         default="exact",
-        metavar="KV",
-        help="the KV cache: exact (default), turboquant:4, turboquant:k3v4, ...; of DeepSeek-V4: exact or fp8",
+        metavar="DTYPE",
+        help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; for DeepSeek-V4 exact or fp8 [exact]",
     )
     add_draft(parser)
     add_gpus(parser)
@@ -111,7 +111,7 @@ def add_thinking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking",
         choices=("on", "off"),
-        help="whether the model thinks before it answers, where its template has a switch (default: the template's)",
+        help="turn thoughts on or off, if the chat template has a switch [the template's default]",
     )
 
 
@@ -122,23 +122,21 @@ def thinking_of(args: argparse.Namespace) -> bool | None:
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--draft",
-        metavar="WHO",
-        help="who drafts tokens that the model checks several at once: 'ngram' (the text itself), 'eagle:PATH' (an "
-        "EAGLE-3 head), 'mtp' (DeepSeek-V4's own draft layers), or a smaller model directory of the same tokens; the "
-        "text stays the same but for near-ties",
+        "--speculative",
+        metavar="METHOD",
+        help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (draft layers "
+        "of DeepSeek-V4 or Qwen3.5), or the directory of a draft model; the text stays the same up to near-ties",
     )
     parser.add_argument(
-        "--draft-tokens",
+        "--num-speculative-tokens",
         type=draft_tokens,
         metavar="K",
-        help="drafts to check at once, 1 to 7, or 'auto' (default) for as many as pay",
+        help="number of drafts per verify pass, 1 to 7, or 'auto' [auto]",
     )
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="a text is the same, bit by bit, whatever is drafted and whatever is computed beside it; steps take "
-        "longer",
+        help="identical results bit by bit in any batch and with any drafts; steps take longer",
     )
 
 
@@ -153,40 +151,43 @@ def draft_tokens(text: str) -> int | str:
 
 def drafted(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of LLM that `add_draft`'s options name."""
-    if args.draft is None and args.draft_tokens is not None:
-        raise UsageError("--draft-tokens counts what --draft drafts; say who drafts, e.g. --draft ngram")
-    drafts = {} if args.draft is None else {"draft": args.draft, "draft_tokens": args.draft_tokens or "auto"}
+    method, count = args.speculative, args.num_speculative_tokens
+    if method is None and count is not None:
+        raise UsageError("--num-speculative-tokens needs --speculative; give a method, e.g. --speculative ngram")
+    drafts = {} if method is None else {"speculative": method, "num_speculative_tokens": count or "auto"}
     return {"batch_invariant": args.batch_invariant, **drafts}
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of LLM that `add_engine`'s options name. Raises ValueError for what this machine cannot do."""
+    from onegraph.api.deprecated import public_names
+    from onegraph.api.llm import PUBLIC
     from onegraph.formats.turboquant import parse_kv
 
     device = pick_device(args.device)
     if args.capture in ("on", "split") and device.type != "cuda":
         raise UsageError(f"--capture {args.capture} needs a GPU, the device is {device}; use --capture off or auto")
-    if args.kv != "fp8":
-        with options("kv"):
-            parse_kv(args.kv)
-    chosen = {"device": device, "dtype": args.dtype, "kv": args.kv}
+    if args.kv_cache_dtype != "fp8":
+        with options("kv_cache_dtype"), public_names(PUBLIC):
+            parse_kv(args.kv_cache_dtype)
+    chosen = {"device": device, "dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype}
     return chosen | {
-        "gpus": args.gpus or 1,
-        "split": args.split_mode,
+        **gpus_of(args),
         "capture": CAPTURE[args.capture],
         **drafted(args),
     }
 
 
 def load(args: argparse.Namespace, **chosen: Any) -> LLM:
-    """The model of a command, with a bar for who waits, and none in logs: what was asked for is text."""
+    """The model of a command, with a progress bar on a terminal."""
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    names = "gpus", "split", "kv", "draft:", "batch_invariant:", "max_context", "cache_tokens:"
-    with options(*names), bar as loading:
+    names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
+    colons = *(f"{name}:" for name in names), "speculative:", "batch_invariant:", "kv_cache_tokens:"
+    with options(*names, *colons), bar as loading:
         llm = LLM(args.model, progress=loading, **chosen)
-    tell_exact_layers(args.kv, llm.engine.kv)
+    tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
     tell_skipped(llm.skipped)
     return llm
 
@@ -199,9 +200,9 @@ def run(args: argparse.Namespace) -> int:
 
     lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
     if args.logprobs is not None and not (args.json or lines):
-        raise UsageError(f"--logprobs {args.logprobs}: only JSON has room for them; add --json")
+        raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
     place = engine(args)
-    kv = None if args.kv == "fp8" else parse_kv(args.kv)
+    kv = None if args.kv_cache_dtype == "fp8" else parse_kv(args.kv_cache_dtype)
     requests, chosen = requests_of(args), sampling_of(args)
     with open_model(args.model) as checkpoint:
         config = parse_config(checkpoint.config)
@@ -222,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
         needed = max(needed, min(kv.window, context))
     live = len(prompts) == 1 and params[0].n == 1 and params[0].logprobs is None and not args.json and not lines
     rows_at_once = min(sum(each.n for each in params), 64)
-    llm = load(args, max_batch=rows_at_once, max_context=needed, tokenizer=tokenizer, **place)
+    llm = load(args, max_num_seqs=rows_at_once, max_model_len=needed, tokenizer=tokenizer, **place)
     with llm:
         if live:
             show(llm.stream(prompts[0], params[0]))
@@ -249,16 +250,15 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    report(stats, sum(each.n for each in params), place["device"], args.draft is not None)
+    report(stats, sum(each.n for each in params), place["device"], args.speculative is not None)
     return 0
 
 
 def report(stats: Stats, prompts: int, device: torch.device, drafts: bool) -> None:
-    """The line behind what was generated: tokens of prompts, written, and written per second; where somebody drafts,
-    how many drafts were right."""
+    """Prints the summary: prompt tokens, new tokens, tokens per second; with speculative decoding, accepted drafts."""
     sys.stdout.flush()
-    read = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts right, " if stats.drafted_tokens else None
-    kept = (read or "no drafts read, ") if drafts else ""
+    read = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts accepted, " if stats.drafted_tokens else None
+    kept = (read or "no drafts, ") if drafts else ""
     print(
         f"[{stats.prefill_tokens + stats.shared_tokens} prompt tokens, {prompts + stats.decode_tokens} new, "
         f"{stats.decode_tokens_per_second:.1f} tokens/s, {kept}{stats.mode} on {device}]",
@@ -290,7 +290,7 @@ class Answers:
 
 
 def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool | None) -> list[int]:
-    """Token ids of a prompt, as it stands or as a question in the chat template; what the request says of `thinking`
+    """Token ids of a prompt, unchanged or as a question in the chat template; what the request says of `thinking`
     goes over what the command line does. Raises ValueError."""
     from onegraph.api.chat import TemplateError
 
@@ -301,10 +301,12 @@ def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool |
         if not isinstance(prompt, str):
             return tokenizer.chat(prompt, thinking)
         if thinking is not None:
-            raise UsageError("thinking is a switch of the chat template, and the prompt is continued as it stands")
+            raise UsageError(
+                "thinking needs a chat template, and --raw continues the prompt without one; leave one of them out"
+            )
         return tokenizer.encode(prompt)
     except TemplateError as error:
-        cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt as it stands"
+        cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt without a template"
         raise UsageError(f"{request.where}: {error}" + (f"; {cure}" if thinking is None else "")) from None
     except ValueError as error:
         raise UsageError(f"{request.where}: {error}") from None
@@ -350,7 +352,7 @@ def budget(request: Request, length: int, asked: int | None, context: int) -> in
             f"{request.where}: it has {length} tokens, the model's context is {context}; shorten the prompt"
         )
     if length == 0:
-        raise UsageError(f"{request.where}: it gives no tokens")
+        raise UsageError(f"{request.where}: the prompt has no tokens; give some text")
     if asked is None:
         return min(DEFAULT_TOKENS, context - length)
     if length + asked > context:

@@ -37,37 +37,33 @@ examples:
   onegraph quantize models/gpt-oss-20b out/gpt-oss-3bit --bits 3 --experts 3
   onegraph quantize models/SmolLM2-135M-Instruct out/nvfp4 --format nvfp4
 
-A linear stores codes of 2, 3 or 4 bits a weight and a float16 scale for each row and column: 4.01 bits in all for
-4096 x 4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer
-unquantized; the last pattern that matches wins.
+A linear stores codes of 2, 3 or 4 bits per weight and a float16 scale per row and column: 4.01 bits in total for 4096 x
+4096. --map reads the same patterns as --layer from a JSON object, {"*.down_proj": 4}; 16 keeps a layer unquantized; the
+last match wins.
 
---bits may be any number from 2 to 4, or --size says what all tensors may take. Then what rounding each layer alone
-costs is measured, as KL of the whole model, and the rates 2, 3 and 4 are given out so that these add up to the least
-(--format trellis: numbers from 2 to 8 and the rates 2 to 8);
-linears that share an input get one rate. A plot says what other averages would cost. --size gives the head and the
-embedding rates too, as 'auto' does beside --bits; 16 leaves them. What --layer names keeps the rate it is given.
+--bits takes any number from 2 to 4 (--format trellis: 2 to 8); --size limits the bytes of all tensors. Then the cost of
+rounding each layer is measured as KL of the whole model, and each layer gets one of the format's rates at the least
+total cost; linears that share an input get one rate. A plot shows the cost of other averages. --size also chooses the
+rates of head and embedding, as 'auto' does with --bits; 16 keeps them. --layer fixes a rate.
 
-Models that onegraph's own decoder runs (docs/models.md) need nothing else; any other causal language model is taken
-through transformers' modules, where that is installed, and OUT then runs in transformers. Routed experts are rounded
-too, each under the tokens that chose it; how many those were is said, by name where they are few. What is left as it is
-(routers, convolutions) is said with the reason.
+Models of onegraph's own decoder (docs/reference/models.md) need nothing else. Other causal language models are
+quantized through transformers, if it is installed, and run in transformers only. Routed experts are quantized with the
+tokens that selected them. Layers that stay unquantized are listed with the reason.
 
-Works block by block, so memory holds one block, the calibration text's activations (--activation-memory bounds them),
-and at the end one file of OUT (at most 4 GB). Finished blocks lie in OUT.partial: the same command resumes after a
-crash or Ctrl-C and ends with the same bytes; a corrected one goes on with what it leaves as it was (sampled text,
-Hessians, blocks), and says what it drops. OUT appears whole, at the end.
+Memory holds one block, its calibration activations (--activation-memory limits them), and at the end one file of OUT
+(at most 4 GB). Finished blocks are in OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the
+same bytes; a corrected command reuses what is still valid. OUT appears at the end.
 
-Without --calibration, a text of some 8,600 tokens that comes with onegraph is read, and on a GPU the model goes on with
-it. That is for a quick result: for 2 and 3 bits, and wherever quality counts, give a text of the kind that the model
-will see, and 32,000 tokens of it or more. --dry-run says how many linears each pattern matches, what OUT takes, and
-what time and memory here, of any model whose config.json is there, and does nothing.
+Without --calibration, a bundled text of about 8,600 tokens is used, and on a GPU the model extends it. For 2 and 3
+bits, and for best quality, give 32,000 tokens or more of text that resembles your use. --dry-run prints the linears
+that each pattern matches, the size of OUT, and estimates of time and memory; it needs only config.json.
 
---format trellis rounds each tile of 16 x 16 weights as one path through 65,536 states: about 2 ms of a CPU core a tile,
-so a model of 135M parameters takes some ten minutes on two cores. --recipe quick looks for the ends of a path among 32
-weights rather than 128 (1 to 2 percent more error, a quarter less time).
+--format trellis rounds each tile of 16 x 16 weights as one path through 65,536 states: about 2 ms of a CPU core per
+tile, so a model of 135M parameters takes ten minutes on two cores. --recipe quick searches the ends of a path among
+32 weights rather than 128 (1 to 2 percent more error, a quarter less time).
 
---format nvfp4 reads no text: weights are rounded under the scale of each 16 that errs least (--recipe quick: the plain
-one), linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
+--format nvfp4 needs no text: the scale of each group of 16 is chosen for the least error (--recipe quick: the plain
+scale). Linears whose inputs are no multiple of 16 are kept. It also takes DeepSeek-V4: attention and experts.
 """
 RECIPES = ("quick", "good", "best")
 RATES = (*map(str, range(1, 9)), "16")  # of any format; which ones it has, the API says
@@ -76,9 +72,9 @@ RATES = (*map(str, range(1, 9)), "16")  # of any format; which ones it has, the 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
-        help="make a checkpoint smaller: E8P-RVQ (2 to 4 bits), trellis-coded weights (1 to 8 bits), or NVFP4",
-        description="Quantizes a causal language model to E8P-RVQ weights of 2, 3 or 4 bits, to trellis-coded weights "
-        "of 1 to 8 bits, or to NVFP4.",
+        help="quantize a model to E8P (2 to 4 bits), trellis (1 to 8 bits) or NVFP4",
+        description="Quantizes a causal language model to E8P weights of 2, 3 or 4 bits, to trellis-coded weights of "
+        "1 to 8 bits, or to NVFP4.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,23 +83,22 @@ def add_parser(commands: Any) -> None:
         metavar="SRC",
         help="unquantized model: a directory, a .gguf file, or ORG/NAME[@REVISION] of the Hugging Face hub",
     )
-    parser.add_argument("output", metavar="OUT", help="directory to write; it must not exist")
+    parser.add_argument("output", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
         "--format",
         choices=("e8p", "trellis", "nvfp4"),
         default="e8p",
-        help="e8p (default); trellis: 1 to 8 bits, 30 to 50 percent less error at the same size, slower to quantize; "
-        "nvfp4: 4.5 bits a weight, no calibration, in NVIDIA ModelOpt's form",
+        help="weight format: e8p; trellis (1 to 8 bits, 25 to 43 percent less error at the same size, slower to "
+        "quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout) [e8p]",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
         "--bits",
         type=average,
-        help="of every linear inside the blocks: 2, 3 or 4 (default), with --format trellis 1 to 8; or a number "
-        "between for rates that are chosen",
+        help="bits of the linears in the blocks: 2, 3, 4 (trellis: 1 to 8), or an average with automatic rates [4]",
     )
     amount.add_argument(
-        "--size", type=byte_count, metavar="SIZE", help="choose rates so that all tensors take so much, e.g. 3.2GB"
+        "--size", type=byte_count, metavar="SIZE", help="maximum size of all tensors, e.g. 3.2GB, with automatic rates"
     )
     parser.add_argument(
         "--layer",
@@ -111,55 +106,65 @@ def add_parser(commands: Any) -> None:
         default=[],
         type=layer_rate,
         metavar="PATTERN=BITS",
-        help="another rate for the linears that match, e.g. '*.down_proj=4'; may be given again",
+        help="bits of matching linears, e.g. '*.down_proj=4'; repeatable",
     )
-    parser.add_argument("--map", metavar="FILE", help="JSON object of pattern to bits, read before any --layer")
+    parser.add_argument("--map", metavar="FILE", help="JSON object of pattern to bits, applied before --layer")
     end = {"type": end_rate, "metavar": "{BITS,16,auto}"}
-    parser.add_argument("--lm-head", help="quantize the output head as well; auto: its rate is chosen", **end)
-    parser.add_argument("--embed-tokens", help="quantize the embedding as well, likewise", **end)
+    parser.add_argument("--lm-head", help="bits of the output head; 16 keeps it, auto chooses the rate [16]", **end)
+    parser.add_argument("--embed-tokens", help="bits of the embedding; 16 keeps it, auto chooses the rate [16]", **end)
     parser.add_argument(
         "--experts",
         type=int,
         choices=(*range(1, 9), 16),
-        help="of routed experts, 16 to keep them (default: as --bits; experts published in MXFP4 are kept)",
+        help="bits of routed experts; 16 keeps them [as --bits; published MXFP4 experts are kept]",
     )
     parser.add_argument(
         "--calibration",
         default="bundled",
         metavar="FILE",
-        help="text to calibrate on, '-' for stdin, 'bundled' for a short one that comes with onegraph (default), or "
-        "'self' for text that the model samples, which takes long on a CPU",
+        help="calibration text: a file, '-' for stdin, 'bundled', or 'self' for text that the model writes (slow on a "
+        "CPU) [bundled]",
     )
     parser.add_argument(
-        "--tokens",
+        "--num-calibration-tokens",
         type=number(int, 64, 1 << 24),
         metavar="N",
-        help="of it to use, at most (default: 8192 on a CPU, 32768 on a GPU)",
+        help="maximum number of calibration tokens [8192 on a CPU, 32768 on a GPU]",
     )
     parser.add_argument(
-        "--extend",
+        "--self-generate",
         action=argparse.BooleanOptionalAction,
-        help="where the text has fewer tokens than that, let the model sample the rest behind pieces of it (holds the "
-        "whole model; default: of the bundled text, on a GPU that has room for the model)",
+        help="let the model extend a short text; holds the whole model [for the bundled text, on a GPU with enough "
+        "memory]",
     )
     parser.add_argument(
-        "--sequence", type=number(int, 16, 1 << 17), default=512, metavar="T", help="tokens a row (default: 512)"
+        "--calibration-seq-len",
+        type=number(int, 16, 1 << 17),
+        default=512,
+        metavar="T",
+        help="tokens per calibration sequence [512]",
     )
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="how hard to try: quick (one pass; default on a CPU), good (under Hessians of the model's KL, by backward "
-        "passes; default on a GPU), best (tunes scales as well; holds the whole model)",
+        help="quantization recipe: quick (one pass), good (Hessians of the model's KL, by backward passes), best (good "
+        "with tuned scales; holds the whole model) [quick on a CPU, good on a GPU]",
     )
     parser.add_argument(
         "--activation-memory",
         type=number(int, 0, 1 << 20),
         metavar="MB",
-        help="activations to hold in memory; the rest goes to disk beside OUT (default: an eighth of what is free)",
+        help="maximum megabytes of activations in memory; the rest goes to disk next to OUT [an eighth of free memory]",
     )
-    parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="N", help="same seed, same bytes")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what it would do and take, from the headers alone; write nothing"
+        "--seed",
+        type=number(int, 0, 2**31 - 1),
+        default=0,
+        metavar="N",
+        help="seed; the same seed gives the same bytes [0]",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print sizes, time and memory from the headers; write nothing"
     )
     add_device(parser)
     add_json(parser)
@@ -225,14 +230,14 @@ def run(args: argparse.Namespace) -> int:
         "format": args.format,
         "recipe": args.recipe,
         "calibration": args.calibration,
-        "tokens": args.tokens,
-        "extend": args.extend,
-        "sequence": args.sequence,
+        "num_calibration_tokens": args.num_calibration_tokens,
+        "self_generate": args.self_generate,
+        "calibration_seq_len": args.calibration_seq_len,
         "layers": rates_of(args.map, args.layer),
         "lm_head": args.lm_head,
         "embed_tokens": args.embed_tokens,
         "experts": args.experts,
-        "activations": None if args.activation_memory is None else args.activation_memory * 10**6,
+        "activation_memory": None if args.activation_memory is None else args.activation_memory * 10**6,
         "seed": args.seed,
         "device": pick_device(args.device),
     }
@@ -241,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return tell(plan(args.source, args.output, **options), args.json)
     with Progress(**QUANTIZING) as shown:
-        made = quantize(args.source, args.output, progress=shown, remark=remark, **options)
+        made = quantize(args.source, args.output, progress=shown, on_message=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
         if args.format == "nvfp4":

@@ -14,20 +14,19 @@ from typing import Any
 
 from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, one_line, open_model, remark
 from onegraph.cli.generate import add_engine, engine, load
-from onegraph.cli.sampling import suggested
 from onegraph.formats.extras import install
 
 EPILOG = f"""\
 examples:
   onegraph serve out/smollm2-4bit
-  onegraph serve out/smollm2-4bit --host 0.0.0.0 --port 8080 --max-batch 32 --kv turboquant:4
+  onegraph serve out/smollm2-4bit --host 0.0.0.0 --port 8080 --max-num-seqs 32 --kv-cache-dtype turboquant:4
   ONEGRAPH_API_KEY=secret onegraph serve out/smollm2-4bit
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "smollm2-4bit", "messages": [{{"role": "user", "content": "What is the capital of Japan?"}}]}}'
 
-Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/serve.md). Requests join and leave while others
-run. What it needs, and JSON schemas too, is installed {install("serve", "constraints")}
+Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/guides/serve.md). Requests are batched
+continuously. The required packages, and those for JSON schemas, are installed {install("serve", "constraints")}
 """
 
 
@@ -42,16 +41,18 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="an OpenAI-compatible server: completions, chat, streaming, metrics",
-        description="Serves a model over HTTP, as OpenAI's API has it.",
+        help="OpenAI-compatible server",
+        description="Serves a model over HTTP with OpenAI's API.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    parser.add_argument("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="default 8000, 0: any")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument(
-        "--api-key", metavar="KEY", help="clients must send it (default: $ONEGRAPH_API_KEY, which `ps` does not show)"
+        "--port", type=number(int, 0, 65535), default=8000, metavar="N", help="port; 0 for any free one [8000]"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key that clients must send [$ONEGRAPH_API_KEY, which `ps` does not show]"
     )
     parser.add_argument(
         "--allow-origin",
@@ -59,7 +60,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="web pages of this origin may ask from a browser (CORS); may be repeated, '*': all (default: none)",
+        help="origin of web pages that may send requests (CORS); repeatable; '*' for all [none]",
     )
     parser.add_argument(
         "--allow-host",
@@ -67,41 +68,57 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="accept this name in the Host header, behind a proxy on this machine; may be repeated (default: IP "
-        "addresses and localhost; checked on loopback addresses without an API key)",
+        help="additional name in the Host header, for a proxy on this machine; repeatable [IP addresses and localhost; "
+        "checked on loopback addresses without an API key]",
     )
     parser.add_argument(
-        "--name", type=model_name, help="the model's name for clients (default: the last part of MODEL)"
+        "--served-model-name",
+        type=model_name,
+        metavar="NAME",
+        help="model name in the API [the last part of MODEL]",
     )
-    parser.add_argument("--max-batch", type=BATCH, default=16, metavar="N", help="answers at once (default 16)")
     parser.add_argument(
-        "--max-context", type=CONTEXT, metavar="N", help="of a prompt and its answer (default: the model's, <= 4096)"
+        "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
     )
     parser.add_argument(
-        "--cache-tokens",
+        "--max-model-len",
+        type=CONTEXT,
+        metavar="N",
+        help="maximum number of tokens of prompt and answer [the model's, at most 4096]",
+    )
+    parser.add_argument(
+        "--kv-cache-tokens",
         type=number(int, 1, 1 << 30),
         metavar="N",
-        help="tokens that the KV cache holds (default: max-batch x max-context)",
+        help="number of tokens in the KV cache [max-num-seqs x max-model-len]",
     )
     parser.add_argument(
-        "--queue", type=number(int, 0, 1 << 16), default=256, metavar="N", help="answers that may wait (default 256)"
+        "--queue",
+        type=number(int, 0, 1 << 16),
+        default=256,
+        metavar="N",
+        help="maximum number of waiting requests [256]",
     )
     parser.add_argument(
         "--max-body",
         type=number(int, 1, 1 << 30),
         default=4 << 20,
         metavar="N",
-        help="bytes of a request (default 4 MiB)",
+        help="maximum bytes of a request body [4 MiB]",
     )
     parser.add_argument(
-        "--grace", type=number(int, 0, 3600), default=5, metavar="S", help="seconds to finish answers in, at the end"
+        "--grace",
+        type=number(int, 0, 3600),
+        default=5,
+        metavar="S",
+        help="seconds for running requests at shutdown [5]",
     )
     parser.add_argument(
         "--prepare",
         choices=("all", "plain"),
         default="all",
-        help="steps to capture before it serves: all that requests may ask for (default), or plain ones: those with "
-        "penalties, constraints, min-p or log-probabilities when a first request asks, which everybody waits for",
+        help="step variants to capture at startup: all, or plain; plain captures penalties, constraints, min-p and "
+        "log-probabilities on first use, which delays all requests [all]",
     )
     add_engine(parser)
     parser.set_defaults(run=run)
@@ -142,23 +159,24 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings
-    from onegraph.serve.protocol import Defaults
     from onegraph.serve.worker import Worker
 
     place = engine(args)
     key = os.environ.get("ONEGRAPH_API_KEY") if args.api_key is None else args.api_key
     if key is not None and not (key and key.isascii()):
         told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
-        raise UsageError(f"{told}: it is empty or not ASCII; {cure} to let everybody in")
+        raise UsageError(f"{told}: it is empty or not ASCII; {cure} to serve without a key")
     with bind(args.host, args.port) as socket:
         remark(f"loading {args.model}")
         with open_model(args.model) as checkpoint:
-            said, drawn = suggested(checkpoint, {}, "correct it there")
-            defaults = Defaults(said, drawn) if said or drawn else Defaults({"temperature": 0.0})
             writer = Tokenizer(checkpoint)
-        sizes = {"max_batch": args.max_batch, "max_context": args.max_context, "cache_tokens": args.cache_tokens}
+        sizes = {
+            "max_num_seqs": args.max_num_seqs,
+            "max_model_len": args.max_model_len,
+            "kv_cache_tokens": args.kv_cache_tokens,
+        }
         llm = load(args, **sizes, **place)
-        name = args.name or Path(os.path.abspath(args.model)).name  # of '.', too
+        name = args.served_model_name or Path(os.path.abspath(args.model)).name  # of '.', too
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:
@@ -166,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
         def ending() -> None:
             with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
-                remark(f"stopping: answers that run have {args.grace} s")
+                remark(f"stopping: running requests have {args.grace} s")
 
         sys.setswitchinterval(SWITCH)
         with llm:
@@ -174,7 +192,6 @@ def run(args: argparse.Namespace) -> int:
             hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
             settings = Settings(
                 name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
-                defaults=defaults,
             )  # fmt: skip
             ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end

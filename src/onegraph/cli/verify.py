@@ -16,10 +16,10 @@ examples:
   onegraph verify out/smollm2-4bit
   onegraph verify models/DeepSeek-V4-Flash-NVFP4 --json
 
-Every file is read once or twice: digests (SHA256SUMS, which quantize writes and 'sha256sum -c' reads too, or the names
-in huggingface_hub's cache), headers, shapes and dtypes against config.json, every value finite and every scale in
-range. Nothing is run and no GPU is needed. What a checkpoint does not allow to check is said: without digests, a
-flipped bit in a weight is just another weight. Exit status 1: a problem was found.
+Checks digests (SHA256SUMS, which quantize writes and 'sha256sum -c' reads, or the names in huggingface_hub's cache),
+headers, shapes and dtypes against config.json, finite values, and the range of scales. Nothing is executed and no GPU
+is needed. Checks that the checkpoint does not allow are listed: without digests, flipped bits are undetectable. Exit
+status 1: a problem was found.
 """
 
 LONG = 150  # characters of a map or a list, of which more are counted in place of being shown
@@ -28,12 +28,12 @@ LONG = 150  # characters of a map or a list, of which more are counted in place 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
-        help="whether a checkpoint is whole, and what is inside: rates, bits, recipe, source, versions",
-        description="Checks a checkpoint's files, shapes, dtypes, values and digests, and says what is inside.",
+        help="check a checkpoint and list its contents",
+        description="Checks a checkpoint's files, shapes, dtypes, values and digests, and lists its contents.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="DIR", help="model directory or .gguf file, anybody's")
+    parser.add_argument("model", metavar="DIR", help="model directory or .gguf file")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -27,7 +27,7 @@ Parts = Mapping[str, nn.Module | Tensor]  # by path
 
 @dataclass(frozen=True)
 class Cost:
-    """One component alone in the other precision: KL(model ‖ model with it), nats a token; top-1 agreement."""
+    """One component alone in the other precision: KL(model ‖ model with it), nats per token; top-1 agreement."""
 
     component: str
     kl: float

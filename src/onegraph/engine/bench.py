@@ -61,13 +61,13 @@ def bench_step(
                 "batch": batch,
                 "context": context,
                 "steps": counted,
-                "temperature": params.temperature,
+                "temperature": params.temperature or 0.0,
                 "tokens_per_second": round(rate, 1),
                 "ms_per_step": round(1e3 * batch / rate, 4),
                 "prefill_tokens_per_second": round(engine.stats.prefill_tokens_per_second, 1),
             }
             if capture:
-                row["replay_us"] = round(step_us(engine, batch, sampling=params.temperature > 0), 1)
+                row["replay_us"] = round(step_us(engine, batch, sampling=params.sampling), 1)
             yield row | about
 
 

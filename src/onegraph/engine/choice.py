@@ -66,6 +66,7 @@ CHOICES = tuple(dict.fromkeys(Choice(*parts).settled for parts in product((False
 
 def row_values(params: Seq[SamplingParams], choice: Choice) -> dict[str, Tensor]:
     """The inputs that a step with `choice` has for each row, [B] each, on the host."""
+    params = [p.with_defaults() for p in params]
     values = {
         "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
         "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Who drafts: what a drafter is asked, and drafters that need no training.
+"""Drafters: their interface, and those that need no training.
 
 A drafter names tokens that may follow a row's newest one. Whether they do is the target's to say
 (`engine/speculate.py`), so a drafter's mistake costs time and never changes a text. Its part of a round stands in the

@@ -3,11 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onegraph.engine.arguments import ArgumentError, is_index, is_number, require
 
-ANSWER = 128  # tokens of an answer at most, where nobody says how many
+ANSWER = 256  # tokens of an answer at most, where nobody says how many
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
 
 
@@ -16,9 +17,11 @@ class SamplingParams:
     """How to continue one prompt.
 
     Args:
-        max_tokens: generate at most this many; None for 128, or what the context leaves behind the prompt.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-        top_k: draw among the k likeliest, 0 for all. top_p: draw among the likeliest that reach this mass, 1 for all.
+        max_tokens: maximum number of tokens; None for 256, or what the context leaves behind the prompt.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: samples from the k most likely tokens, 0 for all. top_p: samples from the most likely tokens that reach
+            this probability mass, 1 for all. None in these three: `LLM` and the server use the model's defaults, an
+            `Engine` is greedy.
         min_p: draw among those at least this fraction as likely as the likeliest, 0 for all.
         repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where positive, times
             it where negative (transformers'), 1 for off.
@@ -35,9 +38,9 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -55,17 +58,19 @@ class SamplingParams:
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("top_k", "n"):
-            check(name, is_index(getattr(self, name)), "a whole number")
+        check("top_k", self.top_k is None or is_index(self.top_k), "a whole number")
+        check("n", is_index(self.n), "a whole number")
         most = self.max_tokens
         check("max_tokens", most is None or is_index(most), "a whole number, or None for what the context leaves")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
-            check(name, is_number(getattr(self, name)), "a finite number")
+            fine = is_number(value := getattr(self, name)) or (value is None and name in ("temperature", "top_p"))
+            check(name, fine, "a finite number")
         check("max_tokens", most is None or most >= 1, "1 or more")
-        check("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0 for greedy, or 0.001 to 1000")
-        check("top_k", 0 <= self.top_k < 2**31, "0 for off, or a count of tokens")
-        check("top_p", 0 < self.top_p <= 1, "above 0, up to 1 for off")
+        value = self.temperature or 0
+        check("temperature", value == 0 or 1e-3 <= value <= 1e3, "0 for greedy, or 0.001 to 1000")
+        check("top_k", 0 <= (self.top_k or 0) < 2**31, "0 for off, or a count of tokens")
+        check("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1 for off")
         check("min_p", 0 <= self.min_p <= 1, "0 for off, up to 1")
         check("repetition_penalty", 1e-2 <= self.repetition_penalty <= 1e2, "0.01 to 100, 1 for off")
         for name in penalties[1:]:
@@ -85,6 +90,11 @@ class SamplingParams:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
         return max(1, min(ANSWER, room)) if self.max_tokens is None else self.max_tokens
 
+    def with_defaults(self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> "SamplingParams":
+        """These values where a field is None; without arguments, as an `Engine` samples: greedy."""
+        values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
     @property
     def stop_tokens(self) -> frozenset[int]:
         """The token ids of `stop`."""
@@ -98,7 +108,7 @@ class SamplingParams:
     @property
     def sampling(self) -> bool:
         """Whether a token is drawn, not the likeliest taken."""
-        return self.temperature > 0
+        return bool(self.temperature)
 
     @property
     def constrained(self) -> bool:

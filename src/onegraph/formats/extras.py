@@ -1,6 +1,6 @@
 """How a part of onegraph that is left out by default is installed, in the words of every message.
 
-onegraph is on no package index: an extra comes from a checkout, as onegraph itself does.
+onegraph is not published on PyPI: an extra comes from a checkout, as onegraph itself does.
 """
 
 from __future__ import annotations

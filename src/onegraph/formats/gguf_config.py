@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as a Hugging Face config: every key of the model is read, or refused by name.
+"""The metadata of a GGUF file as a Hugging Face config: every key of the model is read, or an error names it.
 
 Keys and their meaning: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and llama.cpp's hyperparameters
 (src/llama-model.cpp).

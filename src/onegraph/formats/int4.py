@@ -91,7 +91,7 @@ def is_int4(file: File, layer: str) -> bool:
 
 
 def layout_of(file: Container[str], layer: str) -> Layout:
-    """The layout of a layer's tensors: AWQ's and GPTQ's, which have the same names, are told apart by their shapes."""
+    """The layout of a layer's tensors: AWQ's and GPTQ's have the same names and differ in their shapes."""
     if f"{layer}.qweight" not in file:
         return PACKED
     words, scales = (f"{layer}.{suffix}" for suffix in ("qweight", "scales"))

@@ -4,7 +4,7 @@ A linear W [n, k] is stored as
 
     W[i, j] = E4M3(codes[i, j]) * 2^(scale[i, j // 32] - 127)
 
-E4M3 as in `formats/fp8.py`, of which this is the form with scales of a byte: 8.25 bits a weight, in memory too. scale
+E4M3 as in `formats/fp8.py`, of which this is the form with scales of a byte: 8.25 bits per weight, in memory too. scale
 is E8M0, an exponent alone; 255 is NaN. The last group of a row may be cut short.
 
 | ModelOpt, compressed-tensors        | transformers, [1, 32]          | here                             |

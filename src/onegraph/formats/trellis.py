@@ -1,7 +1,7 @@
 """Trellis-coded weights: what the bytes of a quantized linear mean.
 
 A linear is stored as `rotated.py` tells. Its integers Q [n, k] come in tiles of 16 outputs by 16 inputs, each coded by
-itself at K bits a weight, 1 to 8:
+itself at K bits per weight, 1 to 8:
 
     codes int16 [n / 16, k K]      tile (i, j) is codes[i, 16 K j : 16 K (j + 1)], a string of 256 K bits
 
@@ -52,15 +52,15 @@ def states(codes: Tensor, bits: int, places: Tensor) -> Tensor:
     words = codes.unflatten(-1, (-1, TILE * bits)).int() & 0xFFFF
     first = places * bits
     low, high = first // 16, (first // 16 + 1) % (TILE * bits)
-    both = words[..., low] | words[..., high] << 16
+    both: Tensor = words[..., low] | words[..., high] << 16
     return both >> (first % 16).int() & (STATES - 1)
 
 
 def decode(codes: Tensor, bits: int) -> Tensor:
     """int16 [..., n, k]: the integers Q of codes int16 [..., n / 16, k K]."""
     *lead, rows, _ = codes.shape
-    q = values(states(codes, bits, positions(codes.device).flatten()))
-    return q.unflatten(-1, (TILE, TILE)).transpose(-2, -3).reshape(*lead, rows * TILE, -1)
+    q: Tensor = values(states(codes, bits, positions(codes.device).flatten())).unflatten(-1, (TILE, TILE))
+    return q.transpose(-2, -3).reshape(*lead, rows * TILE, -1)
 
 
 def decode_rows(codes: Tensor, bits: int, rows: Tensor) -> Tensor:
@@ -77,8 +77,9 @@ def decode_rows(codes: Tensor, bits: int, rows: Tensor) -> Tensor:
 
 def pack(states: Tensor, bits: int) -> Tensor:
     """int16 [..., 16 K]: the strings of tiles whose weights have the states int [..., 256], in the order of places."""
-    ring = states.int().unsqueeze(-1) >> torch.arange(bits, dtype=torch.int32, device=states.device) & 1
-    words = ring.flatten(-2).unflatten(-1, (-1, 16)) << torch.arange(16, dtype=torch.int32, device=states.device)
+    places = torch.arange(16, dtype=torch.int32, device=states.device)
+    ring = states.int().unsqueeze(-1) >> places[:bits] & 1
+    words: Tensor = ring.flatten(-2).unflatten(-1, (-1, 16)) << places
     return words.sum(-1, dtype=torch.int32).to(torch.int16)
 
 

@@ -310,7 +310,7 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
     if kind != "turboquant" or not rest:
         raise ValueError(
             f"kv is {_short(text)}; allowed are exact, turboquant:4, turboquant:k3v4 (any of {_list(BITS)} bits), and "
-            "options behind these, like turboquant:4,window=128 (docs/turboquant.md, Settings)"
+            "options behind these, like turboquant:4,window=128 (docs/guides/long-context.md, Settings)"
         )
     rate, *options = rest.split(",")
     k_bits, v_bits = _parse_rate(rate, "the rate")

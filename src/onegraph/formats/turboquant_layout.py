@@ -37,7 +37,7 @@ PLANES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # code bits -> widths of
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a block: `row` bytes a token, `offset` bytes from the block's start; `paired`: tokens 2p and 2p + 1
+    """A section of a block: `row` bytes per token, `offset` bytes from the block's start. `paired`: tokens 2p, 2p + 1
     are interleaved byte by byte."""
 
     row: int
@@ -147,8 +147,8 @@ def layout_of(head_dim: int, k_levels: int, v_levels: int, page_bytes: int) -> T
     layout = TurboQuantLayout(head_dim, *bits)
     if page_bytes == 0 or page_bytes % layout.block_bytes:
         raise ValueError(
-            f"a page of the cache has {page_bytes} bytes a head; with {layout.bytes_per_token_head} bytes a token it "
-            f"must be a multiple of {layout.block_bytes}"
+            f"a page of the cache has {page_bytes} bytes per head; with {layout.bytes_per_token_head} bytes per token "
+            f"it must be a multiple of {layout.block_bytes}"
         )
     return TurboQuantLayout(head_dim, *bits, page_size=page_bytes // layout.bytes_per_token_head)
 

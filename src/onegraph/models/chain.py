@@ -1,7 +1,7 @@
 """An optional pass over a loaded Llama: for few tokens, what lies between two attentions in one launch.
 
 It is for models so small that the codes of four linears fit one cluster's shared memory (no dimension above 1536) and
-returns every other model as it was. `docs/performance.md` says what it gives.
+returns every other model as it was. docs/benchmarks/decode.md has its figures.
 """
 
 from __future__ import annotations

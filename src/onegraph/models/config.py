@@ -181,9 +181,9 @@ class LlamaConfig:
         first = next((i for i in range(self.layers) if self.routed_at(i)), None)
         if self.routed is None or first is None or self.routed.fused:
             return self
-        found = shapes.get(self.prefix(first) + self.routed.whole[0])
-        turned = found is not None and found[1:] == (self.hidden_size, 2 * self.routed.size)
-        return replace(self, routed=replace(self.routed, in_stacks=found is not None, turned=turned))
+        down, sizes = shapes.get(self.prefix(first) + self.routed.whole[1]), (self.hidden_size, self.routed.size)
+        turned = down is not None and down[1:] == sizes[::-1] != sizes
+        return replace(self, routed=replace(self.routed, in_stacks=down is not None, turned=turned))
 
     @property
     def traits(self) -> Traits:

@@ -2,7 +2,7 @@
 
 DeepSeek writes its linears in FP8 (blocks of 128 x 128, E8M0 scales) and its routed experts in MXFP4 or, as `*-Base`,
 in FP8 with float32 scales; NVIDIA's NVFP4 form exchanges the decoder's routed experts. What the loader asks of a file
-is told by the file's own tensors: this table is for knowing what will come, and for making files of that layout.
+is recognised by the file's own tensors: this table is for knowing what will come, and for making files of that layout.
 
 Counts and bytes of the tables equal those of the published indexes (`tests/models/test_deepseek_published.py`).
 """

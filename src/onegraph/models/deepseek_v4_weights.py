@@ -106,9 +106,9 @@ def check_ranks(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterabl
 
 def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[int]) -> str:
     if c.out_groups % ranks:
-        return f"{c.out_groups} groups of heads cannot be shared evenly"
+        return f"{c.out_groups} groups of heads cannot be split evenly"
     if c.expert_size % ranks:
-        return f"{c.expert_size} hidden units of an expert cannot be shared evenly"
+        return f"{c.expert_size} hidden units of an expert cannot be split evenly"
     share, sizes = Share(1, ranks), loader.layers()
     for i in layers:
         prefix = c.layer(i).prefix

@@ -153,7 +153,7 @@ def _seen(places: int, steps: int, device: torch.device) -> Tensor:
 def head_config(model: LlamaConfig, layers: Sequence[int], draft_vocab: int, verifier: str) -> dict[str, Any]:
     """config.json of a head as wide as its model, in speculators' layout: hidden states are taken behind `layers`.
 
-    verifier: the name of the model, for who reads the file.
+    verifier: the name of the model, for readers of the file.
     """
     rope = next((rope for rope in model.ropes if rope is not None), Rope())
     layer = {

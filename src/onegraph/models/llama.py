@@ -156,9 +156,11 @@ class Llama(nn.Module):
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
         """The setting of a cache for which `kv` is asked: with the layers that stay exact."""
-        if kv is None or kv.biased == "coded" or kv.mode == "shadow":
+        if kv is None or kv.mode == "shadow":
             return kv
-        return replace(kv, exact=tuple(sorted({*kv.exact, *self.biased})))
+        biased = () if kv.biased == "coded" else self.biased
+        unread = unread_layers(self.config, self.device.type)
+        return replace(kv, exact=tuple(sorted({*kv.exact, *biased, *unread})))
 
     @cached_property
     def biased(self) -> list[int]:
@@ -277,6 +279,14 @@ class Llama(nn.Module):
         needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
         check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
         return LatentCache(**sizes, device=self.device)
+
+
+def unread_layers(config: LlamaConfig, device: str) -> list[int]:
+    """Of the layers that are cached, those whose heads no kernel of a device of this type reads codes of: attention
+    from codes in torch's ops takes milliseconds a layer on a GPU."""
+    from onegraph.ops.cuda.turboquant_attention import MAX_DIM
+
+    return [i for i, (_, dim) in enumerate(config.cached) if device == "cuda" and dim > MAX_DIM]
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class Loader:
             the head in float16 where `ops.cpu.packed.packs`, "float16" all of them, experts not. Activations are
             float32 then.
         decode_experts: likewise of experts in one tensor, to quantize them anew.
-        ahead: read what goes to a GPU ahead of who asks; not where parts of layers are asked for.
+        ahead: prefetch tensors for a GPU; not if parts of layers are loaded.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class Loader:
 
     @contextmanager
     def reading(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-        """Within it a whole model is made: what goes to a GPU is read ahead of who asks, in the order of `units`, and
-        what is wrong with values is told when a layer is done (`forget`), at the latest at the end.
+        """Within it a whole model is loaded: tensors for a GPU are prefetched in the order of `units`, and wrong values
+        raise an error when a layer is complete (`forget`), or at the end.
 
         progress: called as progress(bytes read, bytes in all).
         """

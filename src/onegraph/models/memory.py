@@ -27,7 +27,7 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
 
 
 def room_for_cache(device: torch.device, reserve: int = 0) -> int:
-    """As `free_memory`, and on a CPU what the system has: it gives more than that, and ends who writes to it."""
+    """As `free_memory`; on a CPU what the system has. Linux grants more, and its OOM killer then ends the process."""
     if device.type == "cpu" and (free := system_memory()) is not None:
         return free
     return free_memory(device, reserve)

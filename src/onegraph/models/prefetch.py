@@ -1,9 +1,9 @@
-"""Tensors read ahead of who asks for them: blocks of files by several threads, each onto its device as it comes.
+"""Asynchronous prefetch of weights: several threads read blocks of files, each block goes onto its device.
 
-A model is asked for unit by unit (a block of the decoder is one), and a unit is some thousand tensors that lie beside
-one another in a file or two. So a unit is read in the order of the file, in blocks of megabytes, whatever order its
+A model is asked for unit by unit (a block of the decoder is one), and a unit is some thousand tensors that lie in
+parallel in a file or two. So a unit is read in the order of the file, in blocks of megabytes, whatever order its
 tensors are asked for in: threads fill a ring of pinned blocks, the unit after the present one already among them, and
-who asks copies block after block onto the device until the tensor is there. The host holds the ring and nothing else;
+the caller copies block after block onto the device until the tensor is there. The host holds the ring and nothing else;
 the device holds, besides the model, what of one unit has come and was not asked for yet.
 """
 

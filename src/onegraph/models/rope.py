@@ -1,5 +1,4 @@
-"""Rotary position tables: default, linear, llama3, YaRN and proportional scaling, from either form in which config.json
-states them.
+"""Rotary position tables: default, linear, llama3, YaRN and proportional scaling, from either form of config.json.
 
 Computed in float32 step by step as transformers does, since that is how the models were trained: at position 10⁵ the
 float32 rounding of position * frequency is itself 3e-3 rad.

@@ -124,7 +124,7 @@ def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
     """
     if why := obstacle(ranks):
         able = [str(count) for count in range(2, MAX_RANKS + 1) if not obstacle(count)]
-        raise ValueError(f"gpus is {ranks}: {why}; this model runs on {' or '.join(['1', *able])}")
+        raise ValueError(f"gpus is {ranks}: {why}; use {' or '.join(['1', *able])}")
 
 
 def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
@@ -140,9 +140,9 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     if any(mixer is not None for mixer in config.mixers):
         return f"{config.model_type} has recurrent layers, which ranks do not share"
     if config.heads % ranks:
-        return f"{config.heads} heads cannot be shared evenly"
+        return f"{config.heads} attention heads cannot be split evenly"
     if config.kv_heads % ranks and ranks % config.kv_heads:
-        return f"{config.kv_heads} heads of keys cannot be shared evenly, nor each by as many ranks"
+        return f"{config.kv_heads} KV heads cannot be split evenly or replicated evenly"
     routed = config.routed
     widths = {"hidden units": config.intermediate_size} if routed is None or not all(routed.layers) else {}
     widths |= {} if routed is None else {"hidden units of an expert": routed.size}
@@ -151,7 +151,7 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     )
     for what, size in widths.items():
         if size % ranks:
-            return f"{size} {what} cannot be shared evenly"
+            return f"{size} {what} cannot be split evenly"
     for name, format, n, k, part in _cuts(config, loader, Share(1, ranks)):
         if why := refusal(format, n, k, part):
             return f"{name} in {format}: {why}"

@@ -1,4 +1,4 @@
-"""Ranks beside one another in one process, and what they exchange through: see `onegraph.ops.exchange`."""
+"""Ranks in parallel in one process, and what they exchange through: see `onegraph.ops.exchange`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 class Peers:
-    """The inboxes and states of all ranks, at addresses that stay.
+    """The peer buffers and states of all ranks, at addresses that stay.
 
     Args:
         devices: of each rank; several may share the CPU. words: of 4 bytes, that a rank may send at once.
         patience: seconds that a rank waits for another.
 
     Ranks begin unarmed: each then runs alone, on its own part of every sum, so that its step can be warmed up and
-    captured; `arm` them before they run beside one another. Raises ValueError where two devices cannot reach each
+    captured; `arm` them before they run in parallel. Raises ValueError where two devices cannot reach each
     other's memory.
     """
 
@@ -124,7 +124,7 @@ class Peers:
 
 
 class Peer:
-    """One of the ranks, as its layers see it. What does not fit into an inbox at once goes in parts.
+    """One of the ranks, as its layers see it. What does not fit into a peer buffer at once goes in parts.
 
     Attributes:
         index: the rank; count: how many there are. group: what ops that exchange are given last.

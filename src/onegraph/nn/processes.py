@@ -1,6 +1,6 @@
 """Ranks that are processes of one machine, and what they exchange through: see `onegraph.ops.exchange`.
 
-Each process opens the others' inboxes: on GPUs by CUDA's handles between processes, on CPUs as shared files.
+Each process opens the others' peer buffers: on GPUs by CUDA's handles between processes, on CPUs as shared files.
 """
 
 import os
@@ -21,7 +21,7 @@ PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class PeerProcess:
-    """This process's side: its inbox and state, and the inboxes of the other ranks. All ranks make it at once.
+    """This process's side: its peer buffer and state, and those of the other ranks. All ranks create it at once.
 
     Args:
         words: of 4 bytes, that a rank may send at once. rank, count: this rank, and how many there are.

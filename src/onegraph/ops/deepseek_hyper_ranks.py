@@ -36,7 +36,7 @@ def _check(
             f"{op}: streams are of {tokens} tokens; allowed are up to {MAX_TOKENS}: run all_reduce, hyper_update_mix"
         )
     if x.numel() * x.element_size() % 4:
-        raise ValueError(f"{op}: x is {tuple(x.shape)} {x.dtype}; what crosses is whole words of 4 bytes")
+        raise ValueError(f"{op}: x is {tuple(x.shape)} {x.dtype}; the communication is whole words of 4 bytes")
     check_group(op, x.numel() * x.element_size() // 4, inboxes, state, alarm, rank)
 
 

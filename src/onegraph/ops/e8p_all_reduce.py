@@ -33,7 +33,7 @@ def _check(call: E8PAllReduce) -> None:
     check_group("e8p_all_reduce", tokens * n, *call.group)
     if words % 4 or tokens * n * call.x.element_size() % 4:
         raise ValueError(
-            f"e8p_all_reduce: an inbox takes {words} words and {tokens} x {n} results of "
+            f"e8p_all_reduce: a peer buffer takes {words} words and {tokens} x {n} results of "
             f"{call.x.dtype} cross; kernels write whole words, four at a time: give room in fours and an even number"
         )
 

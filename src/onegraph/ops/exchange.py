@@ -1,9 +1,9 @@
 """What ranks hand each other inside of a step: sums of partial results, and the parts of a row.
 
-A **rank** is a device that runs all layers on its share of the weights, beside others of the same process. Each has an
-inbox that its peers write into, and a state that counts the rounds of exchange of each chunk of an inbox; ops take the
-inboxes of all ranks and their own rank's state, and every rank calls the same ops in the same order. All ranks get the
-same bits: sums are formed in float32 in the order of ranks.
+A **rank** is a device that runs all layers on its shard of the weights, in parallel with others of the process. Each
+has a peer buffer that its peers write into, and a state that counts the exchanges of each chunk of the buffer. Ops take
+the peer buffers of all ranks and their own rank's state, and every rank calls the same ops in the same order. All ranks
+get the same bits: sums are formed in float32 in rank order.
 
 A rank whose peer does not come waits for a bounded time, raises the alarm and goes on with what it has; from then on it
 waits no more (`onegraph.nn.peers.Peers` turns the alarm into an error). Ranks that are not armed do not exchange: each
@@ -111,16 +111,16 @@ def check_group(op: str, words: int, inboxes: list[Tensor], state: Tensor, alarm
     for inbox in inboxes:
         if inbox.dtype != torch.int64 or inbox.dim() != 3 or inbox.shape[:2] != (2, ranks) or inbox.shape != own.shape:
             raise ValueError(
-                f"{op}: an inbox is {inbox.dtype} {tuple(inbox.shape)}; all must be int64 [2, {ranks}, words], alike"
+                f"{op}: a peer buffer is {inbox.dtype} {tuple(inbox.shape)}; all must be int64 [2, {ranks}, words]"
             )
         if not inbox.is_contiguous():
-            raise ValueError(f"{op}: an inbox has strides {inbox.stride()}; it must be contiguous")
+            raise ValueError(f"{op}: a peer buffer has strides {inbox.stride()}; it must be contiguous")
     for name, tensor, size in (("state", state, state_words(own.shape[2])), ("alarm", alarm, ALARM)):
         if tensor.dtype != torch.int64 or tensor.shape != (size,) or not tensor.is_contiguous():
             raise ValueError(f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be int64 [{size}]")
     if words > own.shape[2]:
         raise ValueError(
-            f"{op}: a rank sends {words} words of 4 bytes, an inbox has room for {own.shape[2]}; send less at once"
+            f"{op}: a rank sends {words} words of 4 bytes, a peer buffer has room for {own.shape[2]}; send less at once"
         )
 
 

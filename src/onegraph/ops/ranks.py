@@ -16,7 +16,7 @@ LAST_ROUND = 0x7FFFFFFE  # then 1: parity goes on alternating, and no round is 0
 
 
 def state_words(room: int) -> int:
-    """Words of the state of a rank whose inbox takes `room` words of each rank."""
+    """Words of the state of a rank whose peer buffer takes `room` words of each rank."""
     return ROUNDS + -(-room // CHUNK)
 
 

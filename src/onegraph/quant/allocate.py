@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Squared error of a format, by rate, relative to unit variance (docs/quality.md); 16 keeps a layer.
+# Squared error of a format, by rate, relative to unit variance (docs/benchmarks/quality.md); 16 keeps a layer.
 ERRORS = {
     "e8p": {2: 0.0916, 3: 0.0296, 4: 0.0079, 16: 0.0},
     "trellis": {1: 0.275, 2: 0.0690, 3: 0.0175, 4: 0.0045, 5: 0.0012, 6: 3.1e-4, 7: 8e-5, 8: 2e-5, 16: 0.0},
@@ -20,7 +20,7 @@ STEPS = 1 << 14  # of a budget that has no common unit
 
 @dataclass(frozen=True)
 class Option:
-    """Rates by layer, what they cost (bits) and what they lose (KL, nats a token)."""
+    """Rates by layer, what they cost (bits) and what they lose (KL, nats per token)."""
 
     rates: Mapping[str, int]
     cost: int

@@ -40,7 +40,7 @@ class Rounded:
 
     @classmethod
     def joined(cls, parts: "Sequence[Rounded]") -> "Rounded":
-        """Parts beside one another."""
+        """Parts in parallel."""
         kinds = zip(*(part.codes for part in parts), strict=True)
         return cls(tuple(torch.cat(each, dim=-1) for each in kinds), torch.cat([part.value for part in parts], dim=-1))
 

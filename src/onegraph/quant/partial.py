@@ -61,7 +61,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 class Partial:
     """A directory of pieces `<name>.safetensors`, each there whole or not at all, all of one source checkpoint. Each
-    names what it depends on (`key_of`), and is there only for who asks for just that.
+    names what it depends on (`key_of`), and is found only with exactly that key.
 
     One process holds the directory, until `close`; a lock of a process that has died is none.
 

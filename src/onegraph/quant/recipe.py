@@ -1,4 +1,4 @@
-"""How to quantize: every lever by name, with what it costs and gives in docs/quality.md."""
+"""How to quantize: every lever by name, with what it costs and gives in docs/benchmarks/quality.md."""
 
 import dataclasses
 import math

@@ -27,7 +27,7 @@ from onegraph.quant.spill import Batches, Spill
 
 LOWEST = 2  # bits: at 1, of formats that have it, errors no longer add up
 Parts = tuple[str, ...]  # the linears, or stacks of experts, of one part, by full name
-Costs = dict[Parts, float]  # KL in nats a token at the lowest rate
+Costs = dict[Parts, float]  # KL in nats per token at the lowest rate
 Progress = Callable[[int, int], None]  # (blocks done, blocks in all)
 
 

@@ -44,7 +44,7 @@ def tune(
 
     Args:
         tokens: int [N, T]; reference: the unquantized model's residual stream after the last block, in batches of rows.
-        progress: called as progress(step, steps, loss in nats a token).
+        progress: called as progress(step, steps, loss in nats per token).
         piece: where the state behind each epoch is kept, so that a killed job goes on with the next one.
 
     The whole model is in memory, and activations of one batch at block boundaries. Deterministic, killed or not.
@@ -194,7 +194,7 @@ class _Student:
         module.forward = forward
 
     def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
-        """KL(unquantized || quantized), nats a token."""
+        """KL(unquantized || quantized), nats per token."""
         hidden = self.model.embed(tokens)
         for block in self.blocks:
             hidden = checkpoint(self._run, block, hidden, use_reentrant=False)

@@ -1,6 +1,7 @@
 """Capture any callable as CUDA graphs over static buffers and replay it; on a CPU run it over the same buffers.
 
-A `Runner` knows tensors and buckets, never a model. What it asks of the step is the capture contract (docs/runtime.md);
+A `Runner` knows tensors and buckets, never a model. What it needs of the step is the capture contract
+(docs/how-it-works/decode-step.md);
 `onegraph check` finds what breaks it, and `onegraph.runtime.prove` shows on a GPU that a replay equals the eager step.
 """
 

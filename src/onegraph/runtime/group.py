@@ -1,8 +1,8 @@
 """One step on several devices: ranks run it in parallel on their shares of the weights, each rank in stages.
 
-A step is one graph a device (docs/gpus.md says what one graph over all of them would save). A stage hands its result to
-the next by a `copy_` between the two devices' streams: torch orders it behind what the source has queued, and behind
-and before what the target has queued, by events on those streams. The host waits for nothing and may run ahead.
+A step is one graph per device (docs/how-it-works/communication.md compares one graph over all). A stage passes its
+result to the next by a `copy_` between the two devices' streams: torch orders it after the source's queued work, and
+after and before the target's, by events on those streams. The host does not wait and may run ahead.
 """
 
 from collections.abc import Callable, Iterator, Sequence

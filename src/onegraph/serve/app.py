@@ -8,7 +8,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -27,7 +27,7 @@ from onegraph.serve.connection import STALLED
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.prompts import Prompts
-from onegraph.serve.protocol import Defaults, Refused, overloaded, parse, parse_detokenize, parse_tokenize
+from onegraph.serve.protocol import Refused, overloaded, parse, parse_detokenize, parse_tokenize
 from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
 from onegraph.serve.worker import Full, Stopped, Worker
@@ -37,15 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`.
-    defaults: of sampling."""
+    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`."""
 
     name: str
     api_key: str | None = None
     max_body: int = 4 << 20
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
-    defaults: Defaults = field(default_factory=Defaults)
 
 
 class Server:
@@ -55,7 +53,7 @@ class Server:
         self.worker, self.settings = worker, settings
         self.metrics = Metrics(worker)
         self.created = int(time.time())
-        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm, worker.limit)
+        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm)
 
     def app(self) -> Starlette:
         routes = [
@@ -184,7 +182,7 @@ class Server:
 
     def _card(self) -> dict[str, Any]:
         about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
-        return about | {"max_model_len": self.worker.llm.max_context}
+        return about | {"max_model_len": self.worker.llm.max_model_len}
 
     def _check_name(self, name: str | None) -> None:
         if name != self.settings.name:
@@ -195,7 +193,7 @@ class Server:
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         async with self.bodies.read(request) as body:
-            asked = parse(body, chat=chat, defaults=self.settings.defaults)
+            asked = parse(body, chat=chat)
             self._check_name(asked.model)
             if asked.answers > self.worker.limit:
                 message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"

@@ -17,7 +17,7 @@ from onegraph.api.completion import copies
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer, TooLong
 from onegraph.engine.arguments import ArgumentError
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
 from onegraph.serve.protocol import Asked, Refused
 from onegraph.serve.tools import CallForm, find_form
@@ -39,10 +39,10 @@ class _Lane:
 
 
 class Prompts:
-    """limit: answers that one request may ask for."""
+    """The lanes of one server."""
 
-    def __init__(self, llm: LLM, limit: int) -> None:
-        self._llm, self._limit = llm, limit
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._closed = llm, False
         self._lanes = [_Lane(llm.tokenizer, copy=i > 0) for i in range(len(LANES))]
 
     @cached_property
@@ -68,11 +68,14 @@ class Prompts:
         lane = next(lane for lane, most in zip(self._lanes, LANES, strict=True) if size <= most)
         try:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
-        except RuntimeError:  # `close` was called
-            raise Refused("the server is shutting down", status=503) from None
+        except (RuntimeError, Refused):
+            if self._closed:
+                raise Refused("the server is shutting down", status=503) from None
+            raise
 
     def close(self) -> None:
         """Cancels what waits and ends the tokenizers' processes, and with them what runs."""
+        self._closed = True
         for lane in self._lanes:
             lane.thread.shutdown(wait=False, cancel_futures=True)
             if "tokenizer" in vars(lane):
@@ -105,7 +108,7 @@ class Prompts:
             raise Refused(str(error), param="tokens") from None
 
     def _read(self, asked: Asked, lane: _Lane) -> tuple[list[Sequence], int]:
-        llm, context = self._llm, self._llm.max_context
+        llm, context = self._llm, self._llm.max_model_len
         name = _field("prompt", asked) or ""
         try:
             prompts = self._prompts(asked, lane, context if asked.keep is None else None)
@@ -113,11 +116,11 @@ class Prompts:
                 prompts = [prompt[-asked.keep :] for prompt in prompts]
             name = ""
             stops = {*asked.stop_ids, *(() if asked.ignore_eos else lane.tokenizer.stops)}
-            base = SamplingParams(stop=sorted(stops), **asked.sampling)
+            base = llm.sampling_defaults.fill(SamplingParams(stop=sorted(stops), **asked.sampling))
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
-                for params in copies(base)
+                for params in copies(base, llm.random)
             ]
             return [llm.engine.request(*row) for row in rows], sum(map(len, prompts))
         except TooLong as error:
@@ -128,9 +131,10 @@ class Prompts:
             raise Refused(str(error), param=_field(named, asked, name)) from None
 
     def _length(self, asked: Asked, prompt: list[int]) -> int:
-        context = self._llm.max_context
+        context = self._llm.max_model_len
         room = context - len(prompt)
-        wanted = asked.max_tokens or max(room, 1)
+        most = room if asked.messages is not None else min(ANSWER, room)
+        wanted = asked.max_tokens or max(most, 1)
         if wanted > room:
             cure = (
                 f"lower max_tokens to {room}, or shorten the prompt"

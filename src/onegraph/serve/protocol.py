@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from onegraph.api.chat import THINKING
@@ -18,7 +18,6 @@ Json = Any  # what json.loads gives
 MAX_CHOICES, MAX_STOPS, MAX_STOP = 128, 16, 1024  # answers and stop strings of a request, characters of one
 MAX_DIGITS = 1000  # of an integer
 MAX_SEED = (1 << 63) - 1 - MAX_CHOICES  # the i-th answer draws with seed + i
-DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat may fill the context
 
 
 class Refused(Exception):
@@ -35,15 +34,6 @@ class Refused(Exception):
 
 def overloaded() -> Refused:
     return Refused("too many requests wait already; try again in a second", status=429, code="rate_limit_exceeded")
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Fields of SamplingParams that a request leaves out. said: by the model's generation_config.json. drawn: of a
-    request that says nothing of how to draw."""
-
-    said: Mapping[str, Json] = field(default_factory=dict)
-    drawn: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ class Asked:
         return bool(said) or self.tools is not None
 
 
-def parse(body: bytes, *, chat: bool, defaults: Defaults | None = None) -> Asked:
+def parse(body: bytes, *, chat: bool) -> Asked:
     """Raises Refused for what is malformed, unknown or not supported."""
     fields = _object(body)
     if "best_of" in fields and _equal(fields["best_of"], fields.get("n", 1)):
@@ -99,7 +89,7 @@ def parse(body: bytes, *, chat: bool, defaults: Defaults | None = None) -> Asked
             raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
         del fields[name]
     _check(fields, {**_FIELDS, **(_CHAT if chat else _COMPLETION)})
-    return _asked(fields, chat, defaults or Defaults())
+    return _asked(fields, chat)
 
 
 def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
@@ -114,7 +104,7 @@ def parse_tokenize(body: bytes) -> tuple[str | None, Asked, bool]:
     if chat == ("prompt" in fields):
         raise Refused("give either prompt or messages", param="messages" if chat else "prompt")
     model, special = fields.pop("model", None), fields.pop("add_special_tokens", True)
-    return model, _asked({"model": model or "", **fields}, chat, Defaults()), special
+    return model, _asked({"model": model or "", **fields}, chat), special
 
 
 def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
@@ -186,7 +176,7 @@ def _named(told: TokenText) -> dict[int, str]:
     return names
 
 
-def _asked(fields: dict[str, Json], chat: bool, defaults: Defaults) -> Asked:
+def _asked(fields: dict[str, Json], chat: bool) -> Asked:
     for name in ("model", "messages" if chat else "prompt"):
         if name not in fields:
             raise Refused(f"{name} is missing", param=name)
@@ -198,7 +188,7 @@ def _asked(fields: dict[str, Json], chat: bool, defaults: Defaults) -> Asked:
     stop = fields.get("stop", [])
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
-    tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat, defaults)
+    tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
     if tools is not None and tools.schema is not None:
         if "json_schema" in sampling or "regex" in sampling:
             raise Refused(
@@ -210,7 +200,7 @@ def _asked(fields: dict[str, Json], chat: bool, defaults: Defaults) -> Asked:
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],
         messages=[_message(i, message) for i, message in enumerate(fields["messages"])] if chat else None,
         sampling=sampling,
-        max_tokens=length if chat or length is not None else DEFAULT_TOKENS,
+        max_tokens=length,
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
@@ -345,11 +335,9 @@ def _is_flag(value: Json) -> bool:
     return isinstance(value, bool)
 
 
-def _sampling(fields: dict[str, Json], chat: bool, defaults: Defaults) -> dict[str, Json]:
+def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     """Fields of SamplingParams."""
-    drawn = {} if any(name in fields for name in _DRAWING) else defaults.drawn
-    given = {name: fields[name] for name in _SAMPLING if name in fields}
-    found = {"temperature": 1.0, **defaults.said, **drawn, **given}
+    found = {name: fields[name] for name in _SAMPLING if name in fields}
     if found.get("top_k") == -1:  # vLLM's word for all tokens
         found["top_k"] = 0
     if chat and fields.get("logprobs"):
@@ -432,8 +420,7 @@ _DETOKENIZE: Mapping[str, _Check] = {
     "tokens": (lambda v: isinstance(v, list) and all(_is_int(i) and 0 <= i < 1 << 31 for i in v), "token ids"),
 }
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_DRAWING = ("temperature", "top_p", "top_k", "min_p")
-_SAMPLING = (*_DRAWING, *_PENALTIES, "seed", "n", "regex")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "n", "regex")
 _THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; models are not shown their old thoughts
 # Besides content and name
 _ROLES: Mapping[str, tuple[str, ...]] = {

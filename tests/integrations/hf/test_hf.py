@@ -240,7 +240,7 @@ def test_tokens_of_the_real_model_are_those_of_our_engine() -> None:
     assert "Paris" in tokenizer.decode(got)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/transformers.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/guides/transformers.md"])
 def test_the_documented_example_runs(document: str, repo: Path, tmp_path: Path, capsys: Any) -> None:
     """The blocks that use transformers, one after the other, on a checkpoint with random codes and a tiny tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/vllm.md run as they stand, but for the checkpoint's path."""
+"""The examples of README.md and docs/guides/vllm.md run as they stand, but for the checkpoint's path."""
 
 import importlib.util
 import os
@@ -22,11 +22,11 @@ def example(repo: Path, file: str) -> str:
 
 
 def test_both_show_the_same(repo: Path) -> None:
-    assert example(repo, "README.md") == example(repo, "docs/vllm.md")
+    assert example(repo, "README.md") == example(repo, "docs/guides/vllm.md")
 
 
 def test_the_rates_that_are_told_are_registered(repo: Path) -> None:
-    told = re.search(r"Rates: (.*?)\. A", (repo / "docs/vllm.md").read_text(), re.S)
+    told = re.search(r"Rates: (.*?)\. A", (repo / "docs/guides/vllm.md").read_text(), re.S)
     assert told is not None
     rates = ["turboquant" + rate.removeprefix("turboquant") for rate in re.findall(r"`(.*?)`", told.group(1))]
     assert rates == list(KV_RATES)
@@ -36,7 +36,7 @@ def test_the_rates_that_are_told_are_registered(repo: Path) -> None:
 def test_the_graph_support_that_is_told_is_what_vllm_is_told(repo: Path) -> None:
     from onegraph.integrations.vllm.turboquant import TurboQuantBuilder
 
-    told = re.findall(r"TurboQuant says\s+`(\w+)`", (repo / "docs/vllm.md").read_text())
+    told = re.findall(r"TurboQuant says\s+`(\w+)`", (repo / "docs/guides/vllm.md").read_text())
     assert told == [TurboQuantBuilder._cudagraph_support.name]
 
 

@@ -110,7 +110,7 @@ def near(got: list[float], want: list[float]) -> None:
 def test_graphs_give_what_eager_gives(tiny_chat: Path, tmp_path: Path) -> None:
     """With and without codes in the cache. Steps are compared that round in the same places: torch.compile rounds in
     others than the eager model, and between the pieces of a graph attention is vLLM's. FULL is left out: with
-    FlashAttention 3 it gave other tokens (docs/vllm.md)."""
+    FlashAttention 3 it gave other tokens (docs/guides/vllm.md)."""
     eager = {"enforce_eager": True}
     found = served(
         tiny_chat,

@@ -26,6 +26,7 @@ static void __trap() { fail("a trap"); }
 static int atomicAdd(int* to, int v) { return (*to += v) - v; }
 static float exp2_fast(float x) { return exp2f(x); }
 static u32 hidden_or(u32 a, u32 b) { return a | b; }
+static void unknown(u32&) {}
 
 template <class T> static T __shfl_xor_sync(u32, T v, int mask) {
   return of_lanes<T>(v, [=](int) { return of_lane<T>(current ^ mask); });

@@ -8,6 +8,7 @@
 #define __shared__ thread_local  // also behind `extern`
 
 struct uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 struct Grid { int x, y; };
 static Grid blockIdx;

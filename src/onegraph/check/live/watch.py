@@ -35,8 +35,8 @@ def recorded(recorder: Recorder) -> Iterator[list[bool]]:
 
 @contextmanager
 def calls_noted(recorder: Recorder) -> Iterator[None]:
-    """Notes who asks whether the stream is being captured, who sets a seed inside of a step, and who goes back through
-    work of another one."""
+    """Records calls inside a step that query whether the stream is being captured, set a seed, or run the backward pass
+    of another step."""
     real = torch.cuda.is_current_stream_capturing
 
     def asked() -> bool:

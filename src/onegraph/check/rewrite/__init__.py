@@ -18,7 +18,7 @@ MOST = 200
 @dataclass
 class Plan:
     """What `--fix` would do to a target. changed: new text by file; before, report: of the target without and with it;
-    done: findings that it takes away; left: those that have no mechanical fix, as they stand in the new text."""
+    done: findings that it takes away; left: those that have no mechanical fix, unchanged in the new text."""
 
     target: str
     before: Report

@@ -4,7 +4,7 @@ CG1xx capture fails. CG2xx capture succeeds and the replay is wrong. CG3xx gener
 about itself. The keys of a head:
 
 - `name`, `severity` (of a certain finding);
-- `hazards`: the rows of docs/check/hazards.md that it stands for, none for CG4xx;
+- `hazards`: the rows of docs/reference/hazards.md that it stands for, none for CG4xx;
 - `happens`: one of `errors`, others, or nothing;
 - `seen`: how well each way of looking sees it: yes, partly or no;
 - `shown_by`: the ways of looking that must find its Example (and nothing in Use instead).

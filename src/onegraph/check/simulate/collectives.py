@@ -1,8 +1,8 @@
 """`torch.distributed` on the simulated machine: groups of which one rank runs and whose peers do nothing.
 
 Groups of NCCL need GPUs and peers, and gloo's wait for theirs. Here every group is torch's own "fake" one, known under
-the name that was asked for: a collective gives what this rank brought. What may be captured is told by how NCCL works
-(torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): a communicator is made at the first use and not in a capture;
+the name that was asked for: a collective gives what this rank brought. What may be captured is recognised by how NCCL
+works (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): a communicator is made at the first use and not in a capture;
 `async_op=True` runs on a stream of the group, which joins when `wait()` is called; barriers, objects and gloo need the
 host.
 """

@@ -42,6 +42,9 @@ _H200 = {
     "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "L2_cache_size": 62914560,
     "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": 0, "is_multi_gpu_board": 0,
 }  # fmt: skip
+_CUDA = "13.0"
+"""The version of CUDA that a CPU build says it has while it runs on the simulated machine."""
+
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
@@ -88,6 +91,7 @@ def _stand_ins(world: World, recorder: graphs.Recorder, made_generators: Generat
         | graphs.stand_ins(recorder)
         | {
             compat.LAZY_INIT: lambda: None,
+            compat.SLEEP: lambda cycles: None,
             "init": lambda: None,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -145,6 +149,8 @@ def machine(world: World, recorder: graphs.Recorder | None = None) -> Iterator[N
         for name in ("synchronize", "current_stream", "set_stream"):
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
                 stack.enter_context(_swapped(torch.accelerator, name, stand_ins[name]))
+        if torch.version.cuda is None:
+            stack.enter_context(_swapped(torch.version, "cuda", _CUDA))
         stack.enter_context(_swapped(torch.cuda.nvtx, compat.NVTX, _NoRanges()))
         stack.enter_context(_swapped(torch, "Generator", generators.kind))
         for owner, name, value in collectives.stand_ins(world):

@@ -160,6 +160,7 @@ _TOLD: dict[str, Any] = {
     "memory_stats": lambda *_, **__: defaultdict(int),
     "memory_summary": lambda *_, **__: "(simulated)",
     "memory_snapshot": lambda *_, **__: [],
+    "get_allocator_backend": lambda: "native",
 }
 
 

@@ -1,7 +1,7 @@
 """transformers' routed experts: all of a layer in one parameter each, `gate_up_proj` (or `up_proj`) and `down_proj`.
 
 Their classes share one contract, that of `transformers.integrations.moe.use_experts_implementation`: how the matrices
-lie is told by `has_gate`, `has_bias`, `is_transposed` and `is_concatenated`, what stands between them is `_apply_gate`.
+lie is recognised by `has_gate`, `has_bias`, `is_transposed` and `is_concatenated`; `_apply_gate` is between them.
 """
 
 from collections.abc import Mapping

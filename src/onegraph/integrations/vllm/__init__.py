@@ -1,4 +1,4 @@
-"""onegraph's checkpoints in vLLM: `vllm serve CHECKPOINT` finds the quantization by itself (docs/vllm.md).
+"""onegraph's checkpoints in vLLM: `vllm serve CHECKPOINT` finds the quantization by itself (docs/guides/vllm.md).
 
 vLLM calls `register` in every process that it starts, through the entry point `vllm.general_plugins`. What costs time
 to import (ops, the layers' methods) is imported when a checkpoint of ours is really loaded.

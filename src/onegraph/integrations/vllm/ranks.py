@@ -2,8 +2,8 @@
 
     vllm serve MODEL --tensor-parallel-size 2 --additional-config '{"onegraph_exchange": true}'
 
-Each rank is a process, which opens the others' inboxes (`onegraph.nn.processes`). Sums of up to 64 tokens cross so,
-longer ones in vLLM's all-reduce. Not the default: it has run with few models.
+Each rank is a process, which opens the others' peer buffers (`onegraph.nn.processes`). Sums of up to 64 tokens use
+them, longer ones vLLM's all-reduce. Not the default: it has run with few models.
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ KERNEL = build.Source(
 
 
 def words(tokens: int, dim: int) -> int:
-    """Of an inbox that the kernel uses: a block's begin a chunk."""
+    """Of a peer buffer that the kernel uses: a block's begin a chunk."""
     return tokens * BLOCKS * -(-dim // (2 * BLOCKS) // CHUNK) * CHUNK
 
 

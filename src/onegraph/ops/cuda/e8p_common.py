@@ -47,7 +47,7 @@ class Linear(E8PLinear, Around):
     Attributes:
         out: [tokens, n], which they write.
         steady: sums are made as those of `onegraph.ops.invariant.AT_ONCE` tokens.
-        group: ranks over which the result is summed: inboxes, state, alarm and rank as of `exchange.all_reduce`.
+        group: ranks over which the result is summed: peer buffers, state, alarm and rank as of `exchange.all_reduce`.
     """
 
     out: Tensor

@@ -208,7 +208,7 @@ def _maps(codes: int, residual: int, bits: int, n: int, k: int, plan: Plan, grou
 
 
 def tables(codebook: Tensor) -> Tensor:
-    """uint8 [98304]: the tables of `e8p_common.cuh` as they stand in shared memory, each word 32 times.
+    """uint8 [98304]: the tables of `e8p_common.cuh` unchanged in shared memory, each word 32 times.
 
     `codebook` int8 [512, 8], on a CPU.
     """

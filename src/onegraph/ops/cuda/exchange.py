@@ -48,7 +48,7 @@ def all_gather(
 
 
 def peer_arguments(inboxes: list[Tensor], state: Tensor, alarm: Tensor, rank: int) -> dict[str, Any]:
-    """POINTERS and INTS of a rank. Inboxes, which lie on other GPUs too, by address."""
+    """POINTERS and INTS of a rank. Peer buffers, which lie on other GPUs too, by address."""
     boxes = [box.data_ptr() for box in inboxes] + [0] * (MAX_RANKS - len(inboxes))
     return dict(zip((*POINTERS, *INTS), (state, alarm, *boxes, inboxes[0].shape[2], rank), strict=True))
 

@@ -3,7 +3,8 @@
 //
 // A block has one head of one row. Before the wait for the projections it loads S and the records that wait, and replays
 // them: what it reads until then is written once a step, and steps have a border between them (rule 4 of
-// triton/launch.py). Behind the wait three threads of four convolve two channels of q, k or v each, the others compute
+// triton/launch.py). Of more blocks than run at once most begin behind that wait: then (`many`) the projections' part is
+// on its way to shared memory beside S. Three threads of four convolve two channels of q, k or v each, the others compute
 // beta and the decay; then the tokens go over S one after the other. The block of a key head's first value head writes
 // what the key head's blocks share: its places of both rings are none that the others read in this launch.
 //
@@ -17,6 +18,8 @@ constexpr int ROWS = DV / WARPS / 4;
 constexpr int DECAYS = CHANNELS ? KEYS : 1;  // of a token
 constexpr int PAIRS = (2 * KEYS + DV) / 2;   // of channels of a block
 constexpr int RESULT = DELTA ? TYPE : FLOAT32;
+constexpr bool FIRST = STATE == FLOAT32 && TOKENS <= 4;  // registers suffice to load activations before S is stored
+constexpr int SIZE = TYPE == FLOAT32 ? 4 : 2;  // bytes of an activation
 static_assert(PAIRS <= THREADS - 64 && TOKENS <= WARPS, "a warp writes a token, two warps compute gates");
 
 struct Arguments {
@@ -40,11 +43,12 @@ struct Arguments {
   const int* positions;  // [rows]
   const int* counts;     // [rows]
   void* out;             // [rows, TOKENS, heads, DV]
-  int qkv_stride, z_stride, b_stride, a_stride, key_heads, heads, ring_size, depth, limit, is_sigmoid;
+  int qkv_stride, z_stride, b_stride, a_stride, key_heads, heads, ring_size, depth, limit, is_sigmoid, many;
   float eps, beta_scale, dt_min;
 };
 
 struct Shared {
+  uint4 given[4][TOKENS][KEYS * SIZE / 16];  // q, k, v and z as they come, where `many`
   float q[TOKENS][KEYS], k[TOKENS][KEYS], v[TOKENS][DV], o[TOKENS][DV], decay[TOKENS][DECAYS == 1 ? 4 : DECAYS];
   float squares[TOKENS][4], beta[TOKENS];
 };
@@ -58,24 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
   const int ratio = p.heads / p.key_heads, key_head = head / ratio, channels = 2 * p.key_heads * KEYS + p.heads * DV;
   const int slot = p.slots[row], position = p.positions[row];
   const size_t place = (size_t)slot * p.heads + head;
-  const int base = position == 0 ? 0 : p.base[place];
-  const int waiting = min(max(position - base, 0), p.depth);
-  float* const record_keys = (float*)records;
-  float* const record_deltas = record_keys + p.depth * KEYS;
-  float* const record_decays = record_deltas + p.depth * DV;
-
-  for (int i = threadIdx.x; i < waiting * 64; i += THREADS) {  // of a record 32 lanes take the key, 32 the delta
-    const int n = i / 64, c = i % 32;
-    const size_t at = (size_t)slot * p.depth + (base + n) % p.depth;
-    if (i % 64 < 32) copy16<ALONE>(address(record_keys + n * KEYS + 4 * c), p.keys + (at * p.key_heads + key_head) * KEYS + 4 * c);
-    else if (4 * c < DV) copy16<ALONE>(address(record_deltas + n * DV + 4 * c), p.deltas + (at * p.heads + head) * DV + 4 * c);
-  }
-  for (int i = threadIdx.x; i < waiting * DECAYS; i += THREADS) {
-    const int n = i / DECAYS, c = i % DECAYS;
-    const size_t at = (size_t)slot * p.depth + (base + n) % p.depth;
-    copy_few<4>(address(record_decays + n * DECAYS + c), p.decays + (at * p.heads + head) * DECAYS + c);
-  }
-  commit();
   float4 state[ROWS][4];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i)
@@ -83,11 +69,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
     for (int j = 0; j < 4; ++j)
       state[i][j] = position == 0 ? make_float4(0.f, 0.f, 0.f, 0.f)
                                   : load_four<STATE>(p.state, (place * DV + first_row + 4 * i) * KEYS + 4 * part + 32 * j);
-  // Two channels of a thread: of q, k or v.
+  const int base = position == 0 ? 0 : p.base[place];
+  // Two channels of a thread: of q, k or v, which begin at `first` of a block's channels.
   const int kind = threadIdx.x / 64, pair = 2 * (threadIdx.x % 64), keys = p.key_heads * KEYS;
-  const int channel = kind == 2   ? (DELTA ? 2 * keys : 0) + head * DV + pair
-                      : DELTA     ? kind * keys + key_head * KEYS + pair
-                                  : p.heads * DV + (1 - kind) * keys + key_head * KEYS + pair;
+  auto first = [&](int kind) {
+    return kind == 2 ? (DELTA ? 2 * keys : 0) + head * DV
+                     : (DELTA ? kind * keys : p.heads * DV + (1 - kind) * keys) + key_head * KEYS;
+  };
+  const int channel = first(kind) + pair;
   const bool convolves = threadIdx.x < PAIRS;
   float2 window[WIDTH - 1 + TOKENS], weight[WIDTH], bias = make_float2(0.f, 0.f);
   if (convolves) {
@@ -102,6 +91,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
       window[j] = make_float2(0.f, 0.f);
       if (before >= 0) window[j] = load_two<TYPE>(p.ring, ((size_t)slot * p.ring_size + before % p.ring_size) * channels + channel);
     }
+  }
+  const float rate = -expf(p.a_log[head]), offset = CHANNELS ? 0.f : p.dt_bias[head];
+  const size_t token = (size_t)row * TOKENS;
+  if (p.many) {
+    wait_for_previous();
+    for (int i = threadIdx.x; i < 4 * TOKENS * (KEYS * SIZE / 16); i += THREADS) {
+      const int which = i / (TOKENS * (KEYS * SIZE / 16)), t = i / (KEYS * SIZE / 16) % TOKENS, c = i % (KEYS * SIZE / 16);
+      if (which >= 2 && c >= DV * SIZE / 16) continue;
+      const void* from = which == 3 ? p.z : p.qkv;
+      const size_t at = which == 3 ? (token + t) * p.z_stride + head * DV : (token + t) * p.qkv_stride + first(which);
+      copy16<ALONE>(address(&s.given[which][t][c]), (const char*)from + at * SIZE + 16 * c);
+    }
+  }
+  const int waiting = min(max(position - base, 0), p.depth);
+  float* const record_keys = (float*)records;
+  float* const record_deltas = record_keys + p.depth * KEYS;
+  float* const record_decays = record_deltas + p.depth * DV;
+  for (int i = threadIdx.x; i < waiting * 64; i += THREADS) {  // of a record 32 lanes take the key, 32 the delta
+    const int n = i / 64, c = i % 32;
+    const size_t at = (size_t)slot * p.depth + (base + n) % p.depth;
+    if (i % 64 < 32) copy16<ALONE>(address(record_keys + n * KEYS + 4 * c), p.keys + (at * p.key_heads + key_head) * KEYS + 4 * c);
+    else if (4 * c < DV) copy16<ALONE>(address(record_deltas + n * DV + 4 * c), p.deltas + (at * p.heads + head) * DV + 4 * c);
+  }
+  for (int i = threadIdx.x; i < waiting * DECAYS; i += THREADS) {
+    const int n = i / DECAYS, c = i % DECAYS;
+    const size_t at = (size_t)slot * p.depth + (base + n) % p.depth;
+    copy_few<4>(address(record_decays + n * DECAYS + c), p.decays + (at * p.heads + head) * DECAYS + c);
   }
   copies_there();
   __syncthreads();
@@ -122,9 +138,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
     }
   }
 
-  wait_for_previous();
-  const int count = slot > 0 ? min(max(p.counts[row], 0), TOKENS) : 0;
-  const size_t token = (size_t)row * TOKENS;
+  if (!p.many) wait_for_previous();
+  const int real = slot > 0 ? p.counts[row] : 0;
+  auto take = [&] {  // of padding too: what is there can be read, and is dropped
+    if (!convolves) return;
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+      window[WIDTH - 1 + t] = p.many ? load_two<TYPE>(&s.given[kind][t], pair)
+                                     : load_two<TYPE>(p.qkv, (token + t) * p.qkv_stride + channel);
+  };
+  if (FIRST) take();
+  const int mine = threadIdx.x - 3 * 64;  // of the threads that compute gates
+  float given_a = 0.f, given_b = 0.f;
+  if (mine >= 0 && mine < TOKENS) {
+    if (DELTA) given_b = load_one<TYPE>(p.b, (token + mine) * p.b_stride + head);
+    if (!CHANNELS) given_a = load_one<TYPE>(p.a, (token + mine) * p.a_stride + head);
+  }
+  const int count = min(max(real, 0), TOKENS);
   const bool flush = count > 0 && (position == 0 || position + count - base > p.limit);
   if (flush) {
 #pragma unroll
@@ -136,12 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
       }
     if (threadIdx.x == 0) p.base[place] = position;
   }
+  if (!FIRST) take();
   const bool shares = head % ratio == 0;  // writes what the key head's blocks have in common
   float2 mixed[TOKENS];
   if (convolves) {
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      window[WIDTH - 1 + t] = t < count ? load_two<TYPE>(p.qkv, (token + t) * p.qkv_stride + channel) : make_float2(0.f, 0.f);
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
       float2 sum = bias;
@@ -159,12 +187,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
       }
     }
   } else if (kind == 3) {
-    const int mine = threadIdx.x - 3 * 64;
-    if (DELTA && mine < count) s.beta[mine] = p.beta_scale * sigmoid(load_one<TYPE>(p.b, (token + mine) * p.b_stride + head));
-    const float rate = -expf(p.a_log[head]);
+    if (DELTA && mine < count) s.beta[mine] = p.beta_scale * sigmoid(given_b);
     for (int i = mine; i < count * DECAYS; i += 64) {
       const int t = i / DECAYS, c = i % DECAYS;
-      const float a = load_one<TYPE>(p.a, (token + t) * p.a_stride + head * DECAYS + c) + p.dt_bias[head * DECAYS + c];
+      const float a = CHANNELS ? load_one<TYPE>(p.a, (token + t) * p.a_stride + head * DECAYS + c) + p.dt_bias[head * DECAYS + c]
+                               : given_a + offset;
       const float step = DELTA ? softplus(a) : fmaxf(softplus(a), p.dt_min);
       s.decay[t][c] = expf(rate * step);  // near 1 in long memories, where an ulp counts
       if (!DELTA) s.beta[t] = step;
@@ -184,25 +211,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
   const float skip = DELTA ? 0.f : p.skip[head];
   float4 gate = make_float4(0.f, 0.f, 0.f, 0.f), gain = gate;
   if (ends && writes) {
-    gate = load_four<TYPE>(p.z, (token + warp) * p.z_stride + head * DV + 4 * lane);
+    gate = p.many ? load_four<TYPE>(&s.given[3][warp], 4 * lane)
+                  : load_four<TYPE>(p.z, (token + warp) * p.z_stride + head * DV + 4 * lane);
     if (DELTA) gain = load_four<NORM>(p.norm, 4 * lane);
   }
   __syncthreads();
 #pragma unroll 1
   for (int t = 0; t < count; ++t) {
     float sum[ROWS] = {}, delta[ROWS], out[ROWS] = {};
-    float4 key[4];
     const float beta = s.beta[t];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) delta[i] = s.v[t][first_row + 4 * i];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      key[j] = *(const float4*)&s.k[t][4 * part + 32 * j];
+      const float4 key = *(const float4*)&s.k[t][4 * part + 32 * j];
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
         if (CHANNELS) state[i][j] = scale(state[i][j], *(const float4*)&s.decay[t][4 * part + 32 * j]);
         else state[i][j] = scale(state[i][j], s.decay[t][0]);
-        if (DELTA) sum[i] = dot(state[i][j], key[j], sum[i]);
+        if (DELTA) sum[i] = dot(state[i][j], key, sum[i]);
       }
     }
     if (DELTA) sum_rows(sum);
@@ -210,10 +237,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
     for (int i = 0; i < ROWS; ++i) delta[i] = __fmul_rn(beta, __fsub_rn(delta[i], sum[i]));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float4 query = *(const float4*)&s.q[t][4 * part + 32 * j];
+      const float4 query = *(const float4*)&s.q[t][4 * part + 32 * j], key = *(const float4*)&s.k[t][4 * part + 32 * j];
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
-        state[i][j] = add(state[i][j], delta[i], key[j]);
+        state[i][j] = add(state[i][j], delta[i], key);
         out[i] = dot(state[i][j], query, out[i]);
       }
     }

@@ -14,6 +14,7 @@ VALUES = 64, 128  # of a value
 WIDTHS = 3, 4  # of the convolution
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as linear_state.cuh numbers them
 THREADS = 256
+PER_SM = 2  # blocks
 MAX_DEPTH = 32  # records, which lie in shared memory
 
 ARGUMENTS = build.Arguments(
@@ -23,7 +24,7 @@ ARGUMENTS = build.Arguments(
     ),
     ints=(
         "qkv_stride", "z_stride", "b_stride", "a_stride", "key_heads", "heads", "ring_size", "depth", "limit",
-        "is_sigmoid",
+        "is_sigmoid", "many",
     ),
     floats=("eps", "beta_scale", "dt_min"),
 )  # fmt: skip
@@ -56,9 +57,9 @@ def supports(call: GatedDelta | Mamba2, x: Tensor) -> bool:
     return sizes and 0 < tokens <= MAX_TOKENS and rows > 0
 
 
-def by_fours(x: Tensor) -> Tensor:
-    """x [B, Q, N] whose tokens can be read four numbers at once: itself, or a copy."""
-    fits = x.data_ptr() % ALIGNMENT == 0 and x.stride(1) % 4 == 0
+def fitting(x: Tensor) -> Tensor:
+    """x [B, Q, N] each of whose tokens is at a multiple of ALIGNMENT: itself, or a copy."""
+    fits = x.data_ptr() % ALIGNMENT == 0 and x.stride(1) * x.element_size() % ALIGNMENT == 0
     return x if fits else aligned(x.contiguous())
 
 
@@ -77,7 +78,7 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
             "b": None, "bias": call.bias, "skip": call.skip, "beta_scale": 1.0, "dt_min": call.dt_min, "b_stride": 0,
             "is_sigmoid": 0,
         }  # fmt: skip
-    x, z, delta = by_fours(x), by_fours(call.z), isinstance(call, GatedDelta)
+    x, z, delta = fitting(x), fitting(call.z), isinstance(call, GatedDelta)
     (rows, tokens, _), (_, heads, dv, _), (_, depth, key_heads, _) = x.shape, call.state.shape, call.keys.shape
     out = torch.empty((rows, tokens, heads * dv), dtype=x.dtype if delta else torch.float32, device=x.device)
     defines = {
@@ -85,6 +86,7 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
         "STATE": TYPES[call.state.dtype], "TOKENS": tokens, "WIDTH": call.weight.shape[1], "DV": dv,
         "CHANNELS": int(channels), "DELTA": int(delta),
     }  # fmt: skip
+    at_once = PER_SM * build.device(x.device.index).sms
     records = 4 * depth * (KEYS + dv + (KEYS if channels else 1))
     launch(
         KERNEL, defines, Launch((heads, rows, 1), THREADS, records),
@@ -92,7 +94,7 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
         state=call.state, base=call.base, keys=call.keys, deltas=call.deltas, decays=call.decays, slots=call.slots,
         positions=call.positions, counts=call.counts, out=out, qkv_stride=x.stride(1), z_stride=z.stride(1),
         a_stride=a.stride(1), key_heads=key_heads, heads=heads, ring_size=call.ring.shape[1], depth=depth,
-        limit=call.limit, eps=call.eps, **own,
+        limit=call.limit, many=int(heads * rows > at_once), eps=call.eps, **own,
     )  # fmt: skip
     return out
 

@@ -40,6 +40,7 @@ PTX u32 hidden_or(u32 a, u32 b) {  // no use of it is moved before it
   asm volatile("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b) : "memory");
   return d;
 }
+PTX void unknown(u32& v) { asm volatile("" : "+r"(v)); }  // to the compiler: what follows from it stays behind
 template <int AT> PTX u32 load_shared(u32 address) {  // AT, added to it, is an immediate
   u32 v;
   asm("ld.shared.u32 %0, [%1+%2];" : "=r"(v) : "r"(address), "n"(AT));

@@ -78,7 +78,7 @@ class Footprint(NamedTuple):
 @dataclass(frozen=True)
 class Tiling:
     """How one shape is cut over the GPU: `blocks` blocks, one on each SM; in each, `across` warps side by side in k,
-    `down` times beside one another over the block's row tiles, `hold` of which are added up at a time; `depth` units of
+    `down` times in parallel over the block's row tiles, `hold` of which are added up at a time; `depth` units of
     each warp are under way."""
 
     blocks: int

@@ -17,7 +17,7 @@ def tensor_map(pointer: int, rows: int, row_bytes: int, box_rows: int, box_bytes
 
 @lru_cache(maxsize=1 << 16)
 def sliced_tensor_map(pointer: int, rows: int, row_bytes: int, box: tuple[int, int, int], *, swizzle: bool) -> bytes:
-    """The same of a matrix that is seen as slices of columns behind one another, each [rows, width]. `box`: width of a
+    """The same of a matrix that is seen as slices of columns one after the other, each [rows, width]. `box`: width of a
     slice in bytes (a multiple of 16), rows, slices. `swizzle`: width is 128, and row r's pieces of 16 bytes change
     places, to number ^ r % 8."""
     width = box[0]

@@ -30,10 +30,12 @@ template <int E> __device__ __forceinline__ u32 value(u32 lo, u32 mid, u32 hi) {
   return sum_of_bytes(AT < 32 ? window<AT % 32>(lo, mid) : window<AT % 32>(mid, hi));
 }
 template <int E> __device__ __forceinline__ u32 two_values(u32 lo, u32 mid, u32 hi) {
-  return subtract_f16(prmt(value<E>(lo, mid, hi), value<E + 1>(lo, mid, hi), 0x5410), 0x65FE65FEu);
+  return prmt(value<E>(lo, mid, hi), value<E + 1>(lo, mid, hi), 0x5410);
 }
+constexpr float OFFSET = 1534.f;  // of all values: 1024 and 510
+__device__ __forceinline__ u32 without_offset(u32 two) { return subtract_f16(two, 0x65FE65FEu); }
 
-// Of a lane's words: outputs g and g + 8 at inputs 4 t and 4 t + 1, then both at 4 t + 2 and 4 t + 3. All lanes together.
+// Integers plus OFFSET, of a lane's words: outputs g and g + 8 at inputs 4 t and 4 t + 1, then both at 4 t + 2 and 4 t + 3. All lanes together.
 __device__ __forceinline__ uint4 decode(const u32 (&word)[FIRST], u32 lane) {
   const int from = lane_behind(lane), shift = lane * 8 * BITS % 32;
   const u32 first = word[0];

@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) trellis_dequantize(c
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       uint4 v = decode(word[i], lane);
+      v.x = without_offset(v.x), v.y = without_offset(v.y), v.z = without_offset(v.z), v.w = without_offset(v.w);
       if (row * 16 >= p.n || first_column + i * 16 >= p.k) v = make_uint4(0, 0, 0, 0);
       tiles[(warp * 8 + i) * 32 + lane] = v;
     }

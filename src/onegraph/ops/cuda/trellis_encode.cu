@@ -29,6 +29,9 @@ constexpr int COSTS = C * PITCH * 4, STEP_BYTES = THREADS * WORDS * 4;
 constexpr int SCRATCH = COSTS > 32768 ? COSTS : 32768;        // bytes: costs, or steps on their way back
 constexpr int AT_ONCE = SCRATCH / STEP_BYTES;                 // such steps
 static_assert(ROUNDS * OWN * OLDEST == 128, "a thread has 128 states");
+#ifndef HELD
+#define HELD (__CUDA_ARCH__ >= 900 ? 64 : 56)  // pairs of values in registers; before 9.0 more would spill: others are computed
+#endif
 
 struct Arguments {
   const float* x;        // [16, stride], each 16 columns a tile
@@ -56,17 +59,18 @@ __device__ __forceinline__ u32 level(u32 state) {  // 0 to 1020
   const u32 v = state * 0x83DCD12Du;
   return (v & 255) + (v >> 8 & 255) + (v >> 16 & 255) + (v >> 24);
 }
+__device__ __forceinline__ float integer(u32 state) { return (float)(int)level(state) - 510.f; }
 __device__ __forceinline__ int place(int overlap) { return overlap % C * PITCH + overlap / C; }  // as old: (mid, h)
 __device__ __forceinline__ int output_of(int p) { return p / 32 + p % 8 / 4 * 8; }
 __device__ __forceinline__ int input_of(int p) { return p / 8 % 4 * 4 + p % 4; }
 
 // One weight: costs of all overlaps anew, and what they came from to `to`, [WORDS, THREADS].
-__device__ __forceinline__ void step(u32 (&values)[64], u32* costs, u32* to, float goal, float root, int thread) {
+__device__ __forceinline__ void step(u32 (&values)[HELD], u32* costs, u32* to, float goal, float root, int thread) {
   const int first = thread % (MIDS < THREADS ? MIDS : THREADS), group = thread / (MIDS < THREADS ? MIDS : THREADS);
   const int begin = group % SPLIT * OLDEST, c = group / SPLIT * OWN;
   u32 best[ROUNDS][OWN];
 #pragma unroll
-  for (int i = 0; i < 64; i++) asm volatile("" : "+r"(values[i]));  // or all would be made floats in front of the loop
+  for (int i = 0; i < HELD; i++) unknown(values[i]);  // or all would be made floats in front of the loop
 #pragma unroll
   for (int m = 0; m < ROUNDS; m++) {
 #pragma unroll
@@ -77,8 +81,16 @@ __device__ __forceinline__ void step(u32 (&values)[64], u32* costs, u32* to, flo
 #pragma unroll
       for (int j = 0; j < OWN; j++) {
         const int i = (m * OWN + j) * OLDEST + h;
-        const float2 two = halves_to_floats(values[i / 2]);
-        const float d = fmaf(i % 2 ? two.y : two.x, root, -goal);
+        float v;
+        if (i / 2 < HELD) {
+          const float2 two = halves_to_floats(values[i / 2 < HELD ? i / 2 : 0]);
+          v = i % 2 ? two.y : two.x;
+        } else {
+          u32 state = (c + j) * ALL + (first + m * THREADS) * C + begin + h;
+          unknown(state);
+          v = integer(state);
+        }
+        const float d = fmaf(v, root, -goal);
         best[m][j] = min(best[m][j], (__float_as_uint(fmaf(d, d, old)) & ~(C - 1u)) | (begin + h));
       }
     }
@@ -137,12 +149,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) trellis_encode(const __
   Shared& beside = *(Shared*)(smem + SCRATCH);
   u32* const steps = p.steps + (size_t)blockIdx.x * WEIGHTS * WORDS * THREADS;
   const int first = thread % (MIDS < THREADS ? MIDS : THREADS), group = thread / (MIDS < THREADS ? MIDS : THREADS);
-  u32 values[64];
+  u32 values[HELD];
 #pragma unroll
-  for (int i = 0; i < 128; i += 2) {
+  for (int i = 0; i < 2 * HELD; i += 2) {
     const int h = group % SPLIT * OLDEST + i % OLDEST, j = i / OLDEST % OWN, m = i / OLDEST / OWN;
     const u32 state = (group / SPLIT * OWN + j) * ALL + (first + m * THREADS) * C + h;
-    values[i / 2] = floats_to_halves((float)(int)level(state) - 510.f, (float)(int)level(state + 1) - 510.f);
+    values[i / 2] = floats_to_halves(integer(state), integer(state + 1));
   }
   wait_for_previous();
   let_next_start();
@@ -181,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) trellis_encode(const __
     walk(costs, steps, 0, WEIGHTS, true, beside, thread);
     if (thread < WEIGHTS)
       p.value[input_of(thread) * stride + tile * 16 + output_of(thread)] =
-          ((float)(int)level(beside.state[thread]) - 510.f) / p.unit;
+          integer(beside.state[thread]) / p.unit;
     for (int word = thread; word < 16 * BITS; word += THREADS) {
       u32 bits = 0;
 #pragma unroll 1

@@ -18,8 +18,8 @@ KERNEL = build.Source(
     arguments=ARGUMENTS,
     capabilities=build.PORTABLE,
     families=(),
-    example={"BITS": 2},
-    shared=(1 << 16) + 8 * 4 * 4 + BESIDE,
+    example={"BITS": 4},
+    shared=(1 << 15) + BESIDE,
     otherwise="rounding to the trellis takes torch's calls",
 )
 

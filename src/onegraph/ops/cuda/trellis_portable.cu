@@ -4,8 +4,9 @@
 // A lane has eight weights of each tile of 16 x 16, whose states are windows of 16 bits in one, two or three words of the tile's
 // string: the first words come from memory, the last one from the lane that has it in front, since the string is a ring. A state
 // is multiplied by the constant, and a dot product of bytes with ones adds the four bytes of that to the bits of 1024 in float16:
-// sums below 1024 end in its mantissa. Two such numbers less 1534 are a register of m16n8k16's first operand, exact integers of
-// -510 to 510. Activations are float16 on a scale of each slice's own: 11 bits of each.
+// sums below 1024 end in its mantissa. Two such numbers are a register of m16n8k16's first operand: exact integers, each 1534 too
+// large, for which 1534 times the sum of a slice's activations is subtracted from what the slice brings. Activations are float16
+// on a scale of each slice's own: 11 bits of each.
 //
 // Set when compiled: BITS (1 to 8), and what `rotated_portable.cuh` says.
 
@@ -45,6 +46,7 @@ __device__ __forceinline__ void keep(u8* at, const uint4& w, int lane) { ((uint4
 struct Product {
   uint2 b[IN_SLICE];  // of column g, inputs 4 t to 4 t + 3 of each tile
   float scale[2];     // of tokens 2 t and 2 t + 1
+  float offset[2];    // likewise, of results
   typedef float Sums[4];
 };
 
@@ -54,10 +56,14 @@ __device__ __forceinline__ void take(Product& to, int first, int g, int t, There
   const u8* const from = at(first + g, real) + t * 8;
 #pragma unroll
   for (int i = 0; i < IN_SLICE; i++) to.b[i] = real ? *(const uint2*)(from + i * 32) : make_uint2(0, 0);
-  to.scale[0] = scale(first + 2 * t).x, to.scale[1] = scale(first + 2 * t + 1).x;
+  Product::Sums sums = {0.f, 0.f, 0.f, 0.f};  // of activations: products by 1
+#pragma unroll
+  for (int i = 0; i < IN_SLICE; i++) mma_f16(sums, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, to.b[i].x, to.b[i].y);
+#pragma unroll
+  for (int e = 0; e < 2; e++) to.scale[e] = scale(first + 2 * t + e).x, to.offset[e] = -OFFSET * sums[e] * to.scale[e];
 }
 __device__ __forceinline__ float result(const Product& p, const Product::Sums& acc, int h, int e) {
-  return acc[2 * h + e] * p.scale[e];
+  return fmaf(acc[2 * h + e], p.scale[e], p.offset[e]);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- codes

@@ -26,7 +26,7 @@ from onegraph.ops.cuda.trellis_common import Linear
 KEPT = 544  # bytes of a slice of a token, rotated
 AHEAD = 2  # row tiles of codes that a warp has under way, up to 4 bits
 WARPS = {1: 16, 4: 16, 8: 16, 16: 8}  # of a block, by tokens: what registers hold
-ISSUE = 650, 32  # instructions of a row tile and slice, and for each eight tokens beyond the first
+ISSUE = 590, 32  # instructions of a row tile and slice, and for each eight tokens beyond the first
 
 ARGUMENTS = build.Arguments(
     pointers=("x", "codes", "in_scale", "out_scale", "bias", "add", "y", "kept", "scales", "squares", "sums",

@@ -1,9 +1,9 @@
 """A chunk of a prompt of gated delta layers, in four launches, of which Mamba2's (mamba2.py) have the first three.
 
 `_prepare` convolves, norms q and k and computes gates. `_solve` takes blocks of SIZE tokens, each head and block on its
-own: (I + A) U = beta v and (I + A) W = beta k exp(G), with A = beta k k^T decayed, strictly lower; and q k^T decayed.
-`_scan` goes over a head's blocks in order, S in registers: delta = U - W S, outputs, S. `_end` norms and gates. Padding
-is zeros from the first launch on. Mamba2, without the rule (not DELTA), has dt in place of beta and dt v for delta.
+own: T = (I + A)^-1, with A = beta k k^T decayed, strictly lower; and q k^T decayed. `_scan` goes over a head's blocks
+in order, S in registers: delta = T beta (v - exp(G) k S), outputs, S. `_end` norms and gates. Padding is zeros from
+the first launch on. Mamba2, without the rule (not DELTA), has dt in place of beta and dt v for delta.
 
 float32 is kept everywhere; products of 16-bit models take it as TF32, whose rounding is an eighth of bfloat16's.
 """
@@ -101,13 +101,19 @@ def rows(at, place, width, real, column):
     return tl.load(at + (place * width)[:, None] + column[None, :], mask=real[:, None], other=0.0)
 
 
+@triton.jit
+def product(a, b):
+    """a b [SIZE, SIZE], to float32's precision."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
 @triton.jit(do_not_specialize=["length"])
 def _solve(
-    q, k, v, beta, total, slots, counts, w, common, length,
+    q, k, beta, total, slots, counts, inverse, common, length,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, EACH: tl.constexpr,
     DELTA: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With DELTA v becomes U, `total` from decays to their sums from the block's first token on."""
+    """`total` becomes, from decays, their sums from the block's first token on."""
     let_next_start(PDL)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
@@ -117,16 +123,16 @@ def _solve(
         token = block * SIZE + i
         there = token < length
         place = row * length + token
-        key, value, each = tl.arange(0, DK), tl.arange(0, DV), tl.arange(0, EACH)
+        key, each = tl.arange(0, DK), tl.arange(0, EACH)
         at_key = place * KEY_HEADS + head // (HEADS // KEY_HEADS)
         at = place * HEADS + head
-        query, keys = rows(q, at_key, DK, there, key), rows(k, at_key, DK, there, key)
-        rate = tl.load(beta + at, mask=there, other=0.0)
+        keys = rows(k, at_key, DK, there, key)
         if EACH == 1:  # the compiler has no scan of a single column
             sums = tl.cumsum(tl.load(total + at, mask=there, other=0.0), axis=0)[:, None]
         else:
             sums = tl.cumsum(rows(total, at, EACH, there, each), axis=0)
         tl.store(total + (at * EACH)[:, None] + each[None, :], sums, mask=there[:, None])
+        query = rows(q, at_key, DK, there, key)
         if EACH == 1:
             level = tl.sum(sums, axis=1)
             pair = level[:, None] - level[None, :]
@@ -155,41 +161,40 @@ def _solve(
                     column = (i == j)[None, :]
                     across += tl.where(column, tl.sum(query * weighed, axis=1)[:, None], 0.0)
                     among += tl.where(column, tl.sum(keys * weighed, axis=1)[:, None], 0.0)
-        tl.store(common + (at * SIZE)[:, None] + i[None, :], across, mask=there[:, None])
+        to = (at * SIZE)[:, None] + i[None, :]
+        tl.store(common + to, across, mask=there[:, None])
         if DELTA:
-            # The inverse of I + A: of each part's own block D row by row, all parts at once; with N = D times what is
-            # below the blocks, whose fourth power is 0, it is (I - N) (I + N N) D.
-            tl.static_assert(SIZE == 4 * PART)
+            # (I + A)^-1 by products alone, where powers stay small even if all keys are one: first of the blocks of 8
+            # on A's diagonal, whose eighth power is 0, then with N = D times what is below them, whose eighth is too.
+            tl.static_assert(SIZE == 64)
+            rate = tl.load(beta + at, mask=there, other=0.0)
             system = tl.where(i[:, None] > i[None, :], among * rate[:, None], 0.0)
-            same = i[:, None] // PART == i[None, :] // PART
-            turned = tl.trans(tl.where(same, system, 0.0))
-            inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-            for n in range(1, PART):
-                row_n = i[None, :] == (i // PART * PART + n)[:, None]
-                factors = tl.sum(tl.where(row_n, turned, 0.0), axis=1)
-                gone = tl.sum(factors[:, None] * inverse, axis=0)
-                inverse = tl.where((i % PART == n)[:, None] & same, inverse - gone[None, :], inverse)
-            below = tl.dot(inverse, tl.where(same, 0.0, system), input_precision="tf32x3")
-            twice = tl.dot(below, below, input_precision="tf32x3")
-            inverse += tl.dot(twice, inverse, input_precision="tf32x3")
-            inverse -= tl.dot(below, inverse, input_precision="tf32x3")
-            decayed = keys * tl.exp(sums) * rate[:, None]
-            solved = tl.dot(inverse, decayed, input_precision=PRECISION)
-            tl.store(w + (at * DK)[:, None] + key[None, :], solved, mask=there[:, None])
-            values = rows(v, at, DV, there, value) * rate[:, None]
-            solved = tl.dot(inverse, values, input_precision=PRECISION)
-            tl.store(v + (at * DV)[:, None] + value[None, :], solved, mask=there[:, None])
+            one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+            same = i[:, None] // 8 == i[None, :] // 8
+            power = tl.where(same, system, 0.0)
+            solved = one - power
+            power = product(power, power)
+            solved += product(solved, power)
+            power = product(power, power)
+            solved += product(solved, power)
+            power = product(solved, tl.where(same, 0.0, system))
+            factor = one - power
+            power = product(power, power)
+            factor += product(factor, power)
+            power = product(power, power)
+            factor += product(factor, power)
+            tl.store(inverse + to, product(factor, solved), mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["length"])
 def _scan(
-    q, k, v, beta, total, w, common, state, base, key_ring, delta_ring, decay_ring, slots, positions, counts, skip,
-    length,
+    q, k, v, beta, total, inverse, common, state, base, key_ring, delta_ring, decay_ring, slots, positions, counts,
+    skip, length,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, EACH: tl.constexpr,
     DELTA: tl.constexpr, DEPTH: tl.constexpr, SIZE: tl.constexpr, MINE: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """MINE columns of a head's values; U, or what Mamba2 takes, in v becomes the outputs."""
+    """MINE columns of a head's values; v becomes the outputs."""
     let_next_start(PDL)
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     wait_for_previous(PDL)
@@ -220,10 +225,16 @@ def _scan(
             since = tl.exp(tl.where(there[:, None], last - sums, float("-inf")))  # of a token to the block's end
             to = v + (at * DV)[:, None] + value[None, :]
             given = tl.load(to, mask=there[:, None], other=0.0)
+            rate = tl.load(beta + at, mask=there, other=0.0)[:, None]
             if DELTA:
-                delta = given - tl.dot(rows(w, at, DK, there, key), s, input_precision=PRECISION)
+                if EACH == 1:
+                    held = tl.dot(keys, s, input_precision=PRECISION) * tl.exp(sums)
+                else:
+                    held = tl.dot(keys * tl.exp(sums), s, input_precision=PRECISION)
+                solved = rows(inverse, at, SIZE, there, i)
+                delta = tl.dot(solved, rate * (given - held), input_precision=PRECISION)
             else:
-                delta = given * tl.load(beta + at, mask=there, other=0.0)[:, None]
+                delta = rate * given
             if EACH == 1:  # a factor of a token may stand on either side of a product
                 out = tl.dot(query, s, input_precision=PRECISION) * tl.exp(sums)
                 late = tl.dot(tl.trans(keys), delta * since, input_precision=PRECISION)
@@ -269,6 +280,14 @@ def supports(call: GatedDelta) -> bool:
     return all(size in (16, 32, 64, 128) for size in call.state.shape[2:]) and call.z.numel() > 0
 
 
+def columns_of(x: Tensor, heads: int, dv: int) -> int:
+    """Columns of a head's values that a program of `_scan` has: more where programs would come in a second wave, and
+    blocks can have the shared memory (147 KB)."""
+    large = x.is_cuda and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0), (10, 3))
+    few = not large or heads * (dv // 32) <= torch.cuda.get_device_properties(x.device).multi_processor_count
+    return min(dv, 32 if few else 64)
+
+
 def scanned(call: GatedDelta | Mamba2) -> Tensor:
     """The outputs of a chunk float32 [B, Q, Hv, dv], without norm and gate; rings and S are written, `base` is not."""
     x, a, b, bias, skip, scale, dt_min = (
@@ -283,14 +302,14 @@ def scanned(call: GatedDelta | Mamba2) -> Tensor:
     def made(*shape: int) -> Tensor:
         return x.new_empty((batch, length, *shape), dtype=torch.float32)
 
-    q, k, v, w = made(key_heads, dk), made(key_heads, dk), made(heads, dv), made(heads, dk) if delta else None
-    beta, total, common = made(heads), made(heads, each), made(heads, SIZE)
+    q, k, v, beta = made(key_heads, dk), made(key_heads, dk), made(heads, dv), made(heads)
+    total, common, inverse = made(heads, each), made(heads, SIZE), made(heads, SIZE) if delta else None
     row = call.slots, call.positions, call.counts
     sizes: dict[str, Any] = {
         "KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "EACH": each, "DELTA": delta,
     }  # fmt: skip
     how = {"PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32", "SIZE": SIZE, **options(x)}
-    mine = min(dv, 32)
+    mine = columns_of(x, batch * heads, dv)
     with on_device(x):
         _prepare[(2 * key_heads + heads, triton.cdiv(length, TOKENS), batch)](
             x, call.weight, bias, b, a, call.a_log, call.dt_bias, call.ring, *row, q, k, v, beta, total, length,
@@ -298,11 +317,11 @@ def scanned(call: GatedDelta | Mamba2) -> Tensor:
             RING=call.ring.shape[1], BIAS=bias is not None, BLOCK=TOKENS, num_warps=4, **options(x),
         )  # fmt: skip
         _solve[(triton.cdiv(length, SIZE), heads, batch)](
-            q, k, v, beta, total, call.slots, call.counts, w, common, length, **sizes, PART=PART, num_warps=8, **how
+            q, k, beta, total, call.slots, call.counts, inverse, common, length, **sizes, PART=PART, num_warps=4, **how
         )
         _scan[(dv // mine, heads, batch)](
-            q, k, v, beta, total, w, common, call.state, call.base, call.keys, call.deltas, call.decays, *row, skip,
-            length, **sizes, DEPTH=depth, MINE=mine, num_warps=8, num_stages=1, **how,
+            q, k, v, beta, total, inverse, common, call.state, call.base, call.keys, call.deltas, call.decays, *row,
+            skip, length, **sizes, DEPTH=depth, MINE=mine, num_warps=8, num_stages=1, **how,
         )  # fmt: skip
     return v
 
