@@ -25,7 +25,8 @@ def render(report: Report, *, color: bool = False) -> str:
     parts = [finding(f, color=color, following=report.following(f)) for f in report.counted]
     told = [summary(each, color=color) for each in report.each]
     if report.parts:
-        told.append(summary(replace(report, target=f"{len(report.parts)} targets"), color=color, ran=False))
+        whole = replace(report, target=f"{len(report.parts)} targets")
+        told.append(summary(whole, color=color, ran="files" in report.facts))
     return "\n".join([*parts, "".join(told)])
 
 
