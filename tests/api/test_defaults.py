@@ -35,6 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"temperature": 0.6, "top_p": 0.9}, {"top_p": 0.5}, (0.6, 0.5, 0)),
         ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0}, (0.0, 1.0, 0)),
         ({"temperature": 0.6}, {"temperature": 0, "top_k": 4}, (0.0, 1.0, 4)),
+        ({"do_sample": True, "temperature": 1e-6}, {}, (0.0, 1.0, 0)),
+        ({"temperature": 0.6, "top_k": -1}, {}, (0.6, 1.0, 0)),
+        ({"temperature": 0.6, "top_k": 50.0}, {}, (0.6, 1.0, 50)),
     ],
 )
 def test_what_a_request_leaves_open(

@@ -158,6 +158,25 @@ def test_a_snapshot_is_found_only_with_its_pages(make: Any) -> None:
     assert shared
 
 
+def test_a_long_prompt_leaves_snapshots_of_others(make: Any) -> None:
+    """It has more chunks than there are snapshots."""
+    engine = make(max_context=256, chunk=16)
+    system, long = [3 + i % 7 for i in range(64)], [11 + i % 5 for i in range(224)]
+    with engine.executor.running(), closing(engine.scheduler.open(share=True)) as scheduler:
+        for prompt in ([*system, 9], long, [*system, 1, 2]):
+            scheduler.add(engine.request(prompt, SamplingParams(max_tokens=1)))
+            while not scheduler.idle:
+                scheduler.step()
+        shared = engine.stats.shared_tokens
+    assert len(long) // 16 > SNAPSHOTS
+    assert shared == len(system)
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(make: Any, case: Any) -> None:
+    with pytest.raises(ValueError, match="draft: a draft model with recurrent layers is unsupported"):
+        make(draft=partial(ModelDrafter, case.model))
+
+
 def test_what_a_cache_takes_is_counted_before_it_is_made(case: Any) -> None:
     cache = Engine(case.model, max_batch=3, max_context=64).executor.cache
     assert cache.nbytes == sum(t.numel() * t.element_size() for t in cache.tensors())

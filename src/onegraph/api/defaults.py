@@ -10,6 +10,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import parse_json
 
 FIELDS = ("temperature", "top_p", "top_k")
+LEAST_TEMPERATURE = 1e-3  # below, sampling is greedy
 OFF = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 # Where the model says nothing: greedy text of small models in few bits easily loops until the context is full
 DEFAULT = {"temperature": 0.7, "top_p": 0.95}
@@ -31,6 +32,13 @@ class SamplingDefaults:
         if config.get("do_sample") is False:
             return cls({"temperature": 0.0}, {})
         model = {name: config[name] for name in FIELDS if config.get(name) is not None}
+        temperature, top_k = model.get("temperature"), model.get("top_k")
+        if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
+            model["temperature"] = 0.0  # some models publish 1e-6 for greedy
+        if top_k == -1:
+            model["top_k"] = 0
+        elif isinstance(top_k, float) and top_k.is_integer():
+            model["top_k"] = int(top_k)
         if config.get("do_sample") is True:
             model = {"temperature": 1.0} | model
         if "temperature" in model:

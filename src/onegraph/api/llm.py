@@ -60,6 +60,10 @@ def _parallel(tensor: int, pipeline: int, gpus: int | None, split: Split | None)
     if gpus is not None or split is not None:
         require_count("gpus", gpus, none="one")
         require("split", split, split in (None, "tensor", "layer"), "'tensor', 'layer', or None for the model's own")
+        if max(tensor, pipeline) > 1:
+            raise TypeError(
+                "gpus and split are the old names of tensor_parallel_size and pipeline_parallel_size; give one"
+            )
         warn("gpus, split", "tensor_parallel_size or pipeline_parallel_size", stacklevel=5)
         return gpus or 1, split
     if tensor > 1 and pipeline > 1:

@@ -189,7 +189,8 @@ def run(args: argparse.Namespace) -> int:
         sys.setswitchinterval(SWITCH)
         with llm:
             worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-            hosts = (*args.allow_host, args.host.lower()) if key is None and ip_address(host).is_loopback else None
+            guarded = args.allow_host or (key is None and ip_address(host).is_loopback)
+            hosts = (*args.allow_host, args.host.lower()) if guarded else None
             settings = Settings(
                 name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
             )  # fmt: skip

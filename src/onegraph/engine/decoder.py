@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.peers import Peers
+from onegraph.nn.state import StateKind
 from onegraph.ops.invariant import kept
 from onegraph.runtime.graph import split_point
 
@@ -23,8 +24,8 @@ class Cache(Protocol):
         function of the tokens up to its end alone, whichever sequence and pass wrote it. Such pages may be shared, and
         a prefill writes what decoding would have.
     setting: how keys and values are stored, as `--kv` says it.
-    rollback, tensors, reset, snapshot_slots, copy_slot: as of `nn.state.SequenceState`, which declares what kinds of
-    state there are.
+    kinds, rollback, tensors, reset, snapshot_slots, copy_slot: as of `nn.state.SequenceState`, which declares the kinds
+        of state.
     """
 
     @property
@@ -35,6 +36,8 @@ class Cache(Protocol):
 
     @property
     def parts(self) -> list[Any]: ...
+    @property
+    def kinds(self) -> list[StateKind]: ...
     @property
     def rollback(self) -> int | None: ...
     @property

@@ -17,6 +17,7 @@ from onegraph.engine.choice import draw
 from onegraph.engine.decoder import Decoder, SplitAttention
 from onegraph.engine.exact_window import Sizes
 from onegraph.formats.turboquant import DRAFTS, TurboQuantConfig
+from onegraph.nn.state import RecurrentSlots
 from onegraph.ops.draft import ngram_drafts
 from onegraph.ops.step import begin_step
 
@@ -208,6 +209,9 @@ class ModelDrafter:
             self.cache = model.new_cache(**state.cache_sizes, kv=state.kv)
         except ValueError as error:
             raise ValueError(f"draft: {error}") from None
+        # Drafting reads tokens again from before where its last step began, which recurrent state does not allow.
+        if any(isinstance(kind, RecurrentSlots) for kind in self.cache.kinds):
+            raise ValueError("draft: a draft model with recurrent layers is unsupported; use 'mtp' or 'ngram'")
 
     @property
     def prefix_cacheable(self) -> bool:

@@ -327,7 +327,9 @@ class Scheduler:
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
         self._remember(sequence)
-        self._snapshot(sequence)
+        # Of a long prompt the last chunk and those at twice the last one's length: snapshots are few.
+        if sequence.to_prefill - end < self.executor.chunk or end >= 2 * sequence.kept:
+            self._snapshot(sequence)
         if sequence.decoding:
             self._stale = True
         if end == sequence.length:

@@ -118,9 +118,9 @@ def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, ex
     rows: of a batch. tokens: that its pages hold. exact: whether it is in the model's dtype.
     """
     if needed > (free := free_cache_memory(device)):
-        size = f"{rows} rows, {tokens} tokens of {needed / tokens / 1e3:.1f} kB"
-        codes = ", or keep it in codes (kv 'turboquant:4')" if exact else ""
+        size = f"{rows} sequences, {tokens} tokens of {needed / tokens / 1e3:.1f} kB"
+        codes = ", or quantize it (kv_cache_dtype 'turboquant:4')" if exact else ""
         raise ValueError(
             f"the cache takes {needed / GB:.2f} GB on {device} ({size}); {free / GB:.2f} GB are free there: take fewer "
-            f"or shorter rows (max_batch, max_context, cache_tokens){codes}"
+            f"or shorter sequences (max_num_seqs, max_model_len, kv_cache_tokens){codes}"
         )

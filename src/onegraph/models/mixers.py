@@ -199,12 +199,15 @@ def _kinds(fields: Fields, layers: int, other: str) -> list[str] | None:
         return None
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, other) for kind in kinds):
         raise ValueError(f"layer_types is {short(kinds)}; it must list {layers} of {FULL}, {other}")
-    if FULL not in kinds:
-        raise ValueError(f"layer_types is {short(kinds)}; a model without a layer of {FULL} is not supported")
     return kinds
 
 
 def _of(kinds: list[str], mixer: Mixer) -> Mixers:
+    if FULL not in kinds:
+        raise ValueError(
+            f"none of {len(kinds)} layers attends (full_attention_interval, full_attn_idxs, layer_types); a model "
+            f"without a layer of {FULL} is not supported"
+        )
     return tuple(None if kind == FULL else mixer for kind in kinds)
 
 

@@ -45,7 +45,7 @@ class Guard:
                 status=403,
                 code="host_not_allowed",
             )
-        if origin is not None and origin.partition("://")[2] != host and not {origin, "*"} & {*self._origins}:
+        if origin is not None and not _same(origin, host) and not {origin, "*"} & {*self._origins}:
             return APIError(
                 f"web pages of {origin[:80]!r} may not send requests here; allow it with --allow-origin",
                 status=403,
@@ -55,6 +55,13 @@ class Guard:
         if method == "POST" and not _JSON.fullmatch(kind):
             return APIError(f"Content-Type: got {kind[:80]!r}; allowed is application/json", status=415)
         return None
+
+
+def _same(origin: str, host: str) -> bool:
+    """Whether an Origin is the one that the Host header names."""
+    scheme, _, place = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return place.removesuffix(port) == host.lower().removesuffix(port)
 
 
 def _name(host: str) -> str:
