@@ -482,12 +482,12 @@ def smollm2() -> Path:
 def test_the_real_smollm2_answers(smollm2: Path) -> None:
     with LLM(smollm2, kv_cache_dtype="turboquant:4", max_num_seqs=2, max_model_len=512) as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        answer = llm.chat(question, max_tokens=24)
+        answer = llm.chat(question, max_tokens=24, temperature=0)
         assert "Paris" in answer.text
-        assert "".join(llm.chat_stream(question, max_tokens=24)) == answer.text
-        both = llm.chat([question, [{"role": "user", "content": "What is 2 + 2?"}]], max_tokens=24)
+        assert "".join(llm.chat_stream(question, max_tokens=24, temperature=0)) == answer.text
+        both = llm.chat([question, [{"role": "user", "content": "What is 2 + 2?"}]], max_tokens=24, temperature=0)
         assert "Paris" in both[0].text
-        assert llm.generate("The capital of France is", max_tokens=4).text.strip().startswith("Paris")
+        assert llm.generate("The capital of France is", max_tokens=4, temperature=0).text.strip().startswith("Paris")
 
 
 # ----------------------------------------------------------------------------------------------------------- quantizing

@@ -157,7 +157,7 @@ def test_a_drafting_model_of_other_tokens_is_refused(model: Path, tmp_path: Path
 def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
     """The real model: n-grams of functions that it is asked to go on with, and its own text unchanged."""
     prompt = "def f(a):\n    return a + 1\n\n\ndef g(a):\n    return a + 2\n\n\ndef h(a):"
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=24, temperature=0)
     answers, steps = [], []
     for chosen in ({}, {"draft": "ngram", "draft_tokens": 5}):
         with LLM(smollm2_gguf(), device="cpu", max_model_len=64, **chosen) as llm:

@@ -288,6 +288,7 @@ def guards(tmp_path):
     return lambda name: check_step(load(f"{path}:{name}").factory)
 
 
+@pytest.mark.usefixtures("whole_scan")
 def test_where_a_path_parts_is_the_condition_that_changes_not_the_loop_around_its_call(guards):
     report = guards("through_a_list")
     (error,) = report.errors

@@ -88,7 +88,7 @@ REWRITES = {
     "mask write": (
         "",
         "y = x * 1\ny[y > 0] = y.mean()\nreturn y",
-        "y = x * 1\ny.masked_fill_(y > 0, y.mean())\nreturn y",
+        "y = x * 1\ny.copy_(torch.where(y > 0, y.mean(), y))\nreturn y",
     ),
     "mask update": (
         "",

@@ -302,5 +302,5 @@ def test_whatever_is_written_it_is_a_setting_or_one_line() -> None:
 
 
 def test_an_unsupported_head_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="head size of 72; it has them for 64, 80, 96, 128, 192 and 256"):
+    with pytest.raises(ValueError, match="head size of 72; it has them for 64, 80, 96, 128, 192, 256 and 512"):
         codebook(72, 4)

@@ -92,7 +92,7 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
 
 def test_ranks_do_not_share_it(tmp_path: Path) -> None:
     save_hf("gemma4", tmp_path)
-    with pytest.raises(ValueError, match=r"gpus is 2: gemma4_text has layers of several kinds.*runs on 1$"):
+    with pytest.raises(ValueError, match=r"gpus is 2: gemma4_text has layers of several kinds.*use 1$"):
         Ranks.load(Checkpoint.open(tmp_path), ["cpu", "cpu"])
 
 

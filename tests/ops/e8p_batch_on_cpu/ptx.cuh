@@ -153,8 +153,8 @@ static void all_begun() {
 static void cluster_sync() { cluster_begun(), all_begun(); }
 static u32 count_in(u32* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); }
 
-static void wait_for_previous() {}
-static void let_next_start() {}
+static void pdl_wait() {}
+static void pdl_trigger() {}
 static void prefetch(const void*) {}
 
 // The copy engine and its barriers. TensorMap: as host.py writes it.

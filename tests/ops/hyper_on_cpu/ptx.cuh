@@ -30,8 +30,8 @@ static u32 __float_as_uint(float v) { u32 f; memcpy(&f, &v, 4); return f; }
 static float half_to_float(u16 v) { _Float16 h; memcpy(&h, &v, 2); return h; }
 static u16 float_to_half(float v) { const _Float16 h = v; u16 u; memcpy(&u, &h, 2); return u; }
 static u16 float_to_bf16(float v) { const u32 x = __float_as_uint(v); return x + 0x7FFF + (x >> 16 & 1) >> 16; }
-static void wait_for_previous() {}
-static void let_next_start() {}
+static void pdl_wait() {}
+static void pdl_trigger() {}
 
 constexpr int CLUSTER = 16;
 struct Cluster {

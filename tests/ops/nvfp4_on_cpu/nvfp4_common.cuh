@@ -77,8 +77,8 @@ static void meet(Wait wait) {
 }
 static void __syncwarp() { meet(WARP); }
 static void __syncthreads() { meet(BLOCK); }
-static void wait_for_previous() {}
-static void let_next_start() {}
+static void pdl_wait() {}
+static void pdl_trigger() {}
 static void pause(u32 nanoseconds) {}
 static void prefetch_l1(const void* p) { check_read(p, 128); }
 

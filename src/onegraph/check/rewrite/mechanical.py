@@ -153,7 +153,13 @@ def _mask(finding: Finding, file: Text, spot: Spot) -> Iterator[Rewrite]:
     if isinstance(mask, ast.Name) and len(constructs.bindings(spot, last_name(target.value))) > 1:
         return  # it may be another tensor by now
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        text = f"{owner}.masked_fill_({file.of(mask)}, {file.of(statement.value)})"  # which takes one value alone
+        value = file.of(statement.value)
+        if _number(statement.value):
+            text = f"{owner}.masked_fill_({file.of(mask)}, {value})"
+        elif _imports_torch(file):  # masked_fill_ reads a tensor's value on the host
+            text = f"{owner}.copy_(torch.where({file.of(mask)}, {value}, {owner}))"
+        else:
+            return
         yield Rewrite(finding, (file.replaced(statement, text),))
     elif isinstance(statement, ast.AugAssign) and _number(statement.value) and _imports_torch(file):
         sign = file.text[file.end(target) : file.begin(statement.value)].strip().removesuffix("=")
