@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_wave import spectrum
 from torch import Tensor
 
 from models import Decoder, save_hf, save_rotated
@@ -22,6 +21,7 @@ from onegraph.quant.recipe import Recipe
 from onegraph.quant.resumable import ResumableWork
 from test_llama_quantized import divergence, quantized
 from test_quant import VOCAB, Tiny, hessian, same
+from test_two_sided_ldlq import spectrum
 
 QUICK = trellis.AROUND_QUICK
 
