@@ -198,7 +198,7 @@ NAME = "model.layers.1.mlp.up_proj"
         ("e8p", "scale", torch.tensor(-1.0), "is -1.0; a scale is above zero"),
         ("e8p", "scale", torch.tensor(float("nan")), "holds NaN or infinite values"),
         ("e8p", "out_scale", torch.full((128,), float("inf")).half(), "holds NaN or infinite values"),
-        ("e8p", "in_scale", torch.ones(63).half(), "has shape [63], the config asks for [64]"),
+        ("e8p", "in_scale", torch.ones(63).half(), "has shape [63], the config needs [64]"),
         ("e8p", "codes", torch.zeros(128, 8), "is float32, allowed is int16"),
         ("nvfp4", "weight_scale", torch.full((128, 4), 255, dtype=torch.uint8), "holds NaN or negative scales"),
         ("nvfp4", "weight_scale_2", torch.tensor(0.0), "a global scale is above zero"),

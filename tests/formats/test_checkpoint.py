@@ -141,7 +141,7 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
         checkpoint.check(wrong)
     for part in (
         "1 missing: 'gone'",
-        "'a' has shape [4, 6], the config asks for [6, 4]",
+        "'a' has shape [4, 6], the config needs [6, 4]",
         "'b' is int16, allowed is int32",
         "3 unexpected: 'c', 'empty', 's'",
     ):

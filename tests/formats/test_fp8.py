@@ -227,13 +227,13 @@ def args(n: int = 64, k: int = 96) -> list[Any]:
         (0, torch.ones(2, 96, dtype=torch.int32), "x is torch.int32"),
         (1, torch.zeros(64, 96), "codes is torch.float32"),
         (1, torch.zeros(64, dtype=torch.uint8), "codes is torch.uint8"),
-        (2, torch.ones(2, 3).half(), "asks for float32"),
-        (2, torch.ones(3, 3), r"asks for float32 \(2, 3\)"),
+        (2, torch.ones(2, 3).half(), "needs float32"),
+        (2, torch.ones(3, 3), r"needs float32 \(2, 3\)"),
         (2, torch.ones(2, 6)[:, ::2], "contiguous"),
         (3, torch.ones(63), "bias is"),
         (4, 0, "makes no sense"),
         (5, 0, "makes no sense"),
-        (5, 64, "asks for float32"),
+        (5, 64, "needs float32"),
     ],
 )
 def test_a_linear_refuses_what_does_not_fit(index: int, value: Any, message: str) -> None:

@@ -191,10 +191,10 @@ def test_names_of_tensors() -> None:
         ({"llama__embedding_length": "wide"}, ("llama.embedding_length", "'wide'")),
         ({"llama__embedding_length": 0}, ("llama.embedding_length is 0",)),
         ({"llama__attention__head_count": 3}, ("head_count 3 does not divide the embedding's 64",)),
-        ({"llama__attention__head_count_kv": 1}, ("k_proj.weight has shape [32, 64]", "asks for [16, 64]")),
+        ({"llama__attention__head_count_kv": 1}, ("k_proj.weight has shape [32, 64]", "needs [16, 64]")),
         (
             {"llama__attention__key_length": 32, "llama__rope__dimension_count": 32},
-            ("q_proj.weight has shape [64, 64]", "asks for [128, 64]"),
+            ("q_proj.weight has shape [64, 64]", "needs [128, 64]"),
         ),
         ({"llama__attention__key_length": 15}, ("unequal or odd length",)),
         ({"llama__attention__value_length": 8}, ("unequal or odd length",)),

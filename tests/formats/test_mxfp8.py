@@ -93,7 +93,7 @@ def test_ops_refuse_scales_of_another_kind() -> None:
     x = torch.randn(2, 96)
     assert mxfp8_linear(x, codes, scale, None, False).shape == (2, 64)
     for bad in (scale[:, :2].contiguous(), scale.float(), scale.view(E8M0)):
-        with pytest.raises(ValueError, match=r"the scale of codes is .* asks for uint8 \(64, 3\)"):
+        with pytest.raises(ValueError, match=r"the scale of codes is .* needs uint8 \(64, 3\)"):
             mxfp8_linear(x, codes, bad, None, False)
 
 

@@ -1,4 +1,4 @@
-"""A KV cache's settings: the limits of each, what a string means, and the bytes that it asks for."""
+"""A KV cache's settings: the limits of each, what a string means, and the bytes that it needs."""
 
 import re
 

@@ -1,7 +1,7 @@
 """Configs of published models (`tests/models/configs`) are read as the family each is of.
 
 Their keys and values are those of the hub's files, written down and not fetched: what holds them to the models is that
-the weights they ask for are as many as were published.
+the weights they need are as many as were published.
 """
 
 import dataclasses

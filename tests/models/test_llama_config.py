@@ -176,9 +176,9 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
     for change, message in (
         ({"num_hidden_layers": 4}, r"9 missing: 'model.layers.3"),
         ({"num_hidden_layers": 2}, r"9 unexpected: 'model.layers.2"),
-        ({"intermediate_size": 96}, r"mlp.*has shape \[.*104.*\], the config asks for \[.*96.*\]"),
+        ({"intermediate_size": 96}, r"mlp.*has shape \[.*104.*\], the config needs \[.*96.*\]"),
         ({"attention_bias": True}, r"missing: 'model.layers.0.self_attn.q_proj.bias'"),
-        ({"vocab_size": 2**24}, r"has shape \[131, 72\], the config asks for \[16777216, 72\]"),
+        ({"vocab_size": 2**24}, r"has shape \[131, 72\], the config needs \[16777216, 72\]"),
         ({"tie_word_embeddings": True}, None),
     ):
         checkpoint.config.clear()

@@ -375,7 +375,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(tmp_path: Path) -> None:
     for change, message in (
         ({"num_local_experts": 6}, r"block_sparse_moe.experts.5.w1.weight"),
         ({"num_local_experts": 4}, r"unexpected: 'model.layers.0.block_sparse_moe.experts.4"),
-        ({"intermediate_size": 96}, r"experts.0.w1.weight' has shape \[104, 72\], the config asks for \[96, 72\]"),
+        ({"intermediate_size": 96}, r"experts.0.w1.weight' has shape \[104, 72\], the config needs \[96, 72\]"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 104}, "missing: .*mlp.experts.0.gate_proj.weight"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(told | change))

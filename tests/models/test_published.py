@@ -262,7 +262,7 @@ DAMAGE: list[tuple[str, str, str, Any, str]] = [
         QWEN,
         f"{Q}.weight",
         torch.zeros(200, 192).to(E4M3),
-        rf"'{Q}.weight' has shape \[200, 192\], the config asks for \[192, 192\]",
+        rf"'{Q}.weight' has shape \[200, 192\], the config needs \[192, 192\]",
     ),
     ("a NaN code", QWEN, f"{Q}.weight", torch.full((192, 192), math.nan).to(E4M3), rf"'{Q}.weight' holds NaN codes"),
     ("a scale of zero", QWEN, f"{Q}.weight_scale_inv", torch.zeros(2, 2), rf"'{Q}.weight_scale_inv' holds scales that"),

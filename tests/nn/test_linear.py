@@ -145,8 +145,8 @@ def test_siblings_of_other_rates_or_kinds_stay_apart() -> None:
 def test_layers_with_tensors_that_disagree_are_refused() -> None:
     good, _ = layer(64, 64, 3)
     for change, message in (
-        ({"residual": good.residual.short()}, r"residual is int16 .* asks for uint8"),
-        ({"codes": good.codes.int()}, "codes is int32 .* asks for int16"),
+        ({"residual": good.residual.short()}, r"residual is int16 .* needs uint8"),
+        ({"codes": good.codes.int()}, "codes is int32 .* needs int16"),
         ({"codes": good.codes[0]}, r"codes is \(8,\); it must be"),
         ({"residual": good.residual[:, :4]}, r"residual is uint8 \(64, 4\)"),
         ({"in_scale": good.in_scale[:63]}, r"in_scale is float32 \(63,\)"),

@@ -74,7 +74,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
 
 
 def instead(patch: pytest.MonkeyPatch, kernels: Callable[..., dict[str, Kernel]]) -> None:
-    """Of a GPU, what a launcher asks for."""
+    """Of a GPU, what a launcher needs."""
     patch.setattr(decode_portable, "ARRIVED", Arrived)
     launch_on_cpu(kernels, patch.setattr)
 

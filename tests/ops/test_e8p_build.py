@@ -332,7 +332,7 @@ def test_tiles_of_many_tokens(n: int, k: int, tokens: int, wanted: tuple[int, in
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_shared_memory_of_many_tokens(bits: int) -> None:
-    """No plan asks for more than a block can have; two splits are no pair where the GPU cannot hold all pairs."""
+    """No plan needs more than a block can have; two splits are no pair where the GPU cannot hold all pairs."""
     plans = {e8p_prefill.plan(n, k, tokens, H200) for n, k in SHAPES if k <= 32768 for tokens in range(9, 1280)}
     assert {(plan.tokens, plan.join) for plan in plans} >= {(64, 1), (128, 2), (256, 1), (256, 2)}
     assert all(plan.shared(bits) <= H200.shared for plan in plans)
@@ -343,7 +343,7 @@ def test_shared_memory_of_many_tokens(bits: int) -> None:
 @pytest.mark.parametrize("join", [1, 2])
 @pytest.mark.parametrize("tile", [(32, 12), (128, 8), (256, 4)], ids=str)
 def test_shared_memory_of_the_source(tile: tuple[int, int], join: int) -> None:
-    """What a plan asks for ends behind the barriers, which stand where the source says."""
+    """What a plan needs ends behind the barriers, which stand where the source says."""
     for bits in (2, 3):
         plan = e8p_prefill.PrefillTiling(*tile, 8, 2, join)
         checks = f"static_assert(END_BYTES + 64 == {plan.shared(bits)} && PITCH == {e8p_prefill.PITCH});"

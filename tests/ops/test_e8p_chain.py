@@ -71,7 +71,7 @@ def test_links_that_do_not_fit_together_are_refused() -> None:
         e8p_chain(*mixed)
     for at, value, message in (
         (7, [None], "3 or 4 of each"),
-        (1, args[1][:, :64], "links ask for"),
+        (1, args[1][:, :64], "links need"),
         (9, -1.0, "eps is"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -83,7 +83,7 @@ MODEL = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4,
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_few_tokens_go_through_chains(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same logits, on a CPU the same bits, as layer by layer; and a prefill does not ask for them."""
+    """The same logits, on a CPU the same bits, as layer by layer; and a prefill does not need them."""
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3}, **MODEL)
     row = torch.randint(0, 131, (21,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = []

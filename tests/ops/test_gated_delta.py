@@ -272,7 +272,7 @@ def test_bfloat16_state_is_near() -> None:
         ({"state": torch.zeros(4, 3, 24, 16)}, "3 heads and 2 kv heads"),
         ({"base": torch.zeros(4, 4)}, r"base is \(4, 4\) torch.float32; it must be int32 \[4, 4\]"),
         ({"decays": torch.zeros(4, 16, 4, 3)}, "decays has 3 numbers a head; it must have 1, or 16"),
-        ({"ring": torch.zeros(4, 3, 160)}, "ring has 3 places; a convolution of width 4 over 1 tokens asks for 4"),
+        ({"ring": torch.zeros(4, 3, 160)}, "ring has 3 places; a convolution of width 4 over 1 tokens needs 4"),
         ({"weight": torch.zeros(160, 1)}, "of width 2 or more"),
         ({"b": torch.zeros(1, 1, 8)[..., ::2]}, "b has strides"),
         ({"keys": torch.zeros(4, 16, 2)}, r"keys is torch.float32 \(4, 16, 2\); it must be \[slots, D, Hk, dk\]"),

@@ -71,7 +71,7 @@ def test_steps_and_chunks_are_transformers_layer(layer: Any, limit: int) -> None
     ("change", "why"),
     [
         ({"dt": torch.zeros(1, 1, 3)}, r"dt is torch.float32 \(1, 1, 3\) on cpu; it must be torch.float32 \(1, 1, 4\)"),
-        ({"weight": torch.zeros(9, 4)}, "4 heads of 16 and 2 groups of 24 ask for 160"),
+        ({"weight": torch.zeros(9, 4)}, "4 heads of 16 and 2 groups of 24 need 160"),
         ({"skip": torch.zeros(5)}, r"skip is \(5,\) torch.float32; it must be float32 \[4\]"),
         ({"keys": torch.zeros(3, 16, 3, 24)}, "4 heads and 3 kv heads"),
         ({"limit": 16}, "from 0 to 15 may wait"),

@@ -45,9 +45,9 @@ def test_what_does_not_fit_is_refused() -> None:
     ints = [torch.zeros(1, dtype=torch.int32)] * 3
     x, weight, ring = torch.zeros(1, 2, CHANNELS), torch.zeros(CHANNELS, 3), torch.zeros(2, 4, CHANNELS)
     short_conv(x, weight, None, ring, *ints, False, False)
-    with pytest.raises(ValueError, match="12 columns; 12 channels ask for 12, or 36 where gated"):
+    with pytest.raises(ValueError, match="12 columns; 12 channels need 12, or 36 where gated"):
         short_conv(x, weight, None, ring, *ints, False, True)
-    with pytest.raises(ValueError, match="ring has 3 places; a convolution of width 3 over 2 tokens asks for 4"):
+    with pytest.raises(ValueError, match="ring has 3 places; a convolution of width 3 over 2 tokens needs 4"):
         short_conv(x, weight, None, ring[:, :3].contiguous(), *ints, False, False)
     with pytest.raises(ValueError, match=r"ring is \(2, 4, 6\) torch.float32"):
         short_conv(x, weight, None, ring[..., :6].contiguous(), *ints, False, False)

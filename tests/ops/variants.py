@@ -77,7 +77,7 @@ def with_sources() -> set[str]:
 
 @contextlib.contextmanager
 def _as_h200(portable: bool, found: set[Variant]) -> Iterator[None]:
-    """Launchers take CPU tensors for an H200's; what they ask for is put into `found`."""
+    """Launchers take CPU tensors for an H200's; what they need is put into `found`."""
 
     def kernels(source: build.Source, device: Any, *defines: tuple[str, int]) -> Mapping[str, Any]:
         found.add(Variant(source.path.stem, portable, defines))

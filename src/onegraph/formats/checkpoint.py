@@ -184,7 +184,7 @@ class Checkpoint:
             allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
             found = self._tensors[name]
             if found.shape != tuple(shape):
-                wrong.append(f"{quote(name)} has shape {list(found.shape)}, the config asks for {list(shape)}")
+                wrong.append(f"{quote(name)} has shape {list(found.shape)}, the config needs {list(shape)}")
             elif found.dtype not in allowed:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in allowed)
                 wrong.append(f"{quote(name)} is {str(found.dtype).removeprefix('torch.')}, allowed is {kinds}")

@@ -111,7 +111,7 @@ def read_config(
         name = f"model.layers.{layer}.self_attn.{module}_proj.weight"
         if name in tensors and tensors[name].shape != (n * head_dim, hidden):
             raise CheckpointError(
-                f"{path}: {name} has shape {list(tensors[name].shape)}, the metadata asks for {[n * head_dim, hidden]}"
+                f"{path}: {name} has shape {list(tensors[name].shape)}, the metadata needs {[n * head_dim, hidden]}"
             )
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -152,7 +152,7 @@ def read_config(
 
 
 def _check_keys(path: Path, meta: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a key of the model or its tokenizer that is not known, or asks for what is not
+    """Raises CheckpointError for a key of the model or its tokenizer that is not known, or needs what is not
     supported. Other keys (general., quantize., those of who made the file) describe it."""
     for name, value in meta.items():
         room, _, key = name.partition(".")

@@ -220,7 +220,7 @@ class WeightFormat:
                 kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
                 raise ValueError(
                     f"{key} is {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}; "
-                    f"a layer of {n} x {k} in {self.name} asks for {kinds} {shape}"
+                    f"a layer of {n} x {k} in {self.name} needs {kinds} {shape}"
                 )
         return n, k
 

@@ -37,7 +37,7 @@ from onegraph.ops.norm import rms_norm
 
 
 class DraftFamily:
-    """The draft stages of a checkpoint, as a loader asks for them."""
+    """The draft stages of a checkpoint, as a loader needs them."""
 
     def __init__(self, config: DeepseekV4Config) -> None:
         self.config = config

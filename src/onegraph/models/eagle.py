@@ -139,7 +139,7 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
 
 
 class _Files:
-    """A head's file as a loader asks for it."""
+    """A head's file as a loader needs it."""
 
     def __init__(self, config: EagleConfig, layers: int, names: list[str]) -> None:
         self.config, self.layers = config, layers

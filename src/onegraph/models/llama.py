@@ -225,7 +225,7 @@ class Llama(nn.Module):
         """A paged KV cache of this model's sizes, on its device: in its dtype, or in codes as `kv` says. `spare` tokens
         need no room: pages keep what stands before them, and the ring beside codes has it always.
 
-        Layers whose keys are mostly a bias stay in the dtype (`biased_layers`), unless `kv` asks for codes there too.
+        Layers whose keys are mostly a bias stay in the dtype (`biased_layers`), unless `kv` needs codes there too.
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """

@@ -114,7 +114,7 @@ class Loader:
         return {layer: size for layer, size in found.items() if layer not in absent}
 
     def expected(self) -> Expected:
-        """Every tensor that the config asks for, by the family's name: (shape, dtypes allowed)."""
+        """Every tensor that the config needs, by the family's name: (shape, dtypes allowed)."""
         found: Expected = {}
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)

@@ -20,7 +20,7 @@ from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.norm import rms_norm
 
-AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds ask for a softmax of our own
+AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds need a softmax of our own
 
 
 class Attend(Protocol):
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     Attributes:
         chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
-            gains from being started early. Any other linear would ask for its codes before attention has its keys and
+            gains from being started early. Any other linear would need its codes before attention has its keys and
             values.
     """
 

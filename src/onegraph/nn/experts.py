@@ -28,12 +28,12 @@ class Experts(nn.Module):
         if gate_up.out_features % 2 or (down.count, down.out_features, down.in_features) != sizes:
             raise ValueError(
                 f"down is {down.count} x {down.out_features} x {down.in_features}; gate_up {gate_up.count} x "
-                f"{gate_up.out_features} x {gate_up.in_features} asks for {' x '.join(map(str, sizes))}"
+                f"{gate_up.out_features} x {gate_up.in_features} needs {' x '.join(map(str, sizes))}"
             )
         for name, weight, bias in zip(("gate_up", "down"), (gate_up, down), biases or (None, None), strict=True):
             wanted = gate_up.count, weight.out_features
             if bias is not None and tuple(bias.shape) != wanted:
-                raise ValueError(f"the bias of {name} is {tuple(bias.shape)}; its weight asks for {wanted}")
+                raise ValueError(f"the bias of {name} is {tuple(bias.shape)}; its weight needs {wanted}")
             self.register_buffer(f"{name}_bias", None if bias is None else bias.float().contiguous())
         self.gate_up, self.down, self.gate, self._run = gate_up, down, gate, run
 

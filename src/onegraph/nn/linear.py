@@ -70,7 +70,7 @@ class Linear(Weight):
         super().__init__(format, tensors)
         if bias is not None and bias.shape != (self.out_features,):
             raise ValueError(
-                f"bias is {tuple(bias.shape)}; a layer of {self.out_features} outputs asks for ({self.out_features},)"
+                f"bias is {tuple(bias.shape)}; a layer of {self.out_features} outputs needs ({self.out_features},)"
             )
         self.register_buffer("bias", bias)
 

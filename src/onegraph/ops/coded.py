@@ -226,7 +226,7 @@ class Coded:
                 numbers = ", ".join(f"{key} = {args[len(tensors) + i]}" for i, key in enumerate(self.numbers))
                 raise ValueError(
                     f"{what} is {tensor.dtype} {tuple(tensor.shape)}; {name} {tuple(codes.shape)}"
-                    f"{' with ' * bool(numbers)}{numbers} asks for {kinds} {tuple(shape)}"
+                    f"{' with ' * bool(numbers)}{numbers} needs {kinds} {tuple(shape)}"
                 )
             named[what] = tensor
         for what, tensor in named.items():
@@ -239,7 +239,7 @@ class Coded:
         k = codes.shape[-1] * self.packed
         if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] != k or not x.is_contiguous():
             raise ValueError(
-                f"x is {x.dtype} {tuple(x.shape)}; codes {tuple(codes.shape)} ask for a contiguous float32, bfloat16 "
+                f"x is {x.dtype} {tuple(x.shape)}; codes {tuple(codes.shape)} need a contiguous float32, bfloat16 "
                 f"or float16 with a last dimension of {k}"
             )
         if x.device != codes.device:
@@ -257,7 +257,7 @@ class Coded:
         self._check_x(x, codes)
         if x.dim() < 2 or x.shape[-2] != codes.shape[0]:
             raise ValueError(
-                f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} ask for [..., {codes.shape[0]}, k]"
+                f"x has shape {tuple(x.shape)}; codes {tuple(codes.shape)} need [..., {codes.shape[0]}, k]"
             )
 
     def _check_experts(self, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> None:
@@ -271,7 +271,7 @@ class Coded:
         count, rows, _ = gate_up.shape
         wanted = (count, x.shape[1], rows // (2 * self.packed))
         if rows % (2 * self.group) or rows % (2 * self.packed) or tuple(down.shape) != wanted:
-            raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} asks for {wanted}")
+            raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} needs {wanted}")
         check_routes(x, experts, weights)
         _check_bias("the bias of gate_up", first_bias, (torch.float32,), (count, rows), x.device)
         _check_bias("the bias of down", second_bias, (torch.float32,), (count, x.shape[1]), x.device)

@@ -198,7 +198,7 @@ paged_decode = register(
 since its keys are added up in other parts; not where `ops.invariant.on`.
 
 `early`: what follows may start at once, in place of behind q, k and v: right for a launch that reads little before its
-own wait, while one that asks for many codes would take the memory from keys and values. The result is the same.
+own wait, while one that needs many codes would take the memory from keys and values. The result is the same.
 
 What is not real, of a row with count 0 or beyond the block table's reach, is not written; where Q is 1 it gets zeros,
 elsewhere what nobody may read. gated: each query has a gate of D numbers behind it, so that qkv is

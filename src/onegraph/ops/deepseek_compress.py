@@ -115,12 +115,12 @@ def check_compress(call: DeepseekCompress) -> None:
     check_width(op, "entries", call.entries, dim, 2 * call.cos.shape[1], states.dtype)
     if bias.dim() != 2 or bias.shape[1] not in (dim, 2 * dim) or bias.dtype != torch.float32:
         raise ValueError(
-            f"{op}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} ask for float32 [ratio, {dim}] or, "
+            f"{op}: bias is {bias.dtype} {tuple(bias.shape)}; entries of {dim} need float32 [ratio, {dim}] or, "
             f"with overlap, [ratio, {2 * dim}]"
         )
     ratio, wide = bias.shape
     if states.shape[2] != 2 * wide:
-        raise ValueError(f"{op}: states has width {states.shape[2]}; bias {tuple(bias.shape)} asks for {2 * wide}")
+        raise ValueError(f"{op}: states has width {states.shape[2]}; bias {tuple(bias.shape)} needs {2 * wide}")
     check_tensors(
         op, states.device, ring=(call.ring, states.dtype, (-1, -1, 2 * wide)),
         entries=(call.entries, call.entries.dtype, (-1, -1, -1)),
@@ -135,7 +135,7 @@ def check_width(name: str, what: str, state: Tensor, dim: int, rope: int, dtype:
     wanted = row_bytes(dim, rope) if state.dtype == torch.uint8 else dim
     if state.shape[-1] != wanted or state.dtype not in (torch.uint8, dtype):
         raise ValueError(
-            f"{name}: {what} is {state.dtype} {tuple(state.shape)}; {dim} dimensions ask for rows of {dim} {dtype}, "
+            f"{name}: {what} is {state.dtype} {tuple(state.shape)}; {dim} dimensions need rows of {dim} {dtype}, "
             f"or of {row_bytes(dim, rope)} uint8"
         )
 

@@ -48,7 +48,7 @@ def _check(call: DeepseekIndex) -> None:
             "head_dim], of each token contiguous"
         )
     if weights.shape != q.shape[:3] or weights.stride(-1) != 1 or weights.dtype not in FLOATS:
-        raise ValueError(f"{op}: weights is {tuple(weights.shape)}; q asks for {tuple(q.shape[:3])}")
+        raise ValueError(f"{op}: weights is {tuple(weights.shape)}; q needs {tuple(q.shape[:3])}")
     check_rows(op, q, call.block_table, positions=call.positions, counts=call.counts)
     check_tensors(op, q.device, entries=(call.entries, q.dtype, (-1, -1, q.shape[3])))
     check_tables(op, q.shape[3], call.cos, call.sin)

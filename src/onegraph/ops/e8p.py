@@ -84,7 +84,7 @@ def check_place(name: str, tensor: Tensor | None, device: torch.device) -> None:
 def check_scales(in_scale: Tensor, out_scale: Tensor, n: int, k: int, device: torch.device) -> None:
     for name, tensor, size in (("in_scale", in_scale, k), ("out_scale", out_scale, n)):
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != (size,):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; codes ask for float32 ({size},)")
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; codes need float32 ({size},)")
         check_place(name, tensor, device)
 
 
@@ -102,7 +102,7 @@ def check_rotated(call: Any) -> None:
     if x.dim() == 0 or x.shape[-1] != width:
         of = "gate and up of " if call.silu else ""
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; {of}codes {tuple(codes.shape)} ask for a last dimension of {width}"
+            f"x has shape {tuple(x.shape)}; {of}codes {tuple(codes.shape)} need a last dimension of {width}"
         )
     check_place("x", x, codes.device)
     if call.eps is not None and not (call.eps >= 0 and not call.silu):

@@ -74,7 +74,7 @@ def _check(
         raise ValueError(f"x is {x.dtype} and residual {residual.dtype}; both must be float32, bfloat16 or float16")
     if x.dim() == 0 or x.shape != (*residual.shape[:-1], sizes[0][1]) or residual.shape[-1] != width:
         raise ValueError(
-            f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}; links ask for [..., {sizes[0][1]}] and "
+            f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}; links need [..., {sizes[0][1]}] and "
             f"[..., {width}]"
         )
     check_place("x", x, codes[0].device)

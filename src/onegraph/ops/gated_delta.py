@@ -209,7 +209,7 @@ def _check(call: GatedDelta) -> None:
     if qkv.shape[2] != channels or call.weight.shape[0] != channels:
         raise ValueError(
             f"{op}: qkv has {qkv.shape[2]} columns and weight {call.weight.shape[0]} rows; {k_heads} key heads of {dk} "
-            f"and {heads} value heads of {dv} ask for {channels}"
+            f"and {heads} value heads of {dv} need {channels}"
         )
     check_tensors(
         op, qkv.device, a_log=(call.a_log, torch.float32, (heads,)), norm=(call.norm, call.norm.dtype, (dv,)),

@@ -82,7 +82,7 @@ def _check(call: Mamba2) -> None:
     if xbc.shape[2] != channels or call.weight.shape[0] != channels:
         raise ValueError(
             f"{op}: xbc has {xbc.shape[2]} columns and weight {call.weight.shape[0]} rows; {heads} heads of {size} and "
-            f"{groups} groups of {n} ask for {channels}"
+            f"{groups} groups of {n} need {channels}"
         )
     each = torch.float32, (heads,)
     check_tensors(

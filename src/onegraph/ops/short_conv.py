@@ -73,7 +73,7 @@ def check_ring(op: str, x: Tensor, ring: Tensor, weight: Tensor) -> None:
     least = width - 1 + (x.shape[1] if x.shape[1] <= MAX_TOKENS else 0)
     if ring.shape[1] < least:
         raise ValueError(
-            f"{op}: ring has {ring.shape[1]} places; a convolution of width {width} over {x.shape[1]} tokens asks for "
+            f"{op}: ring has {ring.shape[1]} places; a convolution of width {width} over {x.shape[1]} tokens needs "
             f"{least}"
         )
 
@@ -85,7 +85,7 @@ def _check(call: ShortConv) -> None:
     channels = call.weight.shape[0]
     if x.shape[2] != channels * (3 if call.gated else 1):
         raise ValueError(
-            f"{op}: x has {x.shape[2]} columns; {channels} channels ask for {channels}, or {3 * channels} where gated"
+            f"{op}: x has {x.shape[2]} columns; {channels} channels need {channels}, or {3 * channels} where gated"
         )
     check_tensors(op, x.device, bias=(call.bias, call.weight.dtype, (channels,)))
     check_rows(op, x, slots=call.slots, positions=call.positions, counts=call.counts)

@@ -22,7 +22,7 @@ _Coded = TurboQuantWrite | TurboQuantAttention | TurboQuantHybrid | TurboQuantDe
 
 
 def quantize(y: Tensor, codebook: Tensor, projection: Tensor | None = None, scale: str = "norm") -> Coded:
-    """Rotated vectors [..., d] -> codes, of `codebook` (float32, in the layout's order); `projection` [d, d] asks for
+    """Rotated vectors [..., d] -> codes, of `codebook` (float32, in the layout's order); `projection` [d, d] needs
     `prod`, whose residual norms come with everything but S^T sign(S r) multiplied in, and whose scale is the norm."""
     y = y.float()
     norm = y.norm(dim=-1, keepdim=True)

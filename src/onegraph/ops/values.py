@@ -24,7 +24,7 @@ def _check(qkv: Tensor, heads: int, kv_heads: int, dim: int, eps: float) -> None
     if min(heads, kv_heads, dim) < 1 or qkv.shape[2] not in sizes:
         raise ValueError(
             f"normed_values: qkv holds {qkv.shape[2]} numbers a token; {heads} heads and {kv_heads} kv heads of {dim} "
-            f"ask for {sizes[1]}, or {sizes[0]} where keys are values"
+            f"need {sizes[1]}, or {sizes[0]} where keys are values"
         )
 
 

@@ -83,7 +83,7 @@ def compile_cubin(
     cached = cache_dir() / f"{source.stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
     if (found := _read(cached)) is not None:
         return found
-    with _alone(cached.parent, int(key[:8], 16)):  # ranks and test workers ask for the same variant at once
+    with _alone(cached.parent, int(key[:8], 16)):  # ranks and test workers need the same variant at once
         if (found := _read(cached)) is not None:
             return found
         cubin, _ = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
@@ -263,7 +263,7 @@ class Source:
         own = "hopper" in self.families and capability in self.own
         if "portable" not in self.families or (own and not forced):
             return Form(False, architecture(capability), {}, self.functions, newer)
-        start = 1024 if newer else 0  # of a block's shared memory, which the source cannot ask for
+        start = 1024 if newer else 0  # of a block's shared memory, which the source cannot need
         functions = tuple(name for name in self.functions if name not in self.clustered)
         arch = VIRTUAL if forced and newer else "sm_{}{}".format(*capability)
         return Form(True, arch, {"START": start, "PORTABLE": 1}, functions, newer and not forced)

@@ -1,7 +1,7 @@
 """INT4 linears on a GPU: how the kernels are cut, and which calls each takes.
 
 Few tokens run straight from the codes: up to four on `int4_one.cu`, whose codes come through the copy engine, which
-asks for k in multiples of 256; more, other k, and all on cards without that engine on `int4_batch.cu`, 16 to a pass.
+needs k in multiples of 256; more, other k, and all on cards without that engine on `int4_batch.cu`, 16 to a pass.
 Above `MAX_TOKENS`, for k that is no multiple of 64 and for groups that are no power of two, the weight is decoded once
 and multiplied through cuBLAS, two launches. What runs how follows from shape, dtype and device alone.
 """

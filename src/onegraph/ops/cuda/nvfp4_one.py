@@ -1,6 +1,6 @@
 """NVFP4 and MXFP4 linears and routed experts of one token on a GPU: how `nvfp4_one.cu` is cut, and what it takes.
 
-Codes come through the copy engine, and so do the scales of NVFP4, whose boxes ask for k in multiples of 256; MXFP4
+Codes come through the copy engine, and so do the scales of NVFP4, whose boxes need k in multiples of 256; MXFP4
 takes multiples of 64. One block an SM, also where some are idle.
 """
 

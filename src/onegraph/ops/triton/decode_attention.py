@@ -1,7 +1,7 @@
 """The attention of a decode step in one launch: norm, rotate and write the new key and value, attend, merge.
 
 The grid depends on shapes alone. The keys of a row are divided among SPLITS programs *by its length, on the device*, so
-that a short context keeps them busy too. Each program asks for its first
+that a short context keeps them busy too. Each program needs its first
 tile of keys and values before it waits for the linear that makes q, k and v; at the end the last program of a head to
 draw a ticket merges the splits, in their order, whichever program that is.
 """
