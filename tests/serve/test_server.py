@@ -516,7 +516,7 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
         server.client.models.retrieve("org/other")
     root = server.url.removesuffix("v1")
     assert httpx.get(root + "health").json() == {"status": "ok"}
-    assert httpx.get(root + "v1/responses").json()["error"]["message"] == "GET /v1/responses: Not Found"
+    assert httpx.get(root + "v1/assistants").json()["error"]["message"] == "GET /v1/assistants: Not Found"
     wrong = httpx.get(root + "v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert httpx.head(root + "health").status_code == 200
