@@ -806,6 +806,7 @@ def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
             assert second.returncode == 2
             assert second.stderr.startswith(f"onegraph: error: cannot listen at 127.0.0.1:{port}: "), second.stderr
             assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert first.stderr.readline().startswith("memory: ")
         assert first.stderr.readline().startswith("serving ")
     finally:
         first.kill()
