@@ -113,8 +113,9 @@ class SamplingParams:
         if self.json_schema is not None and self.regex is not None:
             raise ArgumentError("regex", "regex: got one beside json_schema; allowed is one of the two")
         if self.min_tokens and self.constrained:
-            why = "which say where the answer ends; leave one out"
-            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside json_schema or regex, {why}")
+            given = "regex" if self.json_schema is None else "json_schema"
+            why = "which says where the answer ends; leave one out"
+            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {given}, {why}")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
