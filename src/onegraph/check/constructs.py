@@ -84,6 +84,12 @@ def parsed(text: str) -> ast.Module | None:
         return None
 
 
+@functools.lru_cache(maxsize=64)
+def walked(root: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes of a tree in the order of `ast.walk`, which takes longer for a file than a small step to simulate."""
+    return tuple(ast.walk(root))
+
+
 def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[Placed]:
     """Nodes that hold a position, outermost first."""
     inner: ast.AST | None = node
@@ -135,7 +141,7 @@ def bindings(spot: Spot, name: str) -> list[ast.expr]:
 
 def _bound(root: ast.AST, name: str) -> list[ast.expr]:
     values = []
-    for node in ast.walk(root):
+    for node in walked(root):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(last_name(target) == name for target in targets):
@@ -321,7 +327,7 @@ def _pinned(spot: Spot, code: str) -> bool:
 
 def _random(spot: Spot, code: str) -> bool:
     """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
-    names = entropy.imported(spot.module)
+    names = entropy.imported(walked(spot.module))
     parts = list(ast.walk(spot.statement))
     read = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     bound = [value for name in read for value in bindings(spot, name)]

@@ -379,7 +379,7 @@ class _Simulation(StepCheck):
         report.facts["memory"] = memory.facts(captured, self.roots.place)
         if unknown := told({source: self.roots.line(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
-        if words := nameless(compat.ops()):
+        if words := nameless(compat.ops):
             report.facts["declared"] = words
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended
