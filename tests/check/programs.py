@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 from onegraph.check import Report, Severity
 from onegraph.check.program import run_program
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+"""What the fixture `here` gives."""
 
 HEAD = """\
 import torch

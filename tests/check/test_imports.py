@@ -40,21 +40,6 @@ print(json.dumps([status, sorted(set(sys.modules) - before)]))
 """
 
 
-def run(program: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *args], text=True, capture_output=True, timeout=300)
-
-
-def test_a_check_imports_no_slow_module(tmp_path: Path) -> None:
-    path = tmp_path / "steps.py"
-    path.write_text(STEP)
-    done = run(MEASURE, f"{path}:decode")
-    assert done.returncode == 0, done.stderr
-    status, imported = json.loads(done.stdout.splitlines()[-1])
-    assert status == 0, done.stdout
-    assert SLOW & set(imported) == set()
-    assert "onegraph.check.simulate.run" in imported  # it was simulated
-
-
 LATE = """
 import torch
 
@@ -98,15 +83,47 @@ assert torch._dynamo.eval_frame._stance.stance == "default", "the stance outlive
 print(report.verdict.name, [f.code for f in report.findings])
 """
 
+COPIES = """
+import os, sys
+import torch
+for program, *words in {programs!r}:
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        sys.argv = ["-c", *words]
+        exec(compile(program, "<program>", "exec"), {{"__name__": "__main__"}})
+        sys.exit()
+    _, status = os.waitpid(pid, 0)
+    print("== ended with", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each program prints in a copy of one process that has imported torch and nothing of ours."""
+    folder = tmp_path_factory.mktemp("imports")
+    for name, text in (("steps", STEP), ("late", LATE)):
+        (folder / f"{name}.py").write_text(text)
+    programs = [(MEASURE, f"{folder}/steps.py:decode")]
+    programs += [(CHECK_LATE, f"{folder}/late.py", name) for name in ("late", "saved")]
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES.format(programs=programs)], text=True, capture_output=True, timeout=300
+    )
+    *outputs, rest = done.stdout.split("== ended with 0\n")
+    assert (len(outputs), rest) == (3, ""), done.stdout + done.stderr
+    return dict(zip(("measure", "late", "saved"), outputs, strict=True))
+
+
+def test_a_check_imports_no_slow_module(printed: dict[str, str]) -> None:
+    status, imported = json.loads(printed["measure"].splitlines()[-1])
+    assert status == 0, printed["measure"]
+    assert SLOW & set(imported) == set()
+    assert "onegraph.check.simulate.run" in imported  # it was simulated
+
 
 @pytest.mark.parametrize("name", ["late", "saved"])
-def test_the_compiler_may_be_imported_by_the_step(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "steps.py"
-    path.write_text(LATE)
-    done = run(CHECK_LATE, str(path), name)
-    assert done.returncode == 0, done.stderr
-
-    assert done.stdout == "CAPTURABLE []\n"
+def test_the_compiler_may_be_imported_by_the_step(printed: dict[str, str], name: str) -> None:
+    assert printed[name] == "CAPTURABLE []\n"
 
 
 def test_acts_once_right_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,16 @@ def within(text: str, line: int, column: int) -> Spot | None:
     return Spot(module, tuple(reversed(nodes[statement:]))) if statement is not None else None
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
+def tree_of(text: str) -> ast.Module:
+    """The tree of a file's text, one for all who ask. Raises what `ast.parse` raises."""
+    return ast.parse(text)
+
+
 def parsed(text: str) -> ast.Module | None:
-    """The tree of a file's text, None where it is no Python."""
+    """The same; None where it is no Python."""
     try:
-        return ast.parse(text)
+        return tree_of(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
 
@@ -136,16 +141,18 @@ def dotted(node: ast.AST) -> str:
 
 def bindings(spot: Spot, name: str) -> list[ast.expr]:
     """Every value bound to a name or an attribute called `name`: around the place, else in the file."""
-    return _bound(spot.home, name) or _bound(spot.module, name) if name else []
+    return _bound(spot.home).get(name) or _bound(spot.module).get(name, []) if name else []
 
 
-def _bound(root: ast.AST, name: str) -> list[ast.expr]:
-    values = []
+@functools.lru_cache(maxsize=256)
+def _bound(root: ast.AST) -> dict[str, list[ast.expr]]:
+    """What a tree binds to names and attributes, by the last part of their names, in the order of `walked`."""
+    values: dict[str, list[ast.expr]] = {}
     for node in walked(root):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(last_name(target) == name for target in targets):
-                values.append(node.value)
+            for name in {last_name(target) for target in targets}:
+                values.setdefault(name, []).append(node.value)
     return values
 
 

@@ -190,7 +190,9 @@ def assignments(tree: ast.Module) -> dict[str, list[tuple[int, bool, str]]]:
 
     def walk(node: ast.AST, function: str, inner: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
+                continue  # most nodes of a file: what is only read
+            if isinstance(child, ast.Attribute):
                 found.setdefault(child.attr, []).append((child.lineno, inner, function))
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 walk(child, child.name, bool(function) or isinstance(node, ast.ClassDef))
