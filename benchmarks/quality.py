@@ -176,7 +176,7 @@ class Chooser:
         self.costs: Costs | None = None
 
     def recipe(self, recipe: Recipe, bits: float) -> Recipe:
-        layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(bits=bits), {}, {})
+        layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(format=recipe.format, bits=bits), {}, {})
         if self.costs is None:
             begun = time.time()
             rows = self.probed // self.calibration.shape[1]

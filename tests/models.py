@@ -491,6 +491,17 @@ def trellis_tensors(
     return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
 
 
+TILED: dict[str, Any] = {  # sizes of a model whose linears, with their ends, come in the trellis's tiles
+    "hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,
+    "vocab_size": 144,
+}  # fmt: skip
+
+
+def rotated_tensors(config: Any) -> Any:
+    """`e8p_tensors` of the format of an E8PConfig or TrellisConfig."""
+    return {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
+
+
 def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
     """`save_rotated` in E8P; `rates` are the free keys of quantization_config."""
     from onegraph.formats.e8p import E8PConfig
@@ -505,7 +516,7 @@ def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, *
     """
     from onegraph.formats.checkpoint import write_checkpoint
 
-    made = {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
+    made = rotated_tensors(config)
     untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
     hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
     parameters = dict(hf.named_parameters())

@@ -10,10 +10,13 @@ from torch import Tensor
 
 import deepseek
 from engines import maker
-from models import Decoder, save_e8p, save_hf, smollm2_gguf
+from models import Decoder, save_e8p, save_hf, save_rotated, smollm2_gguf
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.rotated import RotatedConfig
+from onegraph.formats.trellis import TrellisConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
@@ -115,9 +118,25 @@ def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path, monkeyp
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "bits"), [(2, 3), (3, 5)])
+def test_tiles_of_a_trellis_are_cut(ranks: int, bits: int, tmp_path: Path) -> None:
+    sizes = BIG | {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": ranks}
+    hf = save_rotated(TrellisConfig(bits=bits, lm_head=2), "llama", tmp_path / "m", **sizes)
+    row = text(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * ranks, decode=False)
+        assert model.ranks[0].blocks[0].out.linear.codes.shape == (384 // 16, 768 // ranks * bits)  # type: ignore[union-attr]
+        (got,) = of_ranks(model, [row])
+    with torch.inference_mode():
+        want = hf(torch.tensor([row])).logits[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("written", [E8PConfig, TrellisConfig])
+def test_stacks_of_experts_in_codes_are_cut(written: type[RotatedConfig], tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 128}
-    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, **sizes, num_attention_heads=2)
+    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, written=written, **sizes, num_attention_heads=2)
     row = text(9)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)

@@ -23,6 +23,7 @@ from onegraph.ops.weight import WeightOps, weight_ops
 SHARD_IDS: Mapping[Any, int] = {"q": 0, "k": 1, "v": 2}
 AFTER_NORM = "_after_norm"
 ALIGN = 16  # bytes; where slots of different kinds share a parameter
+CURE = "choose a smaller tensor_parallel_size, or keep this layer unquantized"
 Span = tuple[int, int]
 
 
@@ -133,7 +134,10 @@ class Slots:
         self.k, self.share, self.parts = k, share, list[Part]()
         found = defaultdict[str, list[tuple[int, str, Field, Field]]](list)
         for (name, format), own in zip(parts.items(), pieces, strict=True):
-            format.check_size(sum(own), k)
+            try:
+                format.check_size(sum(own), k)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; {CURE}") from None
             at = self.parts[-1].last if self.parts else 0
             self.parts.append(Part(name, format, weight_ops(format), at, at + sum(own), own))
             names = format.names((), name)
@@ -237,9 +241,7 @@ class Slots:
             for span in rows or (None,):
                 part.format.check_part(n, k, Cut(span, columns))
         except ValueError as error:
-            raise ValueError(
-                f"{part.name}: {error}; choose a smaller tensor_parallel_size, or keep this layer unquantized"
-            ) from None
+            raise ValueError(f"{part.name}: {error}; {CURE}") from None
         return spans, columns
 
     # ------------------------------------------------------------------------------------------------ once it is loaded
