@@ -183,6 +183,16 @@ def test_experts_lie_as_the_file_has_them(stacked: bool, tmp_path: Path) -> None
         ("lfm2", {"conv_dim": 7}, "conv_dim is 7 and hidden_size 72; they must agree"),
         ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu is False; supported: True"),
         ("llama", {"layer_types": ["linear_attention"] * 3}, "layer_types is"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias is False; supported: True"),
+        ("olmo_hybrid", {"linear_value_head_dim": 0}, "linear_value_head_dim is 0"),
+        ("kimi_linear", {"norm_topk_prob": False}, "norm_topk_prob is False and, by another name, True; give one"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False; supported: True"),
+        ("kimi_linear", {"linear_attn_config": {"heads": 4}}, "linear_attn_config has heads; known are head_dim"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]}, "layer_types": None},
+            r"full_attn_layers \[2\] and kda_layers \[1, 2\]; together they must number each of 3 layers once",
+        ),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(variant: str, change: dict[str, Any], message: str) -> None:
@@ -206,6 +216,10 @@ def test_a_config_that_makes_no_sense_is_refused(variant: str, change: dict[str,
         ("lfm2", "model.layers.0.conv.conv.weight", (72, 1, 4)),
         ("lfm2", "model.embedding_norm.weight", None),
         ("lfm2_bias", "model.layers.2.conv.conv.bias", None),
+        ("lfm2_moe", "model.layers.1.feed_forward.expert_bias", None),
+        ("olmo_hybrid", "model.layers.0.linear_attn.k_conv1d.weight", (64, 1, 3)),
+        ("kimi_linear", "model.layers.2.self_attn.v_conv1d.weight", None),
+        ("kimi_linear", "model.layers.0.self_attn.f_b_proj.weight", (64, 8)),
     ],
 )
 def test_a_tensor_that_is_missing_or_wrong_is_named(
@@ -254,6 +268,7 @@ def test_rows_grouped_by_head_of_keys_are_put_in_order() -> None:
         ("qwen3_5", "prefill"),
         ("qwen3_5_moe", "decode"),
         ("qwen3_next", "decode"),
+        ("kimi_linear", "decode"),
     ],
 )
 def test_the_step_may_be_captured(variant: str, kind: str, tmp_path: Path) -> None:

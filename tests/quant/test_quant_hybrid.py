@@ -26,8 +26,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
 }  # fmt: skip
-NEVER = ("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "conv.conv", "A_log", "dt_bias", "norm", "mlp.gate.weight",
-         "shared_expert_gate")  # fmt: skip
+NEVER = (
+    "b_proj", ".a_proj", "f_a_proj", "g_a_proj", "in_proj_a", "in_proj_b.", "in_proj_ba", "conv1d", "conv.conv",
+    "A_log", "dt_bias", "norm", "mlp.gate.weight", "feed_forward.gate", "shared_expert_gate",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", SIZES)

@@ -97,7 +97,7 @@ def build_block(
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
+    prefix, names, routed = config.prefix(i), config.norms_at(i), config.routed_at(i)
     mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
@@ -123,7 +123,7 @@ def build_block(
         down = ResidualLinear(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
-    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    half = mlp() if routed is None else build_experts(loader, config, i, routed, device, joined, peer)
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
         inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
@@ -135,7 +135,8 @@ def build_block(
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
-        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
+        at = config.attention_index(i)
+        heads, latent = build_latent(loader, config.latent, i, own, *place, index=at, joined=joined, fused=fused)
         return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
     attention, after = build_attention(loader, config, i, tables, device, share)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)
@@ -208,13 +209,14 @@ def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.de
 def build_experts(
     loader: Loader,
     config: LlamaConfig,
+    i: int,
     routed: Routed,
-    prefix: str,
     device: torch.device,
     joined: bool,
     peer: Peer | None = None,
 ) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts; `joined` and `peer` as for `build_block`."""
+    """The feed-forward half of block `i`, of routed experts; `joined` and `peer` as for `build_block`."""
+    prefix = config.prefix(i)
     router, share = prefix + routed.router, share_of(peer)
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
@@ -227,7 +229,7 @@ def build_experts(
         experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
     bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
-        norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
+        norm=norm_weight(loader, config, f"{prefix}{config.norms_at(i).mlp_in}.weight", device),
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
         bias=None if bias is None else loader.float32(bias, device),
@@ -237,12 +239,13 @@ def build_experts(
         groups=routed.sigmoid,
         shared=build_shared(loader, routed, prefix, device, joined, share),
         peer=peer,
-        beside=build_beside(loader, config, prefix, device) if routed.beside else None,
+        beside=build_beside(loader, config, i, device) if routed.beside else None,
     )
 
 
-def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> Beside:
-    """What stands around the MLP and the experts of the block of `prefix`."""
+def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.device) -> Beside:
+    """What stands around the MLP and the experts of block `i`."""
+    prefix = config.prefix(i)
 
     def norm(name: str | None) -> Norm:
         return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
@@ -255,7 +258,7 @@ def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch
         scales=loader.float32(f"{prefix}router.per_expert_scale", device),
         dense_out=dense_out,
         routed_out=routed_out,
-        out=norm(config.norms.mlp_out),
+        out=norm(config.norms_at(i).mlp_out),
     )
 
 
@@ -282,7 +285,10 @@ def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> 
     for rope, sizes in zip(config.ropes, config.attention, strict=True):
         if (rope, sizes.dim) in found:
             continue
-        if rope is None:
+        if rope is None and config.latent is not None:  # whose op rotates: by nothing
+            angles = torch.zeros(positions, sizes.dim // 2, device=device)
+            found[rope, sizes.dim] = angles.cos(), angles, None
+        elif rope is None:
             found[rope, sizes.dim] = None, None, None
         else:
             factors = rope.query_factors(positions, device)

@@ -229,13 +229,13 @@ class Llama(nn.Module):
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
-        if self.config.latent is not None and kv is None:
-            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
+        if self.config.latent is not None:
+            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         kv = self.settled(kv)
         spans = ((share_of(self.peer).span(kv_heads), dim) for kv_heads, dim in self.config.cached)
         shapes = [(last - first, dim) for (first, last), dim in spans]
@@ -265,20 +265,24 @@ class Llama(nn.Module):
         layers = (block.get_submodule("attention") for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Recurrent)]
 
-    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
+    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache | LatentCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
         return HybridCache(make(**sizes), self.recurrent, **about)
 
-    def _latent_cache(self, **sizes: Any) -> LatentCache:
-        """The latents of all layers, which each rank has whole."""
+    def _latent_cache(self, **sizes: Any) -> LatentCache | HybridCache:
+        """The latents of all layers that attend, which each rank has whole."""
         assert self.config.latent is not None
-        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
-        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        latent, index = self.config.latent, self.config.latent.index
+        sizes |= {"layers": self.config.attention_layers, "width": latent.width, "dtype": self.dtype}
         if index is not None:
-            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
-        needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
+            own = {i: index.dim for i, full in enumerate(index.full) if full}
+            sizes |= {"indexers": own, "top_k": index.top_k}
+        make: Callable[..., LatentCache | HybridCache] = LatentCache
+        if self.recurrent:
+            make = partial(self._hybrid, LatentCache)
+        needed, tokens = make(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
         check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
-        return LatentCache(**sizes, device=self.device)
+        return make(**sizes, device=self.device)
 
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:

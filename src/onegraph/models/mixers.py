@@ -5,14 +5,15 @@ linears, mixes a token with those before it through a state of fixed size, and w
 linear. A record here says which linears and tensors that takes; `models/recurrent.py` makes the modules.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
 from onegraph.models.fields import Fields, short
-from onegraph.models.windows import FULL
+from onegraph.models.windows import FULL, LINEAR
 
-LINEAR, CONV = "linear_attention", "conv"
+CONV = "conv"
 Size = tuple[int, int, bool]  # of a linear: outputs, inputs, whether it has a bias
 
 
@@ -49,6 +50,19 @@ class GatedDelta:
         """That the convolution runs over: queries, keys, values."""
         return 2 * self.keys + self.values
 
+    title = "linear attention"
+    norm_eps: ClassVar[float | None] = None  # of the output norm, where it is not the model's
+
+    @property
+    def beta_scale(self) -> float:
+        """Multiplies beta."""
+        return 1.0
+
+    @property
+    def unrounded(self) -> tuple[str, ...]:
+        """Linears that are never rounded."""
+        return self.steady
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are queries, keys, values and output gates."""
@@ -64,6 +78,16 @@ class GatedDelta:
     @property
     def out(self) -> str:
         return "linear_attn.out_proj"
+
+    @property
+    def convs(self) -> dict[str, int]:
+        """Within a block, the weights of the convolution that lie one behind the other, and the channels of each."""
+        return {"linear_attn.conv1d.weight": self.channels}
+
+    @property
+    def norm(self) -> str:
+        """Within a block, the weight of the output norm."""
+        return "linear_attn.norm.weight"
 
     @property
     def order(self) -> list[int] | None:
@@ -100,17 +124,13 @@ class GatedDelta:
     @property
     def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
         """Name within a block, shape and dtypes of everything else."""
-        shapes: dict[str, Shape] = {
-            "conv1d.weight": (self.channels, 1, self.width),
-            "A_log": (self.v_heads,),
-            "dt_bias": (self.v_heads,),
-            "norm.weight": (self.v_dim,),
-        }
-        return {f"linear_attn.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+        shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
+        shapes |= dict.fromkeys(("linear_attn.A_log", "linear_attn.dt_bias"), (self.v_heads,))
+        return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.v_dim,)}).items()}
 
     @classmethod
-    def parse(cls, fields: Fields, *, grouped: bool) -> "GatedDelta":
-        """Raises ValueError for sizes that do not go together."""
+    def parse(cls, fields: Fields, *, grouped: bool = False, **own: bool) -> Self:
+        """own: what a subclass adds. Raises ValueError for sizes that do not go together."""
         k_heads, v_heads = (fields.integer(f"linear_num_{each}_heads", high=4096) for each in ("key", "value"))
         if v_heads % k_heads:
             raise ValueError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
@@ -121,6 +141,100 @@ class GatedDelta:
             v_dim=fields.integer("linear_value_head_dim", high=1024),
             width=_width(fields, "linear_conv_kernel_dim"),
             grouped=grouped,
+            **own,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartDelta(GatedDelta):
+    """`GatedDelta` as OLMo hybrid has it: a linear and a convolution each for queries, keys and values.
+
+    negative: beta is doubled, so that the state may have negative eigenvalues (Grazzi et al., arXiv 2411.12537).
+    """
+
+    negative: bool
+    norm_eps: ClassVar[float | None] = 1e-5  # whatever rms_norm_eps says
+
+    @property
+    def beta_scale(self) -> float:
+        return 2.0 if self.negative else 1.0
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(f"linear_attn.{each}_proj" for each in "qkvg")
+
+    @property
+    def steady(self) -> tuple[str, ...]:
+        return "linear_attn.b_proj", "linear_attn.a_proj"
+
+    @property
+    def out(self) -> str:
+        return "linear_attn.o_proj"
+
+    @property
+    def convs(self) -> dict[str, int]:
+        sizes = zip("qkv", (self.keys, self.keys, self.values), strict=True)
+        return {f"linear_attn.{each}_conv1d.weight": size for each, size in sizes}
+
+    @property
+    def norm(self) -> str:
+        return "linear_attn.o_norm.weight"
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        sizes = self.keys, self.keys, self.values, self.values
+        yield from ((name, (n, hidden, False)) for name, n in zip(self.inputs, sizes, strict=True))
+        yield from ((name, (self.v_heads, hidden, False)) for name in self.steady)
+        yield self.out, (hidden, self.values, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDelta:
+    """Kimi Delta Attention (arXiv 2510.26692): a decay for each channel of a key; decays and gates are of low rank.
+
+    heads, dim: of queries, keys and values alike. width: of the convolutions.
+    """
+
+    heads: int
+    dim: int
+    width: int
+
+    title, out, norm = "delta attention", "self_attn.o_proj", "self_attn.o_norm.weight"
+    inputs = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+    steady = "self_attn.b_proj", "self_attn.f_a_proj", "self_attn.g_a_proj"
+    behind = "self_attn.f_b_proj", "self_attn.g_b_proj"  # of the low ranks of decay and gate; as steady as these
+
+    unrounded = *steady, *behind
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.heads * self.dim
+
+    @property
+    def convs(self) -> dict[str, int]:
+        """As `GatedDelta.convs`."""
+        return {f"self_attn.{each}_conv1d.weight": self.values for each in "qkv"}
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """As `GatedDelta.linears`."""
+        yield from ((name, (self.values, hidden, False)) for name in self.inputs)
+        yield from zip(self.steady, ((n, hidden, False) for n in (self.heads, self.dim, self.dim)), strict=True)
+        yield from ((name, (self.values, self.dim, False)) for name in self.behind)
+        yield self.out, (hidden, self.values, False)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """As `GatedDelta.tensors`."""
+        shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
+        shapes |= {"self_attn.A_log": (1, 1, self.heads, 1), "self_attn.dt_bias": (self.values,)}
+        return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.dim,)}).items()}
+
+    @classmethod
+    def parse(cls, fields: Fields) -> "KimiDelta":
+        return cls(
+            heads=fields.integer("linear_num_heads", high=4096),
+            dim=fields.integer("linear_head_dim", high=1024),
+            width=_width(fields, "linear_conv_kernel_dim"),
         )
 
 
@@ -132,7 +246,8 @@ class ShortConv:
     width: int
     bias: bool
 
-    inputs, steady, out = ("conv.in_proj",), (), "conv.out_proj"
+    title, inputs, out = "convolution", ("conv.in_proj",), "conv.out_proj"
+    steady = unrounded = ()
 
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         """As `GatedDelta.linears`."""
@@ -151,7 +266,7 @@ class ShortConv:
         return cls(size=size, width=_width(fields, "conv_L_cache"), bias=fields.flag("conv_bias"))
 
 
-Mixer = GatedDelta | ShortConv
+Mixer = GatedDelta | KimiDelta | ShortConv
 Mixers = tuple[Mixer | None, ...]  # of each layer; None: attention
 
 
@@ -168,6 +283,21 @@ def gated_delta(fields: Fields, layers: int) -> Mixers:
 def grouped_gated_delta(fields: Fields, layers: int) -> Mixers:
     """The same with joint linears (Qwen3-Next)."""
     return _of(_by_interval(fields, layers), GatedDelta.parse(fields, grouped=True))
+
+
+def apart_delta(fields: Fields, layers: int) -> Mixers:
+    """All but each fourth layer, or as layer_types says; where none would attend, the last one does (OLMo hybrid)."""
+    kinds = _by_interval(fields, layers)
+    if fields.get("layer_types") is None and FULL not in kinds:
+        kinds[-1] = FULL
+    mixer = ApartDelta.parse(fields, negative=fields.flag("linear_allow_neg_eigval"))
+    return _of(kinds, mixer)
+
+
+def kimi_delta(fields: Fields, layers: int) -> Mixers:
+    """All but layers 4, 8, 12 and so on, or as layer_types says (Kimi Linear)."""
+    kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
+    return _of(_kinds(fields, layers, LINEAR) or kinds, KimiDelta.parse(fields))
 
 
 def short_conv(fields: Fields, layers: int) -> Mixers:
@@ -213,8 +343,3 @@ def _of(kinds: list[str], mixer: Mixer) -> Mixers:
 
 def _width(fields: Fields, key: str) -> int:
     return fields.integer(key, low=2, high=16)
-
-
-def mixers_by_name(mixers: Mixers) -> Mapping[str, Mixer]:
-    """The mixers of a model by the first name within a block of what they are made of."""
-    return {mixer.out.partition(".")[0]: mixer for mixer in mixers if mixer is not None}

@@ -1,15 +1,23 @@
 """The recurrent layers of a hybrid model from the tensors of a checkpoint."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.models.loader import Loader
-from onegraph.models.mixers import GatedDelta, Mixer
+from onegraph.models.mixers import GatedDelta, KimiDelta, Mixer
 from onegraph.nn.block import Normed
 from onegraph.nn.linear import ConcatLinear, Linear, join
-from onegraph.nn.recurrent import GatedDeltaNet, Inputs, Recurrent, Reordered, ShortConvolution
+from onegraph.nn.recurrent import (
+    GatedDeltaNet,
+    Inputs,
+    KimiDeltaAttention,
+    Recurrent,
+    Reordered,
+    ShortConvolution,
+)
 
 
 def build_recurrent(
@@ -26,26 +34,35 @@ def build_recurrent(
     linear, after = _in_order(main, order, joined)
     rates: Linear | None = None
     if mixer.steady:
-        own = [Linear(*loader.weight(prefix + name, device)) for name in mixer.steady]  # neither packed nor in int8
-        one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
+        one, _ = _in_order([_dense(loader, prefix + name, device) for name in mixer.steady], steady, True)
         assert isinstance(one, Linear)  # dense linears are joined in any order
         rates = one
     inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
-    if isinstance(mixer, GatedDelta):
-        name = f"{prefix}linear_attn."
-        return inputs, GatedDeltaNet(
-            index=i,
-            heads=(mixer.k_heads, mixer.v_heads),
-            dims=(mixer.k_dim, mixer.v_dim),
-            conv=loader.tensor(f"{name}conv1d.weight", device).squeeze(1),
-            a_log=loader.float32(f"{name}A_log", device),
-            dt_bias=loader.float32(f"{name}dt_bias", device),
-            norm=loader.tensor(f"{name}norm.weight", device),
-            eps=eps,
-        )
+    if isinstance(mixer, GatedDelta | KimiDelta):
+        owner = f"{prefix}{mixer.out.partition('.')[0]}."
+        convs = [loader.tensor(prefix + name, device).squeeze(1) for name in mixer.convs]
+        about: dict[str, Any] = {
+            "index": i,
+            "conv": torch.cat(convs) if len(convs) > 1 else convs[0],
+            "a_log": loader.float32(f"{owner}A_log", device).flatten(),
+            "dt_bias": loader.float32(f"{owner}dt_bias", device),
+            "norm": loader.tensor(prefix + mixer.norm, device),
+        }
+        if isinstance(mixer, KimiDelta):
+            decay, gate = (_dense(loader, prefix + name, device).tensors["weight"] for name in mixer.behind)
+            about |= {"heads": (mixer.heads,) * 2, "dims": (mixer.dim,) * 2}
+            return inputs, KimiDeltaAttention(**about, eps=eps, decay=decay, gate=gate)
+        about |= {"heads": (mixer.k_heads, mixer.v_heads), "dims": (mixer.k_dim, mixer.v_dim)}
+        return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps, beta_scale=mixer.beta_scale)
     name = f"{prefix}conv.conv."
     bias = loader.tensor(f"{name}bias", device) if mixer.bias else None
     return inputs, ShortConvolution(index=i, conv=loader.tensor(f"{name}weight", device).squeeze(1), bias=bias)
+
+
+def _dense(loader: Loader, name: str, device: torch.device) -> Linear:
+    """A linear that is never in codes, neither packed nor in int8."""
+    linear = Linear(*loader.weight(name, device))
+    return linear.dense(loader.dtype) if linear.format.coded else linear
 
 
 def _in_order(

@@ -37,6 +37,8 @@ _NAMES = {
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_5_moe_text": _USUAL,
     "qwen3_next": _USUAL,
+    "lfm2_moe": ("feed_forward.gate", *(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "kimi_linear": ("mlp.gate", *(f"mlp.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
     "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
 }
 # Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
@@ -47,14 +49,20 @@ _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
 # whose configs have the keys of DeepSeek's
-_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear"
 _GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
 _SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
 # decoder_sparse_step and mlp_only_layers say which layers have experts
 _SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
+_OWN_SIZE = (
+    *_SPARSE,
+    "qwen3_5_moe_text",
+    "gemma4_text",
+    "lfm2_moe",
+    *_DEEPSEEK,
+)  # whose experts have a size of their own
 # whose config says whether weights are normalised; in others they are
-_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "lfm2_moe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -129,8 +137,8 @@ class Routed:
         sparse = (True,) * layers
         if family in _SPARSE:
             sparse = _sparse(fields, layers)
-        elif glm:
-            dense = fields.integer("first_k_dense_replace", low=0, high=4096)
+        elif glm or family == "lfm2_moe":
+            dense = fields.integer("first_k_dense_replace" if glm else "num_dense_layers", low=0, high=4096)
             sparse = tuple(i >= dense for i in range(layers))
             if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
                 sparse = _listed(kinds, layers)
@@ -143,11 +151,7 @@ class Routed:
             normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
             fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k)
-            if glm and family != "mistral4"
-            else Sigmoid(1, 1, 1.0)
-            if family == "minimax_m2"
-            else None,
+            sigmoid=_sigmoid(family, fields, count, top_k),
             shared=_shared(family, fields),
             beside=beside,
         )
@@ -160,6 +164,8 @@ class Routed:
     @property
     def correction(self) -> str:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
+        if self.family == "lfm2_moe":
+            return "feed_forward.expert_bias"
         owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
         return f"{owner}.{_CORRECTION}"
 
@@ -259,7 +265,12 @@ def _count(family: str, fields: Fields) -> int:
     return counts.pop()
 
 
-def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
+def _sigmoid(family: str, fields: Fields, count: int, top_k: int) -> Sigmoid | None:
+    if family in ("minimax_m2", "lfm2_moe"):
+        key = "routed_scaling_factor"
+        return Sigmoid(1, 1, 1.0 if family == "minimax_m2" else fields.number(key, low=1e-6, high=1e6))
+    if family not in _DEEPSEEK or family == "mistral4":
+        return None
     groups, top_groups = (fields.integer(key, high=count) for key in ("n_group", "topk_group"))
     check_groups("n_group and topk_group", count, top_k, groups, top_groups)
     return Sigmoid(groups, top_groups, fields.number("routed_scaling_factor", low=1e-6, high=1e6))

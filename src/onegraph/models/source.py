@@ -107,7 +107,7 @@ class LlamaSource:
         mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
         sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
         attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
-        if latent is not None:
+        if latent is not None and mixer is None:
             modules = {"q_b": block.qkv, "kv_b": block.attention}
             for name in latent.behind:
                 leaf = name.rpartition(".")[2].removesuffix("_proj")
@@ -193,7 +193,7 @@ def block_shapes(
         if routed is None
         else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    behind = () if config.latent is None else config.latent.behind
+    behind = () if config.latent is None or mixer is not None else config.latent.behind
     front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
     names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.weight import Quantization
+from onegraph.models.families import FAMILIES
 from onegraph.models.fields import INERT, NEUTRAL, short, unused
 
 
@@ -146,15 +146,6 @@ def is_other(name: str) -> bool:
     return _OTHER.match(name) is not None
 
 
-def renamed(quantization: Quantization | None) -> Quantization | None:
-    """A multimodal checkpoint's quantization under the text model's own names."""
-    if quantization is None:
-        return None
-    return quantization.renamed(
-        lambda layers: {family_name(name): what for name, what in layers.items() if not is_other(name)}
-    )
-
-
 def skipped(names: Iterable[str]) -> dict[str, int]:
     """Tensors of a checkpoint that are not read, counted by the module that they are of."""
     found: dict[str, int] = {}
@@ -165,25 +156,16 @@ def skipped(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-class TextCheckpoint(Checkpoint):
-    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names.
+class RenamedCheckpoint(Checkpoint):
+    """A checkpoint under its family's names.
 
     Attributes:
-        whole: the checkpoint as it is on disk. stored: a tensor's own name -> its name there. rest: names of tensors
-            that are not the text model's.
+        whole: the checkpoint as it is on disk. stored: a tensor's own name -> its name there.
     """
 
-    def __init__(self, whole: Checkpoint) -> None:
-        self.whole = whole
-        self.rest = [name for name in whole.names if is_other(name)]
-        apart = set(self.rest)
-        self.stored = {family_name(name): name for name in whole.names if name not in apart}
-        tensors = {name: whole.info(stored) for name, stored in self.stored.items()}
-        super().__init__(whole.path, dict(text_config(whole.config)), tensors)
-        bodies = [body for body in _BODIES if any(name.startswith(body) for name in whole.names)]
-        self._body = bodies[0] if bodies else "model."
-        bare = any(name.startswith("lm_head.") for name in whole.names)
-        self._head = _HEAD if self._body == _BODIES[0] and not bare else "lm_head."
+    def __init__(self, whole: Checkpoint, config: dict[str, Any], stored: Mapping[str, str]) -> None:
+        self.whole, self.stored = whole, stored
+        super().__init__(whole.path, config, {name: whole.info(there) for name, there in stored.items()})
 
     def close(self) -> None:
         self.whole.close()
@@ -194,6 +176,24 @@ class TextCheckpoint(Checkpoint):
     def _read(self, name: str, dtype: torch.dtype | None) -> Tensor:
         self.info(name)
         return self.whole._read(self.stored[name], dtype)
+
+
+class TextCheckpoint(RenamedCheckpoint):
+    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names.
+
+    Attributes:
+        rest: names of tensors that are not the text model's.
+    """
+
+    def __init__(self, whole: Checkpoint) -> None:
+        self.rest = [name for name in whole.names if is_other(name)]
+        apart = set(self.rest)
+        stored = {family_name(name): name for name in whole.names if name not in apart}
+        super().__init__(whole, dict(text_config(whole.config)), stored)
+        bodies = [body for body in _BODIES if any(name.startswith(body) for name in whole.names)]
+        self._body = bodies[0] if bodies else "model."
+        bare = any(name.startswith("lm_head.") for name in whole.names)
+        self._head = _HEAD if self._body == _BODIES[0] and not bare else "lm_head."
 
     def stored_name(self, name: str) -> str:
         """Of a layer or tensor of the text model, the name that it has beside the other modalities."""
@@ -230,5 +230,10 @@ class TextCheckpoint(Checkpoint):
 
 
 def text_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """The text model of a checkpoint; the checkpoint itself where it is no multimodal one."""
-    return TextCheckpoint(checkpoint) if is_wrapper(checkpoint.config) else checkpoint
+    """The text model of a checkpoint under the names of its family; the checkpoint itself where it has no others."""
+    if is_wrapper(checkpoint.config):
+        return TextCheckpoint(checkpoint)
+    traits = FAMILIES.get(str(checkpoint.config.get("model_type")))
+    if traits is None or not traits.renames:
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, checkpoint.config, {traits.own_name(name): name for name in checkpoint.names})
