@@ -21,7 +21,8 @@ from onegraph.api.chat import ChatTemplate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
-from onegraph.serve.protocol import APIError, parse
+from onegraph.serve.errors import APIError
+from onegraph.serve.protocol import parse
 from onegraph.serve.tools import BARE, FORCED, TAGGED, CallForm, CallText, Tools, find_form
 from onegraph.serve.worker import Worker
 

@@ -454,7 +454,9 @@ class LLM:
         asked = [expand_n(each, self.random) for each in self._params(prompts, params, sampling, fill)]
         rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
         owner = [number for number, several in enumerate(asked) for _ in several]
-        watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}
+        watched = {
+            i: AnswerText(self.tokenizer.stream(), each.stop_texts, each.min_tokens) for i, (_, each) in enumerate(rows)
+        }
         watched = {i: text for i, text in watched.items() if rows[i][1].stop_texts}
         shown = {i: list[str]() for i in watched}
         ready: list[list[EngineSequence]] = [[] for _ in prompts]
@@ -503,12 +505,12 @@ class LLM:
     ) -> Pieces:
         require_callable("cancelled", cancelled)
         (asked,) = self._params([prompt], params, sampling, fill)
-        if asked.n != 1 or asked.logprobs is not None:
-            name = "n" if asked.n != 1 else "logprobs"
+        off = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+        if name := next((name for name, value in off.items() if getattr(asked, name) != value), ""):
             raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
         steps = self.engine.stream([prompt], [for_engine(asked)], cancelled)
         self._streams.add(steps)
-        return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts))
+        return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts, asked.min_tokens))
 
     def _pieces(self, steps: Generator[tuple[int, int], None, None], text: AnswerText) -> Pieces:
         with closing(steps):
@@ -539,4 +541,5 @@ def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
         prompt_tokens=len(made.prompt),
         seed=made.seed if made.params.sampling else None,
         logprobs=made.logprobs if made.params.logprobs is not None else None,
+        prompt_logprobs=made.prompt_logprobs if made.params.prompt_logprobs is not None else None,
     )

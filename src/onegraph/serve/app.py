@@ -24,12 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from onegraph import __version__
 from onegraph.serve.body import Bodies
 from onegraph.serve.connection import STALLED
+from onegraph.serve.errors import APIError, overloaded
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.prompts import Prompts
-from onegraph.serve.protocol import APIError, overloaded, parse, parse_detokenize, parse_tokenize
+from onegraph.serve.protocol import parse
 from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
+from onegraph.serve.tokens import parse_detokenize, parse_tokenize
 from onegraph.serve.worker import Full, Stopped, Worker
 
 T = TypeVar("T")
@@ -200,13 +202,15 @@ class Server:
                 raise APIError(f"{message} at once", param="n")
             started = time.perf_counter()
             with self._reserved(asked.answers):
-                sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
+                read = await _while_connected(request, self.prompts.read(asked))
                 try:
-                    answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True)
+                    answers, pieces = self.worker.submit(
+                        read.sequences, asked.stops, reserved=True, keep=read.keep, echoes=read.echoes
+                    )
                 except Stopped as stopped:
                     raise APIError(str(stopped), status=503) from None
         form = None if asked.tools is None else self.prompts.form
-        reply = Reply(asked, self.settings.name, prompt_tokens, form)
+        reply = Reply(asked, self.settings.name, read.tokens, form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
