@@ -200,12 +200,11 @@ class Server:
                 raise APIError(f"{message} at once", param="n")
             started = time.perf_counter()
             with self._reserved(asked.answers):
-                sequences, prompt_tokens = await _while_connected(request, self.prompts.read(asked))
+                sequences, prompt_tokens, form = await _while_connected(request, self.prompts.read(asked))
                 try:
-                    answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True)
+                    answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True, keep=form.keep)
                 except Stopped as stopped:
                     raise APIError(str(stopped), status=503) from None
-        form = None if asked.tools is None else self.prompts.form
         reply = Reply(asked, self.settings.name, prompt_tokens, form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:

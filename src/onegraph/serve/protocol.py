@@ -72,12 +72,6 @@ class CompletionRequest:
             return sum(map(len, self.prompts))
         return len(json.dumps([self.messages, None if self.tools is None else self.tools.defined]))
 
-    @property
-    def speaks_of_tools(self) -> bool:
-        """Whether the chat template must know tools."""
-        said = [m for m in self.messages or () if m["role"] == "tool" or "tool_calls" in m]
-        return bool(said) or self.tools is not None
-
 
 def parse(body: bytes, *, chat: bool) -> CompletionRequest:
     """Raises APIError for what is malformed, unknown or not supported."""
@@ -189,12 +183,8 @@ def _asked(fields: dict[str, Json], chat: bool) -> CompletionRequest:
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
     tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
-    if tools is not None and tools.schema is not None:
-        if "json_schema" in sampling or "regex" in sampling:
-            raise APIError(
-                "tool_choice: it forces a call, and response_format or regex another form", param="tool_choice"
-            )
-        sampling["json_schema"] = tools.schema
+    if tools is not None and tools.called and ("json_schema" in sampling or "regex" in sampling):
+        raise APIError("tool_choice: it forces a call, and response_format or regex another form", param="tool_choice")
     return CompletionRequest(
         model=fields["model"],
         prompts=prompt if prompt and isinstance(prompt, list) and not _is_int(prompt[0]) else [prompt],

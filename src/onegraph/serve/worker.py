@@ -83,17 +83,22 @@ class Worker:
             self._live -= count
 
     def submit(
-        self, sequences: Sequence[EngineSequence], stops: Sequence[str], *, reserved: bool = False
+        self,
+        sequences: Sequence[EngineSequence],
+        stops: Sequence[str],
+        *,
+        reserved: bool = False,
+        keep: frozenset[int] = frozenset(),
     ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
         """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
 
         Their pieces come through one queue of the running event loop. reserved: `reserve` has found places for as
-        many, which the caller then releases. Raises Full, Stopped.
+        many, which the caller then releases. keep: as `Tokenizer.stream`. Raises Full, Stopped.
         """
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
         answers = [
-            Answer(i, sequence, stream(), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
+            Answer(i, sequence, stream(keep), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
         ]
         with self._lock:
             if self.failure is not None:
