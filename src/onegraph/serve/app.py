@@ -209,8 +209,7 @@ class Server:
                     )
                 except Stopped as stopped:
                     raise APIError(str(stopped), status=503) from None
-        form = None if asked.tools is None else self.prompts.form
-        reply = Reply(asked, self.settings.name, read.tokens, form)
+        reply = Reply(asked, self.settings.name, read.tokens, read.form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
