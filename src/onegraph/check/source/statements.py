@@ -175,8 +175,11 @@ def _assigned_at(machine: Machine, file: SourceFile, name: str) -> int:
     """The first line, of a file and the one that is read, in a function that no step enters, that assigns an attribute;
     0 where none does. What makes an object runs before every step."""
     for line, first, function in assignments(file.tree).get(name, ()):
-        within = any(path == file.path and begin <= line <= end for path, begin, end in machine.found.read)
-        if not within and function not in _MAKERS and first:
+        if (
+            first
+            and function not in _MAKERS
+            and not any(path == file.path and begin <= line <= end for path, begin, end in machine.found.read)
+        ):
             return line
     return 0
 
