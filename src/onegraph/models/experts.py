@@ -7,7 +7,6 @@ from torch import Tensor
 
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.fused import stack_names
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.loader import Loader
@@ -67,7 +66,7 @@ def read_stacks(
     first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank. Raises
     CheckpointError that names what is missing, or stored in another way than its partner.
     """
-    kinds = {name: stack_names(loader, name)[0] for name in (gate_up, down)}
+    kinds = {name: loader.stack(name)[0] for name in (gate_up, down)}
     biased = [f"{name}_bias" in loader for name in kinds]
     if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
         kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
@@ -96,7 +95,7 @@ def _fused(
     loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part]
 ) -> Weight:
     """One weight [E, n, k]; of each matrix these parts, one behind the other, or all of it."""
-    format, names = stack_names(loader, name)
+    format, names = loader.stack(name)
     matrices = loader.matrices(name, device, transposed)
     made = _held(loader, format)
     if interleaved and not format.mixes_rows:

@@ -179,15 +179,13 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
 def _expert_cuts(
     config: LlamaConfig, loader: Loader, share: TPShard, prefix: str
 ) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
-    from onegraph.formats.fused import stack_names
-
     routed, size = config.routed, config.hidden_size
     assert routed is not None
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         for span in share.pieces(routed.size, routed.size):
-            yield gate_up, stack_names(loader, gate_up)[0], 2 * routed.size, size, Part(rows=span)
-        yield down, stack_names(loader, down)[0], size, routed.size, columns(share, routed.size)
+            yield gate_up, loader.stack(gate_up)[0], 2 * routed.size, size, Part(rows=span)
+        yield down, loader.stack(down)[0], size, routed.size, columns(share, routed.size)
         return
     (gate, up), down = routed.each[0][0], routed.each[1][0]
     for name in (gate, up):

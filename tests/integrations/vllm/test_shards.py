@@ -232,6 +232,13 @@ def test_what_a_checkpoint_may_not_hold() -> None:
     assert "a.residual is in the checkpoint; e8p at 2 bits has no" in refusal(
         mixed, [128, 128], 64, Shard(), tensors, "q"
     )
+    one, two = (stored(128, 128, TRELLIS[bits], 0) for bits in (1, 2))
+    for codes, named in (
+        (two["codes"], "in_scale has shape (128,)"),
+        (one["codes"][:, 2:], "codes has shape (8, 126)"),
+    ):
+        told = refusal({"up": TRELLIS[1]}, [128], 128, Shard(0, 2), one | {"codes": codes}, None)
+        assert told.startswith(f"up.{named}, which is no tensor of trellis at 1 bit with as many inputs as the others")
     with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 2"):
         Slots({"q": E8P[4], "kv": E8P[4]}, [64, 64, 64], 64, Shard(), torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):

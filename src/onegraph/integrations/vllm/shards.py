@@ -155,6 +155,7 @@ class Slots:
         self.constants: tuple[str, ...] = ()
         self.normed: frozenset[str] = frozenset()  # suffixes of tensors that the weight of a norm goes into
         self.loaded: set[tuple[str, int]] = set()
+        self.sizes: dict[tuple[int, str], Span] = {}  # outputs and inputs of each part on disk, as its tensors allow
 
     def _place(self, suffix: str, tensors: Sequence[tuple[int, str, Field, Field]], dtype: torch.dtype) -> None:
         """Lays out the parameter `suffix`: (part, key, field in the file, field in memory) of its tensors in order."""
@@ -212,6 +213,7 @@ class Slots:
                 f"{part.name}.{suffix} is {tensor.dtype} of {tensor.dim()} dimensions; in {part.format} it must be "
                 f"{kinds} of {len(field.shape(1, 1))}"
             )
+        self._agree(index, suffix, field, tensor)
         spans, columns = self._owned(part, field, tensor)
         tensor = field.cut(tensor, Cut(columns=columns))
         if field.rows and spans is not None:
@@ -220,6 +222,22 @@ class Slots:
             target = field.cut(target, Cut(rows=(0, sum(last - first for first, last in spans))))
         target.copy_(tensor if target.is_floating_point() else tensor.view(target.dtype))
         self.loaded.add((suffix, index))
+
+    def _agree(self, index: int, suffix: str, field: Field, tensor: Tensor) -> None:
+        """Raises ValueError for a tensor of another size on disk than those of its layer that came before: codes of
+        another rate would pass for a layer of which ranks have a share."""
+        dims = (("outputs", field.rows, 1, field.row_dim), ("inputs", field.columns, field.each, -1))
+        for what, unit, each, dim in ((what, unit, each, dim) for what, unit, each, dim in dims if unit):
+            size = tensor.shape[dim]
+            count, key = size // each, (index, what)
+            low, high = self.sizes.get(key, (1, count * unit))
+            low, high = max(low, (count - 1) * unit + 1), min(high, count * unit)
+            if size % each or low > high:
+                raise ValueError(
+                    f"{self.parts[index].name}.{suffix} has shape {tuple(tensor.shape)}, which is no tensor of "
+                    f"{self.parts[index].format} with as many {what} as the others of the layer"
+                )
+            self.sizes[key] = low, high
 
     def _owned(self, part: Part, field: Field, tensor: Tensor) -> tuple[tuple[Span, ...] | None, Span | None]:
         """Which rows and columns of a layer with this tensor are this rank's, None for all. Raises ValueError where
@@ -282,6 +300,7 @@ class Slots:
         device = next(iter(given.values())).device
         self.settle(given, torch.Generator(device).manual_seed(0) if made_up else None)
         self.loaded.clear()
+        self.sizes.clear()
         self.add_constants(layer, device)
 
     def settle(self, parameters: Tensors, made_up: torch.Generator | None) -> None:
