@@ -50,7 +50,7 @@ class GatedDelta:
         """That the convolution runs over: queries, keys, values."""
         return 2 * self.keys + self.values
 
-    title = "linear attention"
+    title, decays = "linear attention", "linear_attn."  # in front of A_log and dt_bias
     norm_eps: ClassVar[float | None] = None  # of the output norm, where it is not the model's
 
     @property
@@ -125,7 +125,7 @@ class GatedDelta:
     def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
         """Name within a block, shape and dtypes of everything else."""
         shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
-        shapes |= dict.fromkeys(("linear_attn.A_log", "linear_attn.dt_bias"), (self.v_heads,))
+        shapes |= dict.fromkeys((f"{self.decays}A_log", f"{self.decays}dt_bias"), (self.v_heads,))
         return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.v_dim,)}).items()}
 
     @classmethod
@@ -200,8 +200,9 @@ class KimiDelta:
 
     title, out, norm = "delta attention", "self_attn.o_proj", "self_attn.o_norm.weight"
     inputs = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-    steady = "self_attn.b_proj", "self_attn.f_a_proj", "self_attn.g_a_proj"
-    behind = "self_attn.f_b_proj", "self_attn.g_b_proj"  # of the low ranks of decay and gate; as steady as these
+    decays = "self_attn.forget_gate."
+    steady = "self_attn.b_proj", f"{decays}f_a_proj", "self_attn.g_a_proj"
+    behind = f"{decays}f_b_proj", "self_attn.g_b_proj"  # of the low ranks of decay and gate; as steady as these
 
     unrounded = *steady, *behind
 
@@ -226,7 +227,7 @@ class KimiDelta:
     def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
         """As `GatedDelta.tensors`."""
         shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
-        shapes |= {"self_attn.A_log": (1, 1, self.heads, 1), "self_attn.dt_bias": (self.values,)}
+        shapes |= {f"{self.decays}A_log": (1, 1, self.heads, 1), f"{self.decays}dt_bias": (self.values,)}
         return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.dim,)}).items()}
 
     @classmethod
@@ -266,7 +267,88 @@ class ShortConv:
         return cls(size=size, width=_width(fields, "conv_L_cache"), bias=fields.flag("conv_bias"))
 
 
-Mixer = GatedDelta | KimiDelta | ShortConv
+@dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Mamba2 as Nemotron-H has it: `heads` of `size` numbers, B and C of `n` numbers for each of `groups`.
+
+    width: of the convolution; conv_bias: its own. bias: of the linears. dt_min: the least step.
+    """
+
+    heads: int
+    size: int
+    groups: int
+    n: int
+    width: int
+    conv_bias: bool
+    bias: bool
+    dt_min: float
+
+    title, inputs, out = "Mamba-2", ("mixer.in_proj",), "mixer.out_proj"
+    steady = unrounded = ()
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.heads * self.size
+
+    @property
+    def channels(self) -> int:
+        """That the convolution runs over: x, B, C."""
+        return self.inner + 2 * self.groups * self.n
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """As `GatedDelta.linears`: output gates | x | B | C | steps."""
+        yield self.inputs[0], (self.inner + self.channels + self.heads, hidden, self.bias)
+        yield self.out, (hidden, self.inner, self.bias)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """As `GatedDelta.tensors`."""
+        shapes: dict[str, Shape] = {"conv1d.weight": (self.channels, 1, self.width), "norm.weight": (self.inner,)}
+        shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
+        shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.heads,))
+        return {f"mixer.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+
+    @classmethod
+    def parse(cls, fields: Fields) -> "Mamba":
+        """Raises ValueError for sizes that do not go together."""
+        heads, groups = fields.integer("mamba_num_heads", high=4096), fields.integer("n_groups", high=4096)
+        if heads % groups:
+            raise ValueError(f"mamba_num_heads {heads} is not a multiple of n_groups {groups}")
+        limit = fields.get("time_step_limit")
+        low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (-1.0, None)
+        given = isinstance(low, int | float) and 0 <= low < 1
+        if not given or high not in (float("inf"), {"__float__": "Infinity"}):
+            raise ValueError(f"time_step_limit is {short(limit)}; it must be two numbers, 0 to 1 and infinity")
+        return cls(
+            heads=heads,
+            size=fields.integer("mamba_head_dim", high=1024),
+            groups=groups,
+            n=fields.integer("ssm_state_size", high=1024),
+            width=_width(fields, "conv_kernel"),
+            conv_bias=fields.flag("use_conv_bias"),
+            bias=fields.flag("use_bias"),
+            dt_min=float(low),
+        )
+
+
+@dataclass(frozen=True)
+class NoMixer:
+    """Of a block that is an MLP or experts alone."""
+
+    title, inputs, out, steady, unrounded = "", (), "", (), ()
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """None."""
+        return iter(())
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """None."""
+        return {}
+
+
+Mixer = GatedDelta | KimiDelta | Mamba | ShortConv | NoMixer
 Mixers = tuple[Mixer | None, ...]  # of each layer; None: attention
 
 
@@ -298,6 +380,17 @@ def kimi_delta(fields: Fields, layers: int) -> Mixers:
     """All but layers 4, 8, 12 and so on, or as layer_types says (Kimi Linear)."""
     kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
     return _of(_kinds(fields, layers, LINEAR) or kinds, KimiDelta.parse(fields))
+
+
+def single(fields: Fields, layers: int) -> Mixers:
+    """As layers_block_type says; blocks that it calls mlp or moe have none (Nemotron-H)."""
+    found: dict[str, Mixer | None] = {LINEAR: Mamba.parse(fields), FULL: None, "mlp": NoMixer(), "moe": NoMixer()}
+    kinds = fields.get("layers_block_type")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) and k in found for k in kinds):
+        raise ValueError(f"layers_block_type is {short(kinds)}; it must list {layers} of {', '.join(found)}")
+    if FULL not in kinds:
+        raise ValueError(f"layers_block_type has no {FULL}; a model without a layer that attends is not supported")
+    return tuple(found[kind] for kind in kinds)
 
 
 def short_conv(fields: Fields, layers: int) -> Mixers:

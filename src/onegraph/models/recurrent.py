@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from onegraph.models.loader import Loader
-from onegraph.models.mixers import GatedDelta, KimiDelta, Mixer
+from onegraph.models.mixers import GatedDelta, KimiDelta, Mamba, Mixer, ShortConv
 from onegraph.nn.block import Normed
 from onegraph.nn.linear import ConcatLinear, Linear, join
 from onegraph.nn.recurrent import (
     GatedDeltaNet,
     Inputs,
     KimiDeltaAttention,
+    Mamba2Mixer,
     Recurrent,
     Reordered,
     ShortConvolution,
@@ -39,7 +40,7 @@ def build_recurrent(
         rates = one
     inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
     if isinstance(mixer, GatedDelta | KimiDelta):
-        owner = f"{prefix}{mixer.out.partition('.')[0]}."
+        owner = prefix + mixer.decays
         convs = [loader.tensor(prefix + name, device).squeeze(1) for name in mixer.convs]
         about: dict[str, Any] = {
             "index": i,
@@ -54,6 +55,22 @@ def build_recurrent(
             return inputs, KimiDeltaAttention(**about, eps=eps, decay=decay, gate=gate)
         about |= {"heads": (mixer.k_heads, mixer.v_heads), "dims": (mixer.k_dim, mixer.v_dim)}
         return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps, beta_scale=mixer.beta_scale)
+    if isinstance(mixer, Mamba):
+        owner = f"{prefix}mixer."
+        return inputs, Mamba2Mixer(
+            index=i,
+            heads=(mixer.heads, mixer.size),
+            groups=(mixer.groups, mixer.n),
+            conv=loader.tensor(f"{owner}conv1d.weight", device).squeeze(1),
+            bias=loader.tensor(f"{owner}conv1d.bias", device) if mixer.conv_bias else None,
+            a_log=loader.float32(f"{owner}A_log", device),
+            dt_bias=loader.float32(f"{owner}dt_bias", device),
+            skip=loader.float32(f"{owner}D", device),
+            norm=loader.tensor(f"{owner}norm.weight", device),
+            eps=eps,
+            dt_min=mixer.dt_min,
+        )
+    assert isinstance(mixer, ShortConv)
     name = f"{prefix}conv.conv."
     bias = loader.tensor(f"{name}bias", device) if mixer.bias else None
     return inputs, ShortConvolution(index=i, conv=loader.tensor(f"{name}weight", device).squeeze(1), bias=bias)

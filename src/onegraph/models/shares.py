@@ -58,7 +58,7 @@ def qkv_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str
 
 def gate_up_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """The same of `config.gate_up` and hidden units."""
-    return _rows(config.gate_up, (config.inner_at(layer),) * 2, share)
+    return _rows(config.gate_up, (config.inner_at(layer),) * (1 if config.traits.relu2 else 2), share)
 
 
 def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: TPShard, unit: int = 1) -> list[tuple[str, Part]]:
@@ -113,7 +113,7 @@ def attention_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tup
         from onegraph.models.latent import latent_parts
 
         return latent_parts(config.latent, share)
-    out = "self_attn.o_proj", columns(share, config.heads, config.attention[layer].dim)
+    out = config.traits.names.out, columns(share, config.heads, config.attention[layer].dim)
     return [*qkv_parts(config, share, layer), out]
 
 
@@ -165,7 +165,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
         prefix, routed = f"model.layers.{i}.", config.routed_at(i)
         parts = attention_parts(config, share, i)
         if routed is None:
-            parts += [*gate_up_parts(config, share, i), ("mlp.down_proj", columns(share, config.inner_at(i)))]
+            parts += [*gate_up_parts(config, share, i), (config.traits.names.down, columns(share, config.inner_at(i)))]
         elif routed.shared is not None:
             rows = Part(rows=share.span(routed.shared.size))
             *pair, down = routed.shared.linears
@@ -181,16 +181,17 @@ def _expert_cuts(
 ) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
     from onegraph.formats.fused import stack_names
 
-    routed, size = config.routed, config.hidden_size
+    routed = config.routed
     assert routed is not None
+    size = routed.latent or config.hidden_size
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        for span in share.pieces(routed.size, routed.size):
-            yield gate_up, stack_names(loader, gate_up)[0], 2 * routed.size, size, Part(rows=span)
+        for span in share.pieces(*[routed.size] * routed.parts):
+            yield gate_up, stack_names(loader, gate_up)[0], routed.parts * routed.size, size, Part(rows=span)
         yield down, stack_names(loader, down)[0], size, routed.size, columns(share, routed.size)
         return
-    (gate, up), down = routed.each[0][0], routed.each[1][0]
-    for name in (gate, up):
+    front, down = routed.each[0][0], routed.each[1][0]
+    for name in front:
         yield prefix + name, loader.format_of(prefix + name), routed.size, size, Part(rows=share.span(routed.size))
     yield prefix + down, loader.format_of(prefix + down), size, routed.size, columns(share, routed.size)
 
