@@ -17,9 +17,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.load import load_decoder
-from onegraph.models.loader import Loader
 from onegraph.models.mixers import GatedDelta
-from onegraph.models.shares import check_ranks
 from test_int4 import config as int4_config
 from test_int4 import packed as int4_packed
 from test_int4 import truth as int4_truth
@@ -245,14 +243,6 @@ def test_a_tensor_that_is_missing_or_wrong_is_named(
     own = name.removeprefix("backbone.")  # Nemotron-H's, which are `model.` here
     with pytest.raises(CheckpointError, match=own.replace(".", r"\.")):
         load(tmp_path / "w")
-
-
-def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    save_hf("qwen3_5", tmp_path)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        config = config_of(checkpoint)
-        with pytest.raises(ValueError, match=r"gpus is 2: qwen3_5_text has recurrent layers, which ranks do not share"):
-            check_ranks(Loader(checkpoint, config, torch.float32), config, 2)
 
 
 def test_other_ways_to_keep_keys_are_refused(tmp_path: Path) -> None:

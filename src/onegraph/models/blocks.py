@@ -169,8 +169,9 @@ def build_block(
         return HalfBlock(layer=i, mlp=feed())
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
-        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
-        out = ResidualLinear(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, share=share)
+        linear = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
+        out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
         return whole(inputs, recurrent, out)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
     linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
@@ -314,7 +315,7 @@ def build_shared(
     if routed.shared is None:
         return None
     *pair, down = (prefix + name for name in routed.shared.linears)
-    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * 2
+    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * len(pair)
     half = loader.linear(down, device, columns(share, routed.shared.size))
     sides = loader.siblings(pair, device, joined=joined, parts=parts), half
     if not routed.shared.gated:

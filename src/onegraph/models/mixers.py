@@ -6,7 +6,7 @@ linear. A record here says which linears and tensors that takes; `models/recurre
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
@@ -15,6 +15,7 @@ from onegraph.models.windows import FULL, LINEAR
 
 CONV = "conv"
 Size = tuple[int, int, bool]  # of a linear: outputs, inputs, whether it has a bias
+Pieces = tuple[tuple[int, int], ...]  # that lie one behind the other: heads, and rows of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,35 @@ class GatedDelta:
     @property
     def out(self) -> str:
         return "linear_attn.out_proj"
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """What ranks share out, each of which has as many."""
+        return {"key heads": self.k_heads, "value heads": self.v_heads}
+
+    def of_rank(self, ranks: int) -> Self:
+        """What one of so many ranks has."""
+        return replace(self, k_heads=self.k_heads // ranks, v_heads=self.v_heads // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        """Inputs of the output linear."""
+        return self.v_heads, self.v_dim
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        """Within a block, linears and tensors of which ranks have rows, and what these are; the others are whole."""
+        each: Pieces = ((self.v_heads, 1),)
+        decays = dict.fromkeys((f"{self.decays}A_log", f"{self.decays}dt_bias"), each)
+        keys, values = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim)
+        per = self.v_heads // self.k_heads
+        if self.grouped:
+            whole = (self.k_heads, 2 * self.k_dim + 2 * per * self.v_dim)
+            found: dict[str, Pieces] = {self.inputs[0]: (whole,), self.steady[0]: ((self.k_heads, 2 * per),)}
+        else:
+            found = {self.inputs[0]: (keys, keys, values), self.inputs[1]: (values,)}
+            found |= dict.fromkeys(self.steady, each)
+        return found | decays | dict.fromkeys(self.convs, (keys, keys, values))
 
     @property
     def convs(self) -> dict[str, int]:
@@ -180,6 +210,14 @@ class ApartDelta(GatedDelta):
     def norm(self) -> str:
         return "linear_attn.o_norm.weight"
 
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        keys, values, each = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim), (self.v_heads, 1)
+        found: dict[str, Pieces] = {}
+        for names, units in ((self.inputs, (keys, keys, values, values)), (self.convs, (keys, keys, values))):
+            found |= {name: (unit,) for name, unit in zip(names, units, strict=True)}
+        return found | dict.fromkeys((*self.steady, f"{self.decays}A_log", f"{self.decays}dt_bias"), (each,))
+
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         sizes = self.keys, self.keys, self.values, self.values
         yield from ((name, (n, hidden, False)) for name, n in zip(self.inputs, sizes, strict=True))
@@ -191,10 +229,10 @@ class ApartDelta(GatedDelta):
 class KimiDelta:
     """Kimi Delta Attention (arXiv 2510.26692): a decay for each channel of a key; decays and gates are of low rank.
 
-    heads, dim: of queries, keys and values alike. width: of the convolutions.
+    number, dim: of heads of queries, keys and values alike. width: of the convolutions.
     """
 
-    heads: int
+    number: int
     dim: int
     width: int
 
@@ -209,7 +247,25 @@ class KimiDelta:
     @property
     def values(self) -> int:
         """Numbers of all heads of a token."""
-        return self.heads * self.dim
+        return self.number * self.dim
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"heads of delta attention": self.number}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, number=self.number // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.number, self.dim
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        whole = *self.inputs, *self.convs, *self.behind, f"{self.decays}dt_bias"
+        found: dict[str, Pieces] = dict.fromkeys(whole, ((self.number, self.dim),))
+        return found | dict.fromkeys((self.steady[0], f"{self.decays}A_log"), ((self.number, 1),))
 
     @property
     def convs(self) -> dict[str, int]:
@@ -219,7 +275,7 @@ class KimiDelta:
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         """As `GatedDelta.linears`."""
         yield from ((name, (self.values, hidden, False)) for name in self.inputs)
-        yield from zip(self.steady, ((n, hidden, False) for n in (self.heads, self.dim, self.dim)), strict=True)
+        yield from zip(self.steady, ((n, hidden, False) for n in (self.number, self.dim, self.dim)), strict=True)
         yield from ((name, (self.values, self.dim, False)) for name in self.behind)
         yield self.out, (hidden, self.values, False)
 
@@ -227,13 +283,13 @@ class KimiDelta:
     def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
         """As `GatedDelta.tensors`."""
         shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
-        shapes |= {f"{self.decays}A_log": (1, 1, self.heads, 1), f"{self.decays}dt_bias": (self.values,)}
+        shapes |= {f"{self.decays}A_log": (1, 1, self.number, 1), f"{self.decays}dt_bias": (self.values,)}
         return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.dim,)}).items()}
 
     @classmethod
     def parse(cls, fields: Fields) -> "KimiDelta":
         return cls(
-            heads=fields.integer("linear_num_heads", high=4096),
+            number=fields.integer("linear_num_heads", high=4096),
             dim=fields.integer("linear_head_dim", high=1024),
             width=_width(fields, "linear_conv_kernel_dim"),
         )
@@ -249,6 +305,23 @@ class ShortConv:
 
     title, inputs, out = "convolution", ("conv.in_proj",), "conv.out_proj"
     steady = unrounded = ()
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"channels of the convolution": self.size}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, size=self.size // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.size, 1
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        one = (self.size, 1)
+        return {self.inputs[0]: (one,) * 3, "conv.conv.weight": (one,), "conv.conv.bias": (one,)}
 
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         """As `GatedDelta.linears`."""
@@ -269,12 +342,12 @@ class ShortConv:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba:
-    """Mamba2 as Nemotron-H has it: `heads` of `size` numbers, B and C of `n` numbers for each of `groups`.
+    """Mamba2 as Nemotron-H has it: a `number` of heads of `size` numbers, B and C of `n` numbers for each of `groups`.
 
     width: of the convolution; conv_bias: its own. bias: of the linears. dt_min: the least step.
     """
 
-    heads: int
+    number: int
     size: int
     groups: int
     n: int
@@ -287,9 +360,28 @@ class Mamba:
     steady = unrounded = ()
 
     @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"Mamba-2 heads": self.number, "groups of Mamba-2 heads": self.groups}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, number=self.number // ranks, groups=self.groups // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.number, self.size
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        x, group, each = (self.number, self.size), (self.groups, self.n), (self.number, 1)
+        found: dict[str, Pieces] = {self.inputs[0]: (x, x, group, group, each), "mixer.norm.weight": (x,)}
+        found |= dict.fromkeys(("mixer.conv1d.weight", "mixer.conv1d.bias"), (x, group, group))
+        return found | dict.fromkeys(("mixer.A_log", "mixer.D", "mixer.dt_bias"), (each,))
+
+    @property
     def inner(self) -> int:
         """Numbers of all heads of a token."""
-        return self.heads * self.size
+        return self.number * self.size
 
     @property
     def channels(self) -> int:
@@ -298,7 +390,7 @@ class Mamba:
 
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         """As `GatedDelta.linears`: output gates | x | B | C | steps."""
-        yield self.inputs[0], (self.inner + self.channels + self.heads, hidden, self.bias)
+        yield self.inputs[0], (self.inner + self.channels + self.number, hidden, self.bias)
         yield self.out, (hidden, self.inner, self.bias)
 
     @property
@@ -306,7 +398,7 @@ class Mamba:
         """As `GatedDelta.tensors`."""
         shapes: dict[str, Shape] = {"conv1d.weight": (self.channels, 1, self.width), "norm.weight": (self.inner,)}
         shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
-        shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.heads,))
+        shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.number,))
         return {f"mixer.{name}": (shape, FLOATS) for name, shape in shapes.items()}
 
     @classmethod
@@ -321,7 +413,7 @@ class Mamba:
         if not given or high not in (float("inf"), {"__float__": "Infinity"}):
             raise ValueError(f"time_step_limit is {short(limit)}; it must be two numbers, 0 to 1 and infinity")
         return cls(
-            heads=heads,
+            number=heads,
             size=fields.integer("mamba_head_dim", high=1024),
             groups=groups,
             n=fields.integer("ssm_state_size", high=1024),
@@ -348,7 +440,8 @@ class NoMixer:
         return {}
 
 
-Mixer = GatedDelta | KimiDelta | Mamba | ShortConv | NoMixer
+RecurrentMixer = GatedDelta | KimiDelta | Mamba | ShortConv
+Mixer = RecurrentMixer | NoMixer
 Mixers = tuple[Mixer | None, ...]  # of each layer; None: attention
 
 
