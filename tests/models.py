@@ -375,8 +375,18 @@ VARIANTS |= {
         },
     ),
 }  # fmt: skip
+VARIANTS["nemotron_h"] = (
+    "NemotronH",
+    {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2, "n_routed_experts": 6,
+        "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32,
+        "num_hidden_layers": None, "rms_norm_eps": None,
+    },
+)  # fmt: skip
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "olmo_hybrid"]
-HYBRIDS += ["kimi_linear"]
+HYBRIDS += ["kimi_linear", "nemotron_h"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]

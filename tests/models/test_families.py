@@ -40,6 +40,7 @@ NEW = [
     "lfm2_moe",
     "olmo_hybrid",
     "kimi_linear",
+    "nemotron_h",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -91,6 +92,22 @@ IDLE = {
     "block_multiple_of": {"lfm2_bias"},
     "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa", "kimi_linear"},  # mlp_layer_types says which layers
     "head_dim": {"kimi_linear"},  # transformers overwrites it
+    **{
+        key: {"nemotron_h"}
+        for key in (
+            "chunk_size",
+            "expand",
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "num_logits_to_keep",
+            "rescale_prenorm_residual",
+            "use_mamba_kernels",
+            "moe_shared_expert_overlap",
+            "mtp_layers_block_type",
+            "n_shared_experts",
+        )
+    },
     **{f"linear_{key}": {"olmo_hybrid"} for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
     **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts

@@ -61,7 +61,7 @@ def decoded_into(hf: Any, path: Path, variant: str, bits: int) -> Any:
     """The transformers model with every weight in codes replaced by what they stand for."""
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         for layer in {name.removesuffix(".codes") for name in checkpoint.names if name.endswith(".codes")}:
-            target = layer.replace("block_sparse_moe", "mlp")
+            target = layer.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
             if ".experts." not in layer:
                 fields = {
                     n: checkpoint.tensor(f"{layer}.{n}")

@@ -37,7 +37,7 @@ from onegraph.formats.rotated import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
-from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
+from onegraph.models.wrapper import RenamedCheckpoint, TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
 from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
@@ -373,10 +373,11 @@ class _Run:
         if isinstance(checkpoint, TextCheckpoint):
             told, tensors = checkpoint.whole_config(config), checkpoint.all_tensors(tensors)
             config = told["quantization_config"]
-            checkpoint = checkpoint.whole
         else:
             told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
             told["quantization_config"] = config
+            tensors = checkpoint.all_tensors(tensors) if isinstance(checkpoint, RenamedCheckpoint) else tensors
+        checkpoint = checkpoint.whole if isinstance(checkpoint, RenamedCheckpoint) else checkpoint
         about = {"format": found.format, "source": source_of(checkpoint), **about, "versions": versions()}
         card = Card(
             plan=found,

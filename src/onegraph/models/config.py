@@ -16,7 +16,7 @@ from onegraph.models.families import FAMILIES, MISSING, ArchSpec, Norms
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.heads import Heads
 from onegraph.models.latent_config import Latent
-from onegraph.models.mixers import Mixers
+from onegraph.models.mixers import Mixers, NoMixer
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
@@ -194,6 +194,8 @@ class LlamaConfig:
     def norms_at(self, layer: int) -> Norms:
         """RMSNorms of a block."""
         others = self.traits.mixer_norms
+        if isinstance(self.mixers[layer], NoMixer):
+            return Norms(None, None, self.traits.norms.attention_in, None)
         return self.traits.norms if others is None or self.mixers[layer] is None else others
 
     @property
@@ -203,7 +205,11 @@ class LlamaConfig:
         if self.latent is not None:
             return self.latent.front
         joined = self.traits.joined
-        return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
+        return ("self_attn.qkv_proj",) if joined else self.traits.names.qkv
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.traits.single or isinstance(self.mixers[layer], NoMixer)
 
     def qkv_at(self, layer: int) -> tuple[str, ...]:
         """Those of `qkv` that a layer has."""
@@ -271,7 +277,7 @@ class LlamaConfig:
         single: list[str] = []
         for i in range(self.layers):
             prefix, routed, mixer = self.prefix(i), self.routed_at(i), self.mixers[i]
-            attention, inside, mlp = *self._attention_parts(i), self._mlp_parts(i)
+            (attention, inside), mlp = self._attention_parts(i), self._mlp_parts(i) if self.feeds(i) else {}
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
             own |= {f"{name}.weight": ((d,), FLOATS) for name in self.norms_at(i) if name is not None}
@@ -345,7 +351,7 @@ class LlamaConfig:
             return rf"\.({'|'.join(map(re.escape, names))})$"
 
         found = {"embedding": Component(("embed",), r"embed_tokens$")}
-        for mixer in dict.fromkeys((None, *self.mixers)):
+        for mixer in dict.fromkeys((None, *(each for each in self.mixers if not isinstance(each, NoMixer)))):
             sides, out = (self.qkv, self.traits.names.out) if mixer is None else (mixer.inputs, mixer.out)
             blocks = [str(i) for i, each in enumerate(self.mixers) if each == mixer]
             title, front = ("attention", "qkv") if mixer is None else (mixer.title, "in")

@@ -3,6 +3,7 @@
 Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,12 +36,13 @@ AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernor
 
 
 class Names(NamedTuple):
-    """How files call the rest of a block, and the final norm: the linear behind attention, the norms of each head of
-    queries and of keys, the MLP's linears."""
+    """How files call the rest of a block, and the final norm: queries, keys and values, the linear behind attention,
+    norms of each head of queries and of keys, the MLP's linears."""
 
+    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     norm: str = "model.norm"
 
@@ -52,6 +54,14 @@ _LFM2 = Names(
     gate_up=("feed_forward.w1", "feed_forward.w3"),
     down="feed_forward.w2",
     norm="model.embedding_norm",
+)
+
+
+_NEMOTRON = Names(
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
 )
 
 
@@ -68,7 +78,8 @@ class ArchSpec:
             their weights less 1, q_norm's and k_norm's too.
         head_norm: RMSNorm of each head of q and k; whole_norm: of all heads of q together, and of k.
         sinks: each head has one more logit.
-        gelu: the MLP's gate is GeLU by tanh, not SiLU.
+        gelu: the MLP's gate is GeLU by tanh, not SiLU. relu2: it has none, and the square of relu.
+        single: a block is an MLP (`mixers.NoMixer`), or attention or a recurrent layer without one.
         joined: files hold q, k and v as one linear, and gate and up as one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
@@ -103,6 +114,8 @@ class ArchSpec:
     whole_norm: bool = False
     sinks: bool = False
     gelu: bool = False
+    relu2: bool = False
+    single: bool = False
     joined: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
@@ -195,7 +208,6 @@ MISSING = {
         ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
     ),
     "deepseek_v2": "experts chosen by softmax in groups",
-    "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
     "mamba2": "Mamba-2 layers",
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
@@ -495,7 +507,43 @@ FAMILIES: dict[str, ArchSpec] = {
             "moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,), "mla_use_nope": (True,),
             "use_grouped_topk": (True,),
         },
-        renames=((r"\.block_sparse_moe\.", ".mlp."),),
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.self_attn\.(f_[ab]_proj|dt_bias|A_log)\b", r".self_attn.forget_gate.\1"),
+        ),
+    ),
+    "nemotron_h": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
+            "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
+            "time_step_limit": [0.0, math.inf], "use_conv_bias": True, "n_routed_experts": 8, "norm_topk_prob": True,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+        },
+        windows=windows.beside_mixers,
+        norms=Norms("norm", None, None, None),
+        relu2=True,
+        single=True,
+        rope="never",
+        names=_NEMOTRON,
+        eps="layer_norm_epsilon",
+        mixers=mixers.single,
+        keys=keys.nemotron_h,
+        fixed={
+            "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "mamba_ssm_cache_dtype": ("float32",),
+            "residual_in_fp32": (False,), "mlp_bias": (False,), "mamba_proj_bias": (False,),
+        },
+        idle=(
+            "chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
+            "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap", "mtp_layers_block_type",
+            "mtp_hybrid_override_pattern", "n_shared_experts", "norm_eps",
+        ),
+        renames=(
+            (r"^backbone\.", "model."),
+            (r"^model\.embeddings\b", "model.embed_tokens"),
+            (r"^model\.norm_f\b", "model.norm"),
+        ),
+        **_BIASED,
     ),
     "qwen2_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),

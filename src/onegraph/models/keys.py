@@ -59,6 +59,27 @@ def kimi_linear(config: Config) -> Config:
     return found
 
 
+_BLOCKS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+_FORMER = {"mamba": LINEAR, "attention": FULL}  # names of kinds before transformers 5
+
+
+def nemotron_h(config: Config) -> Config:
+    """layers_block_type from hybrid_override_pattern, whose length num_hidden_layers is."""
+    found = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
+    pattern, kinds = config.get("hybrid_override_pattern"), found.get("layers_block_type")
+    if isinstance(kinds, list):
+        found["layers_block_type"] = [_FORMER.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if pattern is not None:
+        if not isinstance(pattern, str) or not pattern or set(pattern) - {*_BLOCKS}:
+            raise ValueError(f"hybrid_override_pattern is {short(pattern)}; it must be made of {' '.join(_BLOCKS)}")
+        found = _merged(found, {"layers_block_type": [_BLOCKS[each] for each in pattern]})
+    elif kinds is None:
+        found |= {"layers_block_type": [LINEAR, "moe", FULL, "mlp"], "num_hidden_layers": 4}  # the class default
+    if isinstance(found["layers_block_type"], list):
+        found.setdefault("num_hidden_layers", len(found["layers_block_type"]))
+    return found
+
+
 def _numbered(inner: Config, layers: object) -> list[str]:
     """The kind of each layer from two lists of numbers that begin at 1."""
     full, others = (_numbers(inner.get(key)) for key in ("full_attn_layers", "kda_layers"))

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
-from onegraph.models.blocks import Block, build_block, build_per_layer, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_layer, norm_weight, rotary_tables
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import check_ranks, head_part, share_of
-from onegraph.nn.attention import Attend, CausalAttention, PagedCache
+from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
@@ -63,7 +63,7 @@ class Llama(nn.Module):
         *,
         config: LlamaConfig,
         embed: Embedding,
-        blocks: list[Block],
+        blocks: list[Block | HalfBlock],
         norm: Tensor,
         lm_head: Linear,
         dtype: torch.dtype,
@@ -81,7 +81,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
-        link_indexers(block.attention for block in blocks)
+        link_indexers(block.attention for block in blocks if block.attention is not None)
         self.eval()
 
     @property
@@ -136,7 +136,7 @@ class Llama(nn.Module):
             embed = loader.embedding(device, embed_scale(config, dtype))
             lm_head = loader.head(embed, device, part)  # the largest: what it needs while it is read is free for blocks
             loader.forget()
-            blocks = []
+            blocks: list[Block | HalfBlock] = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused, peer=peer))
                 loader.forget()
@@ -262,7 +262,7 @@ class Llama(nn.Module):
     @property
     def recurrent(self) -> list[Recurrent]:
         """The layers that do not attend, in order."""
-        layers = (block.get_submodule("attention") for block in self.blocks)
+        layers = (getattr(block, "attention", None) for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Recurrent)]
 
     def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache | LatentCache], **sizes: Any) -> HybridCache:
@@ -309,7 +309,8 @@ def biased_layers(model: Llama) -> list[int]:
     source = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 1, config.hidden_size, generator=source).to(model.device, model.dtype)
     found = []
-    for i, block in enumerate(model.blocks):
+    attending = (block for block in model.blocks if isinstance(getattr(block, "attention", None), Attention))
+    for i, block in enumerate(attending):
         qkv: Tensor = block.get_submodule("qkv")(Stream(x))[0]
         keys = qkv.float()[:, 0, -2 * heads * d : -heads * d].unflatten(1, (heads, d))
         bias = keys.mean(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -160,11 +161,12 @@ class RenamedCheckpoint(Checkpoint):
     """A checkpoint under its family's names.
 
     Attributes:
-        whole: the checkpoint as it is on disk. stored: a tensor's own name -> its name there.
+        whole: the checkpoint as it is on disk. stored: a tensor's own name -> its name there. rest: names of tensors
+            that are not the model's.
     """
 
     def __init__(self, whole: Checkpoint, config: dict[str, Any], stored: Mapping[str, str]) -> None:
-        self.whole, self.stored = whole, stored
+        self.whole, self.stored, self.rest = whole, stored, list[str]()
         super().__init__(whole.path, config, {name: whole.info(there) for name, there in stored.items()})
 
     def close(self) -> None:
@@ -177,19 +179,38 @@ class RenamedCheckpoint(Checkpoint):
         self.info(name)
         return self.whole._read(self.stored[name], dtype)
 
+    def stored_name(self, name: str) -> str:
+        """Of a layer or tensor, the name that it would have there: that of what is beside it, part by part."""
+        parts = name.split(".")
+        return ".".join(self._parts.get(".".join(parts[: i + 1]), part) for i, part in enumerate(parts))
+
+    @cached_property
+    def _parts(self) -> dict[str, str]:
+        """The last part of each beginning of an own name -> what it is there."""
+        found: dict[str, str] = {}
+        for own, there in self.stored.items():
+            parts, others = own.split("."), there.split(".")
+            if len(parts) == len(others):
+                found |= {".".join(parts[: i + 1]): other for i, other in enumerate(others)}
+        return found
+
+    def all_tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """What a whole checkpoint holds whose tensors are `own`, by the names that files have."""
+        for name, tensor in own:
+            yield self.stored.get(name) or self.stored_name(name), tensor
+        for name in self.rest:
+            yield name, self.whole.tensor(name)
+
 
 class TextCheckpoint(RenamedCheckpoint):
-    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names.
-
-    Attributes:
-        rest: names of tensors that are not the text model's.
-    """
+    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names."""
 
     def __init__(self, whole: Checkpoint) -> None:
-        self.rest = [name for name in whole.names if is_other(name)]
-        apart = set(self.rest)
+        rest = [name for name in whole.names if is_other(name)]
+        apart = set(rest)
         stored = {family_name(name): name for name in whole.names if name not in apart}
         super().__init__(whole, dict(text_config(whole.config)), stored)
+        self.rest = rest
         bodies = [body for body in _BODIES if any(name.startswith(body) for name in whole.names)]
         self._body = bodies[0] if bodies else "model."
         bare = any(name.startswith("lm_head.") for name in whole.names)
@@ -200,13 +221,6 @@ class TextCheckpoint(RenamedCheckpoint):
         if name == "lm_head" or name.startswith("lm_head."):
             return self._head[: -len("lm_head.")] + name
         return re.sub(r"^model\.", self._body, name)
-
-    def all_tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What a whole multimodal checkpoint holds whose text model has the tensors `own`."""
-        for name, tensor in own:
-            yield self.stored.get(name) or self.stored_name(name), tensor
-        for name in self.rest:
-            yield name, self.whole.tensor(name)
 
     def whole_config(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of that checkpoint. `quantization` is by the text model's names, which are those of `layers`

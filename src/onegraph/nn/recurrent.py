@@ -15,6 +15,7 @@ from onegraph.nn.linear import Linear
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.gated_delta import gated_delta
 from onegraph.ops.linear import linear, normed_linear
+from onegraph.ops.mamba2 import mamba2
 from onegraph.ops.short_conv import short_conv
 
 WAITING = 8  # records of a gated delta rule that may wait until they are applied to the state
@@ -150,6 +151,68 @@ class KimiDeltaAttention(GatedDeltaNet):
         out: Tensor = gated_delta(
             qkv, z, b, a, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
             rows.slots, rows.positions, rows.counts, WAITING, True,
+        )  # fmt: skip
+        return out
+
+
+class Mamba2Mixer(Recurrent):
+    """Mamba2 (Dao and Gu, arXiv 2405.21060) behind a convolution, with an output gate and norm: `ops.mamba2.mamba2`.
+
+    Args:
+        heads: their number, and the size of x of one. groups: of B and C, and the size of either.
+        conv: weight [channels, width]; bias: [channels] or None. a_log, dt_bias, skip: float32 [heads].
+        norm: weight [heads size]; eps: its own. dt_min: the least step.
+
+    It is called with gates | x | B | C | steps.
+    """
+
+    conv: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        heads: tuple[int, int],
+        groups: tuple[int, int],
+        conv: Tensor,
+        bias: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        norm: Tensor,
+        eps: float,
+        dt_min: float,
+    ) -> None:
+        super().__init__()
+        self.index, self.heads, self.groups, self.eps, self.dt_min = index, heads, groups, eps, dt_min
+        tensors = {"conv": conv, "bias": bias, "a_log": a_log, "dt_bias": dt_bias, "skip": skip, "norm": norm}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """As `GatedDeltaNet.state`, of B and dt x."""
+        (heads, size), (groups, n), (channels, width) = self.heads, self.groups, self.conv.shape
+        depth = WAITING + MAX_TOKENS
+        return [
+            ((width - 1 + MAX_TOKENS, channels), dtype),
+            ((heads, size, n), torch.float32),
+            ((heads,), torch.int32),
+            ((depth, groups, n), torch.float32),
+            ((depth, heads, size), torch.float32),
+            ((depth, heads, 1), torch.float32),
+        ]
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        heads, size = self.heads
+        z, xbc, dt = inputs[0].split((heads * size, len(self.conv), heads), dim=2)
+        out: Tensor = mamba2(
+            xbc, z, dt, self.conv, self.bias, self.a_log, self.dt_bias, self.skip, self.norm, self.eps, *state,
+            rows.slots, rows.positions, rows.counts, WAITING, self.dt_min,
         )  # fmt: skip
         return out
 
