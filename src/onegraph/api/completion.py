@@ -73,11 +73,12 @@ class StopTexts:
     """Passes text on up to the first of `stops`, holding back what may be the beginning of one.
 
     The first is the one that is complete first: then how the text is cut makes no difference. least: of so many pushes,
-    a token's text each, all passes.
+    a token's text each, all passes. met: the one that was met.
     """
 
     def __init__(self, stops: Sequence[str], least: int = 0) -> None:
         self.stops, self._least = tuple(stops), least
+        self.met: str | None = None
         self._held = ""
 
     def push(self, text: str, final: bool) -> tuple[str, bool]:
@@ -86,7 +87,8 @@ class StopTexts:
             self._least -= 1
             return text, False
         text = self._held + text
-        if found := [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]:
+        if found := [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]:
+            self.met = min(found)[2]
             return text[: min(found)[1]], True
         keep = 0 if final else max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]

@@ -172,7 +172,8 @@ class LLM:
             )
         if gpus > 1 and str(device) not in ("auto", "cuda"):
             name = "pipeline_parallel_size" if split == "layer" else "tensor_parallel_size"
-            raise ValueError(f"{name}: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
+            cure = "leave it out: a CPU runs the whole model" if str(device) == "cpu" else "allowed is auto or cuda"
+            raise ValueError(f"{name}: got {gpus} on the device {device}; {cure}; GPUs are counted from cuda:0 on")
         located = locate(model, option="model")
         self.path = located.name
         self.device = pick_device(device)

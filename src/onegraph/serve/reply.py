@@ -88,7 +88,8 @@ class Reply:
         content = {key: said | {"content": text if text or "tool_calls" not in said else None}}
         tokens = [token for piece in pieces for token in piece.logprobs]
         told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens and self.asked.told else None
-        return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, "finish_reason": finish}
+        ended = {"finish_reason": finish} | ({} if last.stop is None else {"stop_reason": last.stop})  # vLLM's
+        return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, **ended}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         about = b', "usage": ' + dumps(usage) if self.asked.usage else b""

@@ -47,8 +47,8 @@ class Echo:
 
 @dataclass(frozen=True)
 class Piece:
-    """What an answer got: text, and from how many tokens; the last one says why it ended. logprobs: of these tokens,
-    where they are asked for."""
+    """What an answer got: text, and from how many tokens; the last one says why it ended, and at which stop text.
+    logprobs: of these tokens, where they are asked for."""
 
     index: int
     text: str = ""
@@ -56,6 +56,7 @@ class Piece:
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
     logprobs: tuple[TokenText, ...] = ()
+    stop: str | None = None
 
     @property
     def last(self) -> bool:
@@ -167,7 +168,7 @@ class Writer:
             finish: Literal["stop", "length"] | None = "stop" if met else None
             if final and finish is None:
                 finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
-            piece = Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs)
+            piece = Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs, stop=answer.stops.met)
             told.append((answer, piece if echo is None else _behind(echo, echoed, piece)))
             if met and not final:
                 stopped.append(answer)
