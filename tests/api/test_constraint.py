@@ -140,7 +140,7 @@ def test_a_grammar_may_name_control_tokens_by_id(constraints: Constraints, token
     for token, text in ((*tokenizer.encode("a"), "a"), (mark, "a mark")):
         assert allowed(constraint, tokenizer.vocab_size) == {token}, text
         constraint.take(token)
-    with pytest.raises(ArgumentError, match="^grammar: "):
+    with pytest.raises(ArgumentError, match=r"^grammar: "):
         constraints(SamplingParams(grammar="start: nothing\n"))
     with pytest.raises(ArgumentError, match="grammar: got one beside regex; allowed is one of the two"):
         SamplingParams(grammar='start: "a"', regex="a")
