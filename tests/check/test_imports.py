@@ -1,11 +1,11 @@
 """What a check imports: no slow module that its step has no use for, and those that come late come as they are."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import in_copies
 
 from onegraph.check.simulate.imports import when_imported
 
@@ -83,20 +83,6 @@ assert torch._dynamo.eval_frame._stance.stance == "default", "the stance outlive
 print(report.verdict.name, [f.code for f in report.findings])
 """
 
-COPIES = """
-import os, sys
-import torch
-for program, *words in {programs!r}:
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        sys.argv = ["-c", *words]
-        exec(compile(program, "<program>", "exec"), {{"__name__": "__main__"}})
-        sys.exit()
-    _, status = os.waitpid(pid, 0)
-    print("== ended with", os.waitstatus_to_exitcode(status))
-"""
-
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -106,12 +92,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / f"{name}.py").write_text(text)
     programs = [(MEASURE, f"{folder}/steps.py:decode")]
     programs += [(CHECK_LATE, f"{folder}/late.py", name) for name in ("late", "saved")]
-    done = subprocess.run(
-        [sys.executable, "-c", COPIES.format(programs=programs)], text=True, capture_output=True, timeout=300
-    )
-    *outputs, rest = done.stdout.split("== ended with 0\n")
-    assert (len(outputs), rest) == (3, ""), done.stdout + done.stderr
-    return dict(zip(("measure", "late", "saved"), outputs, strict=True))
+    return dict(zip(("measure", "late", "saved"), in_copies(programs), strict=True))
 
 
 def test_a_check_imports_no_slow_module(printed: dict[str, str]) -> None:

@@ -74,6 +74,7 @@ class Running:
         self.process = subprocess.Popen([*limited, *command], stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         assert self.process.stderr.readline() == f"loading {model}\n"
+        assert self.process.stderr.readline().startswith("memory: weights ")
         line = self.process.stderr.readline()
         assert line.startswith("serving "), line + self.process.stderr.read()
         self.url = line.split()[-1]

@@ -23,6 +23,7 @@ from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
+from onegraph.api.memory import Memory, needed_memory
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import is_index, require, require_callable, require_count, require_flag
 from onegraph.engine.engine import Engine
@@ -86,8 +87,9 @@ class LLM:
         kv_cache_dtype: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/guides/long-context.md), or "fp8" for
             DeepSeek-V4.
         kv_cache_tokens: number of tokens in the KV cache, which is allocated now (default: max_num_seqs x
-            max_model_len, and more for short sequences of a quantized cache). If they run out, the youngest sequence
-            is preempted.
+            max_model_len, and more for short sequences of a quantized cache; fewer, at least max_model_len, where
+            those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).
+            If they run out, the youngest sequence is preempted.
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
             layers of DeepSeek-V4, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays the same, up to
             near-ties of rounding (docs/guides/speculative-decoding.md).
@@ -102,7 +104,8 @@ class LLM:
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures on a GPU.
         tokenizer: the checkpoint's own, if it was read already.
-        progress: called as progress("loading", bytes read, total bytes).
+        progress: called as progress("loading", bytes read, total bytes). on_memory: called with the `Memory` that
+            weights and cache will take, before they are loaded (not for DeepSeek-V4).
         gpus, split: deprecated: tensor_parallel_size, pipeline_parallel_size.
 
     Attributes:
@@ -144,6 +147,7 @@ class LLM:
         capture: bool | Literal["split"] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
+        on_memory: Callable[[Memory], object] | None = None,
         gpus: int | None = None,
         split: Split | None = None,
     ) -> None:
@@ -165,6 +169,7 @@ class LLM:
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)
+        require_callable("on_memory", on_memory)
         if speculative is None and num_speculative_tokens != "auto":
             raise ValueError(
                 f"num_speculative_tokens: got {num_speculative_tokens} without speculative; give a method, such as "
@@ -196,6 +201,15 @@ class LLM:
                 )
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
             self.sampling_defaults = SamplingDefaults.of(checkpoint)
+            memory = needed_memory(
+                checkpoint, self.device, self.dtype, held, setting, rows=max_num_seqs, context=max_model_len,
+                tokens=kv_cache_tokens, gpus=gpus,
+            )  # fmt: skip
+            if memory is not None:
+                if on_memory is not None:
+                    on_memory(memory)
+                if memory.tokens < max_num_seqs * max_model_len:
+                    kv_cache_tokens = memory.tokens
             decoder = load_decoder(
                 checkpoint,
                 self.device,

@@ -90,7 +90,7 @@ def add_parser(commands: Any) -> None:
         "--kv-cache-tokens",
         type=number(int, 1, 1 << 30),
         metavar="N",
-        help="number of tokens in the KV cache [max-num-seqs x max-model-len]",
+        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
     )
     parser.add_argument(
         "--queue",
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
             "max_model_len": args.max_model_len,
             "kv_cache_tokens": args.kv_cache_tokens,
         }
-        llm = load(args, **sizes, **place)
+        llm = load(args, **sizes, **place, on_memory=remark)
         name = args.served_model_name or Path(os.path.abspath(args.model)).name  # of '.', too
         host, port = socket.getsockname()[:2]
 
