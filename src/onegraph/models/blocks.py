@@ -119,7 +119,7 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else SwiGLU()
-        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
+        linear = loader.adapted(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
         down = ResidualLinear(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
@@ -130,7 +130,7 @@ def build_block(
         out = ResidualLinear(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
         return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
-    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    linear = loader.adapted(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
     out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
