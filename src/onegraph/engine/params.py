@@ -44,6 +44,7 @@ class SamplingParams:
         json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer
             matches this regular expression. grammar: the answer matches this grammar, in llguidance's dialect of Lark.
             At most one of the three; needs llguidance.
+        adapter: name of a LoRA adapter that the model was loaded with; None for the model itself.
     """
 
     max_tokens: int | None = None
@@ -65,6 +66,7 @@ class SamplingParams:
     json_schema: dict[str, object] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, fine: bool, allowed: str) -> None:
@@ -112,6 +114,7 @@ class SamplingParams:
             raise ArgumentError("logit_bias", f"logit_bias: got {count} tokens{held}; allowed are {MAX_BIASES}")
         check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
         check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
+        check("adapter", self.adapter is None or isinstance(self.adapter, str), "the name of an adapter, or None")
         check("grammar", self.grammar is None or isinstance(self.grammar, str), "a Lark grammar")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:

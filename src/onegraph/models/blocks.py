@@ -153,7 +153,7 @@ def build_block(
 
     def mlp() -> MLP:
         gate = GeGLU() if config.traits.gelu else ReLU2() if config.traits.relu2 else SwiGLU()
-        linear = loader.linear(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
+        linear = loader.adapted(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
         down = ResidualLinear(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
@@ -174,7 +174,7 @@ def build_block(
         out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
         return whole(inputs, recurrent, out)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
-    linear = loader.linear(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
+    linear = loader.adapted(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
     out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps

@@ -7,9 +7,10 @@ launch follows from its format (`nn/block.py`): in E8P a layer is five ops, qkv 
 residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.adapters import read_adapters
 from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_layer, norm_weight, rotary_tables
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
@@ -28,6 +30,7 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
 from onegraph.nn.latent import LatentCache, link_indexers
 from onegraph.nn.linear import Linear
+from onegraph.nn.lora import Adapters
 from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer
 from onegraph.nn.recurrent import Recurrent
@@ -51,6 +54,7 @@ class Llama(nn.Module):
         dense_attention: attends over whole sequences without a cache.
         peer: what this rank exchanges through where it has a share of every layer (`models/ranks.py`); None of a whole
             model. head_unit: rows of the head that stay together where ranks share it, None where each has all.
+        adapters: LoRA additions to its linears, None for none.
     """
 
     norm: Tensor
@@ -72,9 +76,10 @@ class Llama(nn.Module):
         peer: Peer | None = None,
         head_unit: int | None = None,
         per_layer: PerLayer | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
-        self.per_layer = per_layer
+        self.per_layer, self.adapters = per_layer, adapters
         self.peer, self.head_unit = peer, head_unit
         self.config, self.dtype, self.max_context, self.fused = config, dtype, max_context, fused
         self.embed = embed
@@ -100,6 +105,7 @@ class Llama(nn.Module):
         held: Held | None = None,
         fused: bool = True,
         peer: Peer | None = None,
+        adapters: Mapping[str, Path] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
         """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
@@ -114,6 +120,7 @@ class Llama(nn.Module):
             held: what a CPU holds linears in instead, with activations in float32: see `Loader`.
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             peer: load this rank's share of every layer.
+            adapters: directories of LoRA adapters by name (`models/adapters.py`).
             progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
@@ -124,6 +131,8 @@ class Llama(nn.Module):
         everything = device.type == "cpu" if decode is None else decode
         loader = Loader(checkpoint, config, dtype, decode=everything, held=held, ahead=peer is None)
         loader.check()
+        if adapters:
+            loader.adapters = read_adapters(adapters, config.family_name)
         if peer is not None:
             check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count
@@ -140,7 +149,10 @@ class Llama(nn.Module):
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused, peer=peer))
                 loader.forget()
+            if loader.adapters is not None:
+                loader.adapters.check()
             return cls(
+                adapters=loader.adapters,
                 config=config,
                 embed=embed,
                 blocks=blocks,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from onegraph.formats.weight import WeightFormat
 from onegraph.nn.linear import ConcatLinear, Linear
+from onegraph.nn.lora import LoraLinear
 from onegraph.nn.peers import Peer
 from onegraph.ops.activation import Gate, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
@@ -165,7 +166,7 @@ class ResidualLinear(nn.Module):
 
     def __init__(
         self,
-        linear: Linear,
+        linear: Linear | LoraLinear,
         *,
         gate: Gate | None = None,
         after: nn.Module | None = None,
@@ -186,6 +187,7 @@ class ResidualLinear(nn.Module):
             return Stream(self.linear(x, add=total, silu=self.silu))
         x = x if self._gated else self.gate(x)
         if self.peer is not None and self._crosses:
+            assert isinstance(self.linear, Linear), "adapters are not shared by ranks"
             return Stream(self.linear.summed(x, self.peer, total, silu=self._gated))
         out = self.linear(x, silu=True) if self._gated else self.linear(x)
         if self.peer is not None:

@@ -130,7 +130,9 @@ class Prompts:
             name = ""
             stops = {*asked.stop_ids, *(() if asked.ignore_eos else lane.tokenizer.stops)}
             form, sampling = self._answer_form(asked)
-            base = llm.sampling_defaults.fill(SamplingParams(stop=sorted(stops), **sampling))
+            adapter = asked.model if asked.model in llm.engine.adapters else None
+            params = SamplingParams(stop=sorted(stops), adapter=adapter, **sampling)
+            base = llm.sampling_defaults.fill(params)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts

@@ -68,12 +68,12 @@ def _teach(module: Any) -> None:
 
 
 def _lora_class() -> type:
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Linear  # type: ignore[import-not-found, unused-ignore]
 
     class CodedLora(Linear):  # type: ignore[misc, valid-type, unused-ignore]
         """peft's layer around a `CodedLinear`. Merged, the base is a dense layer; unmerged, it is the codes again."""
 
-        _coded: CodedLinear | None = None
+        _coded: Any = None  # the base while it is dense
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             base = self.get_base_layer()
