@@ -170,8 +170,8 @@ def build_block(
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
         inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, share=share)
-        linear = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
-        out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
+        back = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
+        out = ResidualLinear(back, after=behind(names.attention_out), fused=fused, peer=peer)
         return whole(inputs, recurrent, out)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
     linear = loader.adapted(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
