@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onegraph.api.auto import settle
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
 from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
@@ -48,6 +51,7 @@ class Plan:
             rounding: of them all but for the model that writes text.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
+        weights: how many are rounded to each rate of a calibrated format.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
             "text". extended: whether the model goes on with the text up to so many tokens.
     """
@@ -77,6 +81,7 @@ class Plan:
     hessians: int
     notes: list[str]
     chosen: bool = False
+    weights: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def left_lines(self) -> list[str]:
@@ -138,7 +143,8 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
         read_text(choices.calibration)  # whether it can be, as `quantize` asks first
     located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
-        found = build_plan(checkpoint, located.name, choices)
+        _, found, line = settle(choices, partial(build_plan, checkpoint, located.name))
+        found = replace(found, notes=[*([line] if line else []), *found.notes])
         if output is not None:
             check_resources(found, Path(output))
     return found
@@ -223,7 +229,20 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
     if _extends(choices, found, work):
         choices, work = replace(choices, extend=True), replace(work, sampled=True)
-    return _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    planned = _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    return replace(planned, weights=_weights(checkpoint, choices, formats, shapes))
+
+
+def _weights(
+    checkpoint: Checkpoint, choices: Choices, formats: Mapping[str, RotatedFormat], shapes: Mapping[str, Sequence[int]]
+) -> dict[int, int]:
+    """Rounded weights by rate, those of the ends with them."""
+    rated = [(format.rate, math.prod(shapes[layer])) for layer, format in formats.items()]
+    for end, rate in ((HEAD, choices.recipe_options.lm_head), (EMBED, choices.recipe_options.embed_tokens)):
+        if rate is not None:
+            tensor = f"{end}.weight" if f"{end}.weight" in checkpoint else f"{EMBED}.weight"  # a tied head
+            rated.append((rate, math.prod(checkpoint.shape(tensor))))
+    return {rate: sum(count for each, count in rated if each == rate) for rate, _ in sorted(rated)}
 
 
 def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
