@@ -565,7 +565,7 @@ def test_nvfp4(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"format": "gguf"}, "format: got 'gguf'; allowed are 'e8p', 'trellis' and 'nvfp4'"),
+        ({"format": "gguf"}, "format: got 'gguf'; allowed are 'e8p', 'trellis', 'nvfp4' and 'auto'"),
         ({"bits": 5}, "bits: got 5; allowed is a number from 2 to 4"),
         ({"recipe": "slow"}, "there is no recipe 'slow'"),
         ({"layers": {"*.nothing": 4}}, "nothing"),

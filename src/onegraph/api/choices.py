@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,9 @@ RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"quick": 24_576, "good": 65_536, "best": 131_072}  # of calibration, as many as the text has
 PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
+AUTO = "auto"  # a format that is chosen by what the others would lose and take (`api/auto.py`)
+PREFER = ("quality", "speed")
+
 End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" is to be chosen, 16 and None keep it
 
 
@@ -31,7 +34,8 @@ class Choices:
     """The options of `quantize`, checked, with what was left open filled in for the device.
 
     extend: whether the model goes on with a text that is too short. budget: what rates are to be chosen within, None
-    where each is given. allotted: rates by layer that were chosen so.
+    where each is given. allotted: rates by layer that were chosen so. either: where the format is to be chosen, the
+    choices with each of those that the options suit; refused: why they do not suit the others; prefer: what counts.
     """
 
     device: torch.device
@@ -46,6 +50,9 @@ class Choices:
     activations: int | None
     budget: Budget | None = None
     allotted: Mapping[str, int] = field(default_factory=dict)
+    either: tuple[Choices, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    prefer: Literal["quality", "speed"] = "quality"
 
     @property
     def sampled(self) -> bool:
@@ -73,11 +80,32 @@ class Choices:
         return dict(self.allotted) | dict(self.layers)
 
 
-def choose(
+def choose(*, format: str = "e8p", prefer: str | None = None, **options: Any) -> Choices:
+    """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
+    formats = *OWN, "nvfp4", AUTO
+    if format not in formats:
+        allowed = f"{', '.join(map(repr, formats[:-1]))} and {AUTO!r}"
+        raise ValueError(f"format: got {format!r}; allowed are {allowed}")
+    require("prefer", prefer, prefer in (None, *PREFER), "'quality', 'speed', or None for quality")
+    if format != AUTO:
+        require("prefer", prefer, prefer is None, f"None unless format is {AUTO!r}, which it decides between")
+        return _choose(format, **options)
+    found, refused = list[Choices](), dict[str, str]()
+    for each in OWN:
+        try:
+            found.append(_choose(each, **options))
+        except ValueError as error:
+            refused[each], last = str(error), error
+    if not found:
+        raise last
+    return replace(found[0], either=tuple(found), refused=refused, prefer="speed" if prefer == "speed" else "quality")
+
+
+def _choose(
+    format: str,
     *,
     bits: float | None = None,
     size: int | None = None,
-    format: str = "e8p",
     recipe: str | None = None,
     calibration: Calibration = "bundled",
     num_calibration_tokens: int | None = None,
@@ -92,9 +120,6 @@ def choose(
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
 ) -> Choices:
-    """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
-    if format not in (*OWN, "nvfp4"):
-        raise ValueError(f"format: got {format!r}; allowed are {', '.join(map(repr, OWN))} and 'nvfp4'")
     coded = tuple(OWN[format].formats) if format in OWN else (2, 3, 4)
     rates, told = (*coded, KEEP), ", ".join(map(str, coded))
     fine = isinstance(layers, Mapping | None) and all(isinstance(pattern, str) for pattern in layers or ())

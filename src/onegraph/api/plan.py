@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onegraph.api.auto import settle
 from onegraph.api.budget import Chosen, Layers
 from onegraph.api.calibration import Source, draw, estimated, kind_of, shortage, sources, told
 from onegraph.api.choices import TOKENS, Choices, choose
@@ -49,6 +52,7 @@ class Plan:
             rounding: of them all but for the model that writes text.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
+        weights: how many are rounded to each rate of a calibrated format.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
             "text". extended: whether the model goes on with the text up to so many tokens. text: tokens of each source,
             about where the model has no tokenizer yet; empty before they are drawn. text_lines: that in words, and
@@ -82,6 +86,7 @@ class Plan:
     chosen: bool = False
     text: Mapping[str, int] = field(default_factory=dict)
     text_lines: list[str] = field(default_factory=list)
+    weights: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def left_lines(self) -> list[str]:
@@ -143,7 +148,8 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
     text = sources(choices.calibration, min(choices.sequence, choices.tokens)) if choices.format in OWN else []
     located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
-        found = build_plan(checkpoint, located.name, choices)
+        _, found, line = settle(choices, partial(build_plan, checkpoint, located.name))
+        found = replace(found, notes=[*([line] if line else []), *found.notes])
         if output is not None:
             check_resources(found, Path(output))
         return _with_text(found, checkpoint, choices, text) if text else found
@@ -237,7 +243,20 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
-    return _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    planned = _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    return replace(planned, weights=_weights(checkpoint, choices, formats, shapes))
+
+
+def _weights(
+    checkpoint: Checkpoint, choices: Choices, formats: Mapping[str, RotatedFormat], shapes: Mapping[str, Sequence[int]]
+) -> dict[int, int]:
+    """Rounded weights by rate, those of the ends with them."""
+    rated = [(format.rate, math.prod(shapes[layer])) for layer, format in formats.items()]
+    for end, rate in ((HEAD, choices.recipe_options.lm_head), (EMBED, choices.recipe_options.embed_tokens)):
+        if rate is not None:
+            tensor = f"{end}.weight" if f"{end}.weight" in checkpoint else f"{EMBED}.weight"  # a tied head
+            rated.append((rate, math.prod(checkpoint.shape(tensor))))
+    return {rate: sum(count for each, count in rated if each == rate) for rate, _ in sorted(rated)}
 
 
 def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.auto import settle
 from onegraph.api.budget import AVERAGE
 from onegraph.api.calibration import Calibration, Source, draw, kind_of, shortage, sources, told
 from onegraph.api.card import Card, license_of
@@ -81,6 +82,7 @@ def quantize(
     bits: float | None = None,
     size: int | None = None,
     format: str = "e8p",
+    prefer: str | None = None,
     recipe: str | None = None,
     calibration: Calibration = "bundled",
     num_calibration_tokens: int | None = None,
@@ -109,7 +111,9 @@ def quantize(
             rounding each layer is measured, and each gets a rate, with this average, at the least total cost.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, for both ends too.
         format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
-            memory bandwidth); or "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4.
+            memory bandwidth); "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4; or "auto": e8p or
+            trellis, by estimates of error and speed.
+        prefer: with format "auto": "quality" (default), the least error; "speed", the fastest on this device.
         recipe: "quick" (one pass; default on a CPU), "good" (Hessians of the model's KL, by backward passes; default
             on a GPU), or "best" (tunes scales as well; holds the whole model).
         calibration: "bundled" for the corpus that comes with onegraph; a text; a pathlib.Path to a UTF-8 file, to JSON
@@ -144,6 +148,7 @@ def quantize(
         bits=bits,
         size=size,
         format=format,
+        prefer=prefer,
         recipe=recipe,
         calibration=calibration,
         num_calibration_tokens=num_calibration_tokens,
@@ -159,10 +164,12 @@ def quantize(
         device=device,
     )
     refuse_existing(run.out)
-    text = sources(calibration, min(choices.sequence, choices.tokens)) if format in OWN else []
+    text = sources(calibration, min(choices.sequence, choices.tokens)) if choices.format in OWN else []
     located = locate(model, option="model")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
-        found = build_plan(checkpoint, located.name, choices)
+        choices, found, line = settle(choices, lambda each: build_plan(checkpoint, located.name, each))
+        if line:
+            tell(line)
         check_resources(found, run.out)
         tell(f"quantizing {found}")
         if found.chosen:
@@ -177,17 +184,17 @@ def quantize(
         ) as partial:
             refuse_existing(run.out)  # by a process that held the directory until now
             shutil.rmtree(partial.path / SPILLED, ignore_errors=True)
-            if format == "nvfp4":
+            if choices.format == "nvfp4":
                 made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
                 made = run.own(checkpoint, choices, found, text, partial)
             partial.remove()
     found = made.plan
-    calibrated = format in OWN
+    calibrated = choices.format in OWN
     return Quantization(
         source=found.source,
         output=str(output),
-        format=format,
+        format=choices.format,
         seconds=round(time.perf_counter() - run.started, 1),
         before=found.before,
         after=found.after,

@@ -89,11 +89,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
         "--format",
-        choices=("e8p", "trellis", "nvfp4"),
+        choices=("e8p", "trellis", "nvfp4", "auto"),
         default="e8p",
         help="weight format: e8p; trellis (1 to 8 bits, 25 to 43 percent less error than e8p at the same size on a "
-        "Gaussian source, slower to quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout) "
-        "[e8p]",
+        "Gaussian source, slower to quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout); "
+        "auto (e8p or trellis, by estimates) [e8p]",
+    )
+    parser.add_argument(
+        "--prefer",
+        choices=("quality", "speed"),
+        help="what --format auto decides by: least error, or least time per token on this device [quality]",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
@@ -265,6 +270,7 @@ def run(args: argparse.Namespace) -> int:
         "bits": args.bits,
         "size": args.size,
         "format": args.format,
+        "prefer": args.prefer,
         "recipe": args.recipe,
         "calibration": calibration_of(args.calibration) if args.format != "nvfp4" else "bundled",
         "num_calibration_tokens": args.num_calibration_tokens,
@@ -284,9 +290,9 @@ def run(args: argparse.Namespace) -> int:
         made = quantize(args.source, args.output, progress=shown, on_message=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
-        if args.format == "nvfp4":
-            told |= {"format": "nvfp4"}
-        else:
+        if args.format != "e8p":
+            told |= {"format": made.format}
+        if made.format != "nvfp4":
             told |= {"bits": made.bits, "recipe": made.recipe, "seed": made.seed}
             told |= {"calibration_tokens": made.calibration_tokens, "left": dict(made.left)}
             told |= {"experts": dict(made.experts)} if made.experts else {}
