@@ -35,13 +35,18 @@ TEXT = " ".join(f"w{i}" for i in torch.randint(0, WORDS, (2000,), generator=torc
 
 
 def source(variant: str, path: Path, **sizes: Any) -> Any:
+    hf = save_hf(variant, path, **SIZES | sizes)
+    write_tokenizer(path)
+    return hf
+
+
+def write_tokenizer(path: Path) -> None:
+    """Of the words of TEXT."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    hf = save_hf(variant, path, **SIZES | sizes)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
-    return hf
 
 
 def made(path: Path, **options: Any) -> Quantization:
