@@ -77,7 +77,7 @@ def within(text: str, line: int, column: int) -> Spot | None:
 
 @functools.lru_cache(maxsize=64)
 def tree_of(text: str) -> ast.Module:
-    """The tree of a file's text, the same for every reader. Raises what `ast.parse` raises."""
+    """The tree of a file's text, the same one for every reader. Raises what `ast.parse` raises."""
     return ast.parse(text)
 
 
