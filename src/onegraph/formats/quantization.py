@@ -22,7 +22,7 @@ class _Parser(Protocol):
 
 OWN: dict[str, type[RotatedConfig]] = {each.format: each for each in (E8PConfig, TrellisConfig)}  # written by onegraph
 CURES = {
-    "exl3": "exllamav3's codes are not read; `onegraph quantize --format trellis` makes such codes of the original"
+    "exl3": "exllamav3's codes are not read; quantize the original, e.g. by `onegraph quantize --format trellis`"
 }
 CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, BlocksConfig, Published)  # registration
 
