@@ -249,11 +249,6 @@ def sampling_memory(work: Work, device: torch.device) -> int:
     return (4 if device.type == "cpu" else 2) * (work.parameters + rows * work.sequence * work.cached)
 
 
-def total_memory(device: torch.device) -> int:
-    """Bytes of a GPU, free or not."""
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def spill_bound(device: torch.device) -> int:
     """Bytes of residual streams that `quantize` holds in memory: an eighth of what is free, and 256 MB at least."""
     free = available_memory(device)

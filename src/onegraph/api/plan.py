@@ -15,14 +15,15 @@ import torch
 
 from onegraph.api.auto import settle
 from onegraph.api.budget import Chosen, Layers
-from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
-from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
+from onegraph.api.calibration import Source, draw, estimated, kind_of, shortage, sources, told
+from onegraph.api.choices import TOKENS, Choices, choose
+from onegraph.api.cost import Work, estimate, sampling_memory
 from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
 from onegraph.api.resources import check_resources
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
-from onegraph.api.text import read_text
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.quantization import OWN
@@ -53,7 +54,9 @@ class Plan:
         notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
         weights: how many are rounded to each rate of a calibrated format.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
-            "text". extended: whether the model goes on with the text up to so many tokens.
+            "text". extended: whether the model goes on with the text up to so many tokens. text: tokens of each source,
+            about where the model has no tokenizer yet; empty before they are drawn. text_lines: that in words, and
+            whether it is enough.
     """
 
     source: str
@@ -81,6 +84,8 @@ class Plan:
     hessians: int
     notes: list[str]
     chosen: bool = False
+    text: Mapping[str, int] = field(default_factory=dict)
+    text_lines: list[str] = field(default_factory=list)
     weights: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -117,13 +122,14 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
-        told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
+        told: dict[str, Any] = {}
+        told |= {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "extended": self.extended, "linears": self.linears, "chosen": self.chosen}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
         told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         told |= {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
-        return told | {"notes": self.notes}
+        return told | {"text": dict(self.text), "text_lines": self.text_lines, "notes": self.notes}
 
 
 @renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
@@ -139,15 +145,25 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
     Raises ValueError for what `quantize` would refuse before it begins.
     """
     choices = choose(**options)
-    if choices.format in OWN and isinstance(choices.calibration, Path):
-        read_text(choices.calibration)  # whether it can be, as `quantize` asks first
+    text = sources(choices.calibration, min(choices.sequence, choices.tokens)) if choices.format in OWN else []
     located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
         _, found, line = settle(choices, partial(build_plan, checkpoint, located.name))
         found = replace(found, notes=[*([line] if line else []), *found.notes])
         if output is not None:
             check_resources(found, Path(output))
-    return found
+        return _with_text(found, checkpoint, choices, text) if text else found
+
+
+def _with_text(found: Plan, checkpoint: Checkpoint, choices: Choices, text: Sequence[Source]) -> Plan:
+    """The plan with the tokens of each source, counted where the model's tokenizer is there."""
+    if checkpoint.sidecar("tokenizer.json") is None:
+        counts, notes = estimated(text, choices.tokens), ["calibration: estimated; the model has no tokenizer.json yet"]
+    else:
+        drawn = draw(Tokenizer(checkpoint), text, choices.tokens)
+        counts, notes = dict(drawn.counts), drawn.notes
+    warning = None if choices.extend else shortage(sum(counts.values()), TOKENS[choices.recipe])
+    return replace(found, text=counts, text_lines=[told(counts), *notes, *([warning] if warning else [])])
 
 
 def build_plan(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
@@ -227,8 +243,6 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
-    if _extends(choices, found, work):
-        choices, work = replace(choices, extend=True), replace(work, sampled=True)
     planned = _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
     return replace(planned, weights=_weights(checkpoint, choices, formats, shapes))
 
@@ -256,17 +270,6 @@ def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
         f"note: lm_head and embed_tokens are one matrix here, and with {asked[0]} in codes it is stored beside them; "
         f"with {other} in codes too the model is smaller"
     ]
-
-
-def _extends(choices: Choices, found: Outline, work: Work) -> bool:
-    """Whether the model goes on with the text; where that is left open, with the bundled one on a GPU that it takes no
-    more than three quarters of."""
-    if choices.extend is not None:
-        return choices.extend
-    asked = choices.calibration == "bundled" and choices.device.type == "cuda" and choices.tokens > BUNDLED_LEAST
-    if not (asked and found.own):
-        return False
-    return sampling_memory(work, choices.device) <= 0.75 * total_memory(choices.device)
 
 
 def _refuse_foreign(choices: Choices, why: str) -> None:
@@ -318,7 +321,7 @@ def _plan(
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
-        extended=bool(choices.extend),
+        extended=choices.extend,
         matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
         linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
         left=kept | dict(found.left if found is not None else {}),

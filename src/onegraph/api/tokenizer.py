@@ -156,8 +156,14 @@ class Tokenizer:
         if size > most:
             raise TooLong(f"the prompt has {size} bytes; {max_tokens} tokens stand for {most} bytes at most")
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """The ids of control tokens by their text."""
+        return self._special
+
+    def stream(self, keep: frozenset[int] = frozenset()) -> TextStream:
+        """keep: control tokens that are text in this stream; the others are left out."""
+        return TextStream(self, keep)
 
     def _call(self, name: str, failed: str, size: int, **arguments: Any) -> Any:
         """What the tokenizer's process answers; `size`: bytes that it works on."""
@@ -229,8 +235,9 @@ class Tokenizer:
 class TextStream:
     """Tokens in, text out as soon as it is whole: a character split over tokens waits for its last byte."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, keep: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self.keep = tokenizer, keep
+        self._dropped = frozenset(tokenizer.control_tokens.values()) - keep if keep else frozenset()
         self._ids: list[int] = []
         self._start = self._read = 0  # decoding starts one step back: a token's text may depend on the one before
 
@@ -260,12 +267,14 @@ def advance(tokenizer: Tokenizer, moves: Sequence[tuple[TextStream, Sequence[int
 
     moves: a stream, its next tokens, and whether they are its last. A call that raises changes no stream.
     """
-    texts = tokenizer.decode_all([row for stream, tokens, _ in moves for row in stream._rows(tokens)])
-    pairs = zip(texts[::2], texts[1::2], strict=True)
-    return [
-        stream._take(tokens, before, after, final)
-        for (stream, tokens, final), (before, after) in zip(moves, pairs, strict=True)
-    ]
+    moves = [(stream, [i for i in tokens if i not in stream._dropped], final) for stream, tokens, final in moves]
+    pairs: dict[int, tuple[str, str]] = {}
+    for special in (False, True):
+        some = [at for at, (stream, _, _) in enumerate(moves) if bool(stream.keep) is special]
+        rows = [row for at in some for row in moves[at][0]._rows(moves[at][1])]
+        texts = tokenizer.decode_all(rows, special) if rows else []
+        pairs |= dict(zip(some, zip(texts[::2], texts[1::2], strict=True), strict=True))
+    return [stream._take(tokens, *pairs[at], final) for at, (stream, tokens, final) in enumerate(moves)]
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -2,12 +2,15 @@
 
 import operator
 import secrets
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.arguments import ArgumentError
-from onegraph.engine.choice import Constrain, Constraint
+from onegraph.engine.choice import Constrain, Constraint, token_logprob
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
 
@@ -19,8 +22,10 @@ class Sequence:
     most: tokens of the output at most. read: tokens of prompt and output that are in the cache. to_prefill: how
     many of them prefill reads, set when the sequence is admitted. kept: how many were at its latest snapshot. exact:
     whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
-    needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for. drafts: how
-    they fare, where somebody drafts. cancelled: it ends before the next token. error: why it ended before its time.
+    needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for;
+    prompt_logprobs likewise, of the prompt's tokens from the second on. drafts: how they fare, where somebody drafts.
+    cancelled: it ends before the next token. error: why it ended before its time. adapter: its slot of
+    `nn.lora.Adapters`, 0 for none.
     """
 
     index: int
@@ -38,14 +43,21 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     constraint: Constraint | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     drafts: Acceptance = field(default_factory=Acceptance)
     cancelled: bool = False
     error: FloatingPointError | None = None
+    adapter: int = 0
 
     @property
     def length(self) -> int:
         """Tokens known so far, of prompt and output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be found, which takes reading all of it."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def limit(self) -> int:
@@ -91,6 +103,14 @@ class Sequence:
         if self.constraint is not None:
             self.constraint.take(token)
 
+    def score(self, start: int, told: Tensor) -> None:
+        """Prefill told of the tokens from `start` + 1 on, as far as they are the prompt's and were not known."""
+        wanted = self.params.prompt_logprobs
+        assert wanted is not None
+        known = len(self.prompt_logprobs)
+        for place, row in enumerate(told[known - start : len(self.prompt) - 1 - start].tolist(), start=known + 1):
+            self.prompt_logprobs.append(token_logprob(row, self.prompt[place], wanted))
+
 
 def make_sequences(
     prompts: Seq[Seq[int]],
@@ -99,6 +119,7 @@ def make_sequences(
     vocabulary: int,
     sizes: Sizes,
     constrain: Constrain | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> list[Sequence]:
     """A `Sequence` for each prompt; raises ArgumentError (got / allowed / what to do) for the first that cannot run."""
     if params is None or isinstance(params, SamplingParams):
@@ -110,12 +131,21 @@ def make_sequences(
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         tokens = _tokens(index, prompt, vocabulary)
         sequence = Sequence(index, tokens, wanted, seed, wanted.most(sizes.context - len(tokens)))
+        sequence.adapter = _slot(wanted.adapter, adapters or {})
         _check_size(sequence, sizes)
         _check_text(sequence, constrain)
+        _check_biases(sequence, vocabulary)
         if constrain is not None and wanted.constrained:
             sequence.constraint = constrain(wanted)
         sequences.append(sequence)
     return sequences
+
+
+def _slot(name: str | None, adapters: Mapping[str, int]) -> int:
+    if name is not None and name not in adapters:
+        allowed = f"allowed are {', '.join(adapters)}" if adapters else "the model is loaded without adapters"
+        raise ArgumentError("adapter", f"adapter: got {name!r}; {allowed}, and None for none")
+    return 0 if name is None else adapters[name]
 
 
 def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:
@@ -151,6 +181,18 @@ def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
         )
     if wanted.constrained and constrain is None:
         raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
+
+
+def _check_biases(sequence: Sequence, vocabulary: int) -> None:
+    for token in sequence.params.logit_bias or ():
+        if token >= vocabulary:
+            raise ArgumentError(
+                "logit_bias", f"logit_bias: got token {token}; the model's vocabulary is 0 to {vocabulary - 1}"
+            )
+    if sequence.params.min_tokens > sequence.most:
+        raise ArgumentError(
+            "min_tokens", f"min_tokens: got {sequence.params.min_tokens}; the answer has {sequence.most} tokens at most"
+        )
 
 
 def _check_size(sequence: Sequence, sizes: Sizes) -> None:

@@ -12,13 +12,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import Choice, ChoiceState, draw
+from onegraph.engine.choice import Choice, ChoiceState, draw, row_slices
 from onegraph.engine.decoder import AuxHiddenStates, Cache, Decoder, SplitAttention
 from onegraph.engine.draft import Pass, Rows, TargetOutputs, view
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.per_token import PerTokenDecoder
 from onegraph.engine.rounds import RoundState, draw_each
+from onegraph.nn.lora import Adapters, adapted
 from onegraph.ops.calls import NAN_TOKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
@@ -57,6 +58,7 @@ class Steps:
         on_cpu = model.devices[0].type == "cpu"
         self.invariant = invariant and not on_cpu
         self.decoder = cast(Decoder, PerTokenDecoder(model)) if invariant and on_cpu else model
+        self.adapters: Adapters | None = getattr(model, "adapters", None)
         self.choices: ChoiceState | None = None
         self.width, self.length = sizes.per_row, chunk
 
@@ -95,6 +97,8 @@ class Steps:
             inputs["drawn"] = torch.zeros(self.sizes.rows, dtype=torch.int64, device=device)
         else:
             inputs["tokens"] = torch.zeros(1, self.chunk, dtype=torch.int64, device=device)
+            if choice.prompt:
+                inputs["following"] = torch.zeros_like(inputs["tokens"])
         return inputs
 
     def _carried(self, stage: int, decoding: bool, drafts: int) -> dict[str, Tensor]:
@@ -115,7 +119,8 @@ class Steps:
 
         Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
         to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them, BROKEN where any of them
-        met a NaN: the last one's logits need not, which a window may keep from seeing it.
+        met a NaN: the last one's logits need not, which a window may keep from seeing it. With `choice.prompt` it tells
+        how likely `following`, [1, chunk], are, each behind its token; and then of the drawn one.
         """
         decoding = "drawn" in inputs
         tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self.length]
@@ -125,12 +130,15 @@ class Steps:
         model, taps = self.decoder if decoding else self.model, self._taps()
         with batch_invariant(self.invariant and decoding):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
+            with adapted(self.adapters, inputs.get("adapters")):
+                stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 positions.copy_(after)
                 carried: Tensor = stream
                 return carried
             hidden = model.leave(stream)
+            if choice.prompt:
+                self._score(model, hidden[0], inputs["following"][0, : self.length])
             new, logits = self._draw(model, hidden, counts, after, inputs, choice)
         if self.rounds is not None:
             made = None
@@ -159,7 +167,8 @@ class Steps:
         model, taps = self.decoder, self._taps()
         with batch_invariant(self.invariant):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
+            with adapted(self.adapters, inputs.get("adapters")):
+                stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 carried: Tensor = stream
                 return carried
@@ -222,7 +231,14 @@ class Steps:
         logits = model.logits(hidden)
         if self.choices is None or not (choice.shaping or choice.logprobs):
             return draw(logits, after, inputs, sampling=choice.sampling), logits
-        return self.choices.choose(logits, counts, after, inputs, choice), logits
+        at = self.length if choice.prompt else 0
+        return self.choices.choose(logits, counts, after, inputs, choice, at), logits
+
+    def _score(self, model: Decoder, hidden: Tensor, following: Tensor) -> None:
+        """Tell the log-probabilities of tokens int64 [Q] behind hidden states [Q, D], with few logits at a time."""
+        assert self.choices is not None
+        for rows in row_slices(len(hidden), self.model.config.vocab_size):
+            self.choices.tell(model.logits(hidden[rows]), following[rows], rows.start)
 
 
 def _broken(hidden: Tensor, counts: Tensor) -> Tensor:

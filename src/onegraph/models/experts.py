@@ -13,19 +13,20 @@ from onegraph.models.loader import Loader
 from onegraph.models.shares import ALL, TPShard
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
-from onegraph.ops.activation import Gate
+from onegraph.ops.activation import Gate, parts_of
 from onegraph.ops.weight import weight_ops
 
 
 def read_experts(
     loader: Loader,
-    gate_up: Sequence[tuple[str, str]],
+    gate_up: Sequence[tuple[str, ...]],
     down: Sequence[str],
     gate: Gate,
     device: torch.device,
     share: TPShard = ALL,
 ) -> Experts:
-    """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
+    """Routed experts from the names of each one's gate and up (`ReLU2`: up alone), and down; of one format, each put in
+    place as it comes.
 
     share: of each expert's hidden units, those of a rank. Raises CheckpointError that names the first expert of another
     format.
@@ -33,7 +34,7 @@ def read_experts(
     format = loader.format_of(down[0])
     if weight_ops(format).experts is None:
         raise CheckpointError(f"{down[0]} is {format}, which routed experts cannot be run in; load another form of it")
-    for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
+    for layer in (name for front, last in zip(gate_up, down, strict=True) for name in (*front, last)):
         if loader.format_of(layer) is not format:
             raise CheckpointError(
                 f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
@@ -78,7 +79,7 @@ def read_stacks(
     rows, columns = list[Part](), list[Part]()
     if not share.whole:
         size = loader.parts.stacks[down].k
-        rows = [Part(rows=span) for span in share.pieces(size, size)]
+        rows = [Part(rows=span) for span in share.pieces(*[size] * parts_of(gate.alpha))]
         columns = [Part(columns=share.span(size))]
     if biases is not None and rows:
         first, second = biases

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,21 +30,30 @@ CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deep
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     """config.json, validated. Raises one ValueError that names what is unsupported or makes no sense; of a checkpoint
-    that `onegraph quantize` wrote for transformers alone it says how to run it there."""
+    that `onegraph quantize` wrote for transformers alone it says how to run it there, and of another that transformers
+    may have that quantize makes one."""
     kind = config.get("model_type") if isinstance(config, Mapping) else None
     try:
         return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
     except ValueError as error:
         if isinstance(config, Mapping) and _transformers_only(config):
             raise ValueError(f"{error}; this checkpoint runs in transformers: {IN_TRANSFORMERS}") from None
+        if isinstance(kind, str) and _foreign(config) and "quantization_config" not in config:
+            why, found, families = str(error).partition("; supported")  # a long list, which stands last
+            cure = f"if transformers has this model, `onegraph quantize` makes a checkpoint for it: {IN_TRANSFORMERS}"
+            raise ValueError(f"{why}; {cure}{found}{families}") from None
         raise
 
 
 def _transformers_only(config: Mapping[str, Any]) -> bool:
-    told, text = config.get("quantization_config"), config.get("text_config")
-    kinds = {str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)}
-    ours = isinstance(told, Mapping) and E8PConfig.matches(told)
-    return ours and not kinds & {*FAMILIES, *CONFIGS}
+    told = config.get("quantization_config")
+    return isinstance(told, Mapping) and E8PConfig.matches(told) and _foreign(config)
+
+
+def _foreign(config: Mapping[str, Any]) -> bool:
+    """Whether it is of no family of ours."""
+    kinds = {str(part.get("model_type")) for part in (config, config.get("text_config")) if isinstance(part, Mapping)}
+    return not kinds & {*FAMILIES, *CONFIGS}
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> LlamaConfig | DeepseekV4Config:
@@ -93,6 +103,7 @@ def load_decoder(
     drafts: bool = False,
     held: Held | None = None,
     fused: bool = True,
+    adapters: Mapping[str, Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | Ranks | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
@@ -102,7 +113,7 @@ def load_decoder(
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
-        held, fused: of the Llama family, see there.
+        held, fused, adapters: of the Llama family, see there; adapters on one device.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
@@ -112,6 +123,11 @@ def load_decoder(
         check_card(each)
     if split not in (None, "tensor", "layer"):
         raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
+    if adapters and (len(devices) > 1 or checkpoint.config.get("model_type") in CONFIGS):
+        kind = checkpoint.config.get("model_type")
+        raise ValueError(
+            f"adapters: got some for {kind!r} on {len(devices)} devices; allowed are models of the Llama kind on one"
+        )
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
             raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
@@ -127,11 +143,14 @@ def load_decoder(
         return model
     kind = checkpoint.config.get("model_type")
     if fp8_kv:
-        raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
+        raise ValueError(
+            f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}: take turboquant:4, a quarter of "
+            "the memory, or leave it out"
+        )
     if split == "layer":
         raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
     options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused}
     options["progress"] = progress
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)
-    return chained(Llama.load(checkpoint, devices[0], dtype, **options))
+    return chained(Llama.load(checkpoint, devices[0], dtype, adapters=adapters, **options))

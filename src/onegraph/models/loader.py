@@ -27,6 +27,7 @@ from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, join
+from onegraph.nn.lora import Adapters, LoraLinear
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
 
@@ -73,6 +74,7 @@ class Loader:
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
         self._told: _Told | None = None
+        self.adapters: Adapters | None = None  # whose additions linears are made with
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -314,6 +316,13 @@ class Loader:
         """A linear, or a part of it; the first part of its inputs has the bias."""
         return self._packed(self._linear(layer, device, part))
 
+    def adapted(self, layer: str, device: torch.device, part: Part = WHOLE) -> Linear | LoraLinear:
+        """`linear`, with what adapters add to it."""
+        made = self.linear(layer, device, part)
+        if self.adapters is None:
+            return made
+        return self.adapters.wrap(made, [(layer, made.out_features)], device, self.dtype) or made
+
     def _linear(self, layer: str, device: torch.device, part: Part) -> Linear:
         """`linear` as it may be joined to others."""
         format, tensors = self.weight(layer, device, part)
@@ -347,7 +356,14 @@ class Loader:
         each = [WHOLE] * len(layers) if parts is None else parts
         linears = [self._linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
         made = join(linears) if joined else ConcatLinear(linears)
-        return self._packed(made) if isinstance(made, Linear) else ConcatLinear([self._packed(one) for one in linears])
+        if isinstance(made, Linear):
+            made = self._packed(made)
+        else:
+            made = ConcatLinear([self._packed(one) for one in linears])
+        if self.adapters is None:
+            return made
+        outputs = [(layer, linear.out_features) for layer, linear in zip(layers, linears, strict=True)]
+        return self.adapters.wrap(made, outputs, device, self.dtype) or made
 
     def grouped(
         self, layer: str, groups: int, device: torch.device, some: tuple[int, int] | None = None

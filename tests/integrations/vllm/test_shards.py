@@ -107,6 +107,24 @@ def test_one_linear_of_the_file_where_vllm_counts_three(format: WeightFormat) ->
         loaded(slots, [tensors], [None])
 
 
+@pytest.mark.parametrize("formats", [(E8P[3], E8P[3]), (TRELLIS[3], DENSE)], ids=str)
+def test_two_linears_of_the_file_where_vllm_counts_four(formats: tuple[WeightFormat, ...]) -> None:
+    """Qwen3.5's in_proj_qkvz: queries, keys and values are one linear of the checkpoint, output gates another."""
+    sizes, k, names = (256, 256, 512), 256, ("b.in_proj_qkv", "b.in_proj_z")
+    layers = [stored(n, k, format, i) for i, (n, format) in enumerate(zip((sum(sizes), 512), formats, strict=True))]
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
+    qkv, z = (whole(tensors, format, x) for tensors, format in zip(layers, formats, strict=True))
+    for rank in range(2):
+        parts = dict(zip(names, formats, strict=True))
+        slots = Slots(parts, [128, 128, 256, 256], k, Shard(rank, 2), torch.float32)
+        got = outputs(slots, loaded(slots, layers, [(0, 1, 2), 3]), x)
+        own = [part.chunk(2, dim=1)[rank] for part in qkv.split(sizes, dim=1)]
+        torch.testing.assert_close(got[0], torch.cat(own, dim=1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[1], z.chunk(2, dim=1)[rank], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"b.in_proj_qkv: vLLM makes 3 linears of it, the checkpoint has 2"):
+        Slots(dict(zip(names, formats, strict=True)), [128, 128, 256], k, Shard(), torch.float32)
+
+
 def test_pieces_that_cut_a_rotation_block() -> None:
     tensors = stored(384, 64, E8P[4], 0)
     slots = Slots({"gate_up_proj": E8P[4]}, [64, 128], 64, Shard(0, 2), torch.float32)

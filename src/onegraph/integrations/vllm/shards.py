@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from onegraph.formats.weight import Part as Cut
 from onegraph.ops.weight import WeightOps, weight_ops
 
 SHARD_IDS: Mapping[Any, int] = {"q": 0, "k": 1, "v": 2}
+PIECES = {"in_proj_qkv": 3}  # linears that vLLM counts of one of the checkpoint's, beside others (Qwen3.5)
 AFTER_NORM = "_after_norm"
 ALIGN = 16  # bytes; where slots of different kinds share a parameter
 CURE = "choose a smaller tensor_parallel_size, or keep this layer unquantized"
@@ -117,8 +119,8 @@ class Slots:
     float32 [n], scale float32 [parts]. Tensors of different kinds (another dtype or width) are bytes, uint8 [bytes].
 
     Args:
-        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, of each
-            linear that vLLM makes of it. k: inputs on this rank.
+        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, or where
+            `PIECES` says so, of each linear that vLLM makes of it. k: inputs on this rank.
         dtype: of what a format leaves in the dtype of the activations.
 
     Raises ValueError where the parts do not fit vLLM's layer.
@@ -128,9 +130,12 @@ class Slots:
         self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Shard, dtype: torch.dtype
     ) -> None:
         first = next(iter(parts))
-        pieces = [tuple(rows)] if len(parts) == 1 else [(n,) for n in rows]
-        if len(parts) != len(pieces):
+        counts = [PIECES.get(name.rpartition(".")[2], 1) for name in parts] if len(parts) > 1 else [len(rows)]
+        if sum(counts) != len(rows):
             raise ValueError(f"{first}: vLLM makes {len(rows)} linears of it, the checkpoint has {len(parts)}")
+        ends = list(accumulate(counts))
+        pieces = [tuple(rows[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+        self._owners = [index for index, count in enumerate(counts) for _ in range(count)]  # of each of vLLM's linears
         self.k, self.share, self.parts = k, share, list[Part]()
         found = defaultdict[str, list[tuple[int, str, Field, Field]]](list)
         for (name, format), own in zip(parts.items(), pieces, strict=True):
@@ -198,7 +203,9 @@ class Slots:
         format asks for, or that cannot be cut for this rank.
         """
         shard_id = getattr(tensor, "shard_id", None) if shard_id is None else shard_id
-        index = shard_id if isinstance(shard_id, int) else SHARD_IDS.get(shard_id, 0)
+        one = shard_id[0] if isinstance(shard_id, tuple) else shard_id  # several at once: they lie one behind the other
+        at = one if isinstance(one, int) else SHARD_IDS.get(one, 0)
+        index = self._owners[at] if at < len(self._owners) else len(self.parts)
         if (shard_id is None) != (len(self.parts) == 1) or index >= len(self.parts):
             raise ValueError(f"{self.parts[0].name}.{suffix}: comes as part {shard_id!r} of {len(self.parts)} linears")
         part = self.parts[index]
