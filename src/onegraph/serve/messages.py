@@ -117,8 +117,9 @@ def _call(block: dict[str, Json]) -> dict[str, Json]:
 def _tool(at: int, tool: Json) -> dict[str, Json]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         raise APIError(f"tools[{at}]: got {shown(tool)}; allowed are tools with a name and input_schema", param="tools")
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    return {"type": "function", "function": function | {k: tool[k] for k in ("description", "strict") if tool.get(k)}}
+    fields = tool | {"parameters": tool.get("input_schema")}
+    known = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: fields[name] for name in known if fields.get(name) is not None}}
 
 
 def _tool_choice(choice: Json) -> dict[str, Json]:
