@@ -211,7 +211,7 @@ def test_a_model_without_a_template_says_what_to_call(model: Path, tmp_path: Pat
             r"prompt: got \['a', 'b'\]; allowed is one text, or one list of token ids",
         ),
         (lambda llm: llm.stream(5), "prompt: got 5; allowed is one text, or one list of token ids"),
-        (lambda llm: llm.generate("a", temprature=1), "sampling: got temprature; allowed are max_tokens, temperature"),
+        (lambda llm: llm.generate("a", temprature=1), "sampling: got temprature; allowed are max_tokens, min_tokens"),
         (lambda llm: llm.generate("a", max_tokens=0), "max_tokens: got 0"),
         (lambda llm: llm.generate(["a"], [WARM, WARM]), "params: got 2 for 1 prompts"),
         (

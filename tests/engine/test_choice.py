@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from transformers import (
 import test_engine_contract
 from engines import MODES, maker
 from onegraph.check.api import check_step
-from onegraph.engine.choice import Choice
+from onegraph.engine import choice as choice_module
+from onegraph.engine.choice import ALWAYS, SCORING, Choice
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.ops.sampling import greedy, sample
@@ -66,7 +69,13 @@ class Parity:
 
 
 def shaped(logits, prompt, output, params):
-    """Logits [1, V] after repetition, presence and frequency penalties, and the constraint: by the definitions."""
+    """Logits [1, V] after biases, tokens held back, repetition, presence and frequency penalties, and the constraint:
+    by the definitions."""
+    logits = logits.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        logits[0, token] += bias
+    if len(output) < params.min_tokens:
+        logits[0, list(params.stop)] = -torch.inf
     if params.repetition_penalty != 1:
         processor = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
         logits = processor(torch.tensor([[*prompt, *output]]), logits)
@@ -102,6 +111,8 @@ def dense(model, prompt, params):
                 logits = warp(None, logits)
             row = [torch.ones(1), torch.zeros(1).int(), torch.ones(1), torch.tensor([params.seed])]
             output.append(sample(logits, *row, torch.tensor([len(prompt) + len(output)]).int()).item())
+        if output[-1] in params.stop:
+            break
     return output, seen
 
 
@@ -153,6 +164,8 @@ CASES = {
     "all": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "min_p": 0.05, "temperature": 1.2, "top_k": 30},
     "constrained": {"regex": "9", "temperature": 1.2, "repetition_penalty": 1.2},
     "constrained greedy": {"regex": "30"},
+    "biased": {"logit_bias": {5: 4.0, 0: 1.5, 77: -100}, "temperature": 1.3, "repetition_penalty": 1.1},
+    "held back": {"min_tokens": 5, "stop": range(0, VOCABULARY, 2), "temperature": 1.1, "logit_bias": {4: 6.0}},
     "plain": {"temperature": 0.9, "top_p": 0.9},
     "greedy": {},
 }
@@ -160,7 +173,7 @@ PARAMS = [SamplingParams(max_tokens=12, seed=7 + i, logprobs=3, **case) for i, c
 
 
 def test_any_mixture_gives_each_prompt_the_tokens_of_the_definitions(make, model):
-    """Ten kinds of rows through three, so that rows and slots change owners and steps change kinds."""
+    """Twelve kinds of rows through three, so that rows and slots change owners and steps change kinds."""
     prompts = [[n + 1, *PROMPTS[n % 4]] for n in range(len(PARAMS))]
     expected = [dense(model, prompt, params) for prompt, params in zip(prompts, PARAMS, strict=True)]
     plain = [dense(model, prompt, SamplingParams(max_tokens=12))[0] for prompt in prompts]
@@ -187,11 +200,65 @@ def test_a_sequence_begins_with_what_prefill_reads(make):
     engine = make(max_batch=4)
     engine.executor.step("decode", shaping=True)
     state = engine.executor.ranks[0].choices
-    state.begin(1, [9, 9, 100, 3])
-    state.begin(3, [7, 7, 5], [5, 6, 6, 6])
-    state.begin(3, [7, 7, 5], [5, 6, 6])
+    state.begin(1, [9, 9, 100, 3], [], SamplingParams())
+    state.begin(3, [7, 7, 5], [5, 6, 6, 6], SamplingParams(logit_bias={1: 2.0, 5: 3.0, 6: 1.0}))
+    state.begin(3, [7, 7, 5], [5, 6, 6], SamplingParams(logit_bias={9: -1.0}, min_tokens=4, stop=[8]))
     found = {slot: {i: n for i, n in enumerate(row) if n} for slot, row in enumerate(state.seen.tolist())}
     assert found == {0: {}, 1: {9: 1, 100: 1, 3: 1}, 2: {}, 3: {7: 1, 5: 3, 6: 4}, 4: {}}
+    assert not state.biases[[0, 1, 2, 4]].any()
+    assert state.biases[3, :, :3].T.tolist() == [[9, -1, ALWAYS], [8, -float("inf"), 3 + 4], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 5 * VOCABULARY])
+def test_a_prompt_is_scored_as_by_the_definition(make, model, monkeypatch, at_once):
+    """Whatever the row draws and whatever is in the cache of its beginning, which makes no difference to others."""
+    monkeypatch.setattr(choice_module, "LOGITS_AT_ONCE", at_once)
+    engine = make(max_batch=2, pages=13)
+    prompt = [(7 * i) % VOCABULARY for i in range(21)]
+    prompts = [prompt, prompt, [3], prompt[:9], prompt]
+    params = [
+        SamplingParams(max_tokens=20, prompt_logprobs=top, temperature=temperature, seed=1, logprobs=own)
+        for top, temperature, own in ((3, 0, None), (0, 0.8, 2), (2, 0, None), (1, 0, None), (None, 0, None))
+    ]
+    found = engine.complete(prompts, params)
+    assert engine.stats.preemptions, "prompts are read again"
+    plain = engine.generate(prompts, [replace(p, prompt_logprobs=None) for p in params])
+    assert [sequence.output for sequence in found] == plain
+    for sequence, asked in zip(found, params, strict=True):
+        told, top = sequence.prompt_logprobs, asked.prompt_logprobs
+        assert [each.token for each in told] == ([] if top is None else sequence.prompt[1:])
+        for at, each in enumerate(told):
+            law = model.dense_logits(sequence.prompt[: at + 1])[0].double().log_softmax(0)
+            assert each.logprob == pytest.approx(law[each.token].item(), abs=1e-4)
+            assert [token for token, _ in each.top] == law.topk(top).indices.tolist()
+            assert [value for _, value in each.top] == pytest.approx(law.topk(top).values.tolist(), abs=1e-4)
+
+
+def test_lower_priorities_are_admitted_first(make):
+    engine, ended = make(max_batch=1), []
+    params = [SamplingParams(max_tokens=2, priority=priority) for priority in (1, 0, -3, 0, 1)]
+    engine.complete([PROMPTS[0]] * 5, params, on_done=lambda sequence: ended.append(sequence.index))
+    assert ended == [2, 1, 3, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: got token 101; the model's vocabulary is 0 to 100"),
+        (
+            {"logit_bias": {1: 101}},
+            "logit_bias: got {1: 101}; allowed is a mapping of token ids to numbers from -100",
+        ),
+        ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: got 600 tokens; allowed are 512"),
+        ({"min_tokens": 9}, "min_tokens: got 9; allowed is 0 to max_tokens"),
+        ({"min_tokens": 2, "regex": "9"}, "min_tokens: got 2 beside json_schema or regex"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: got 21; allowed is 0 to 20"),
+        ({"priority": 1.5}, "priority: got 1.5; allowed is a 32-bit whole number"),
+    ],
+)
+def test_what_cannot_be_asked_is_an_error(make, how, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make().generate([[1]], SamplingParams(max_tokens=4, **how))
 
 
 def test_without_such_rows_there_is_no_state_and_no_other_step(make):
@@ -260,8 +327,9 @@ def masks(engine):
     [
         test_engine_contract.decode(rows=ROWS, before=masks, **ALL._asdict()),
         test_engine_contract.prefill(rows=ROWS, **ALL._asdict()),
+        test_engine_contract.prefill(rows=ROWS, **SCORING._asdict()),
     ],
-    ids=["decode", "prefill"],
+    ids=["decode", "prefill", "scoring"],
 )
 def test_the_step_may_be_captured(factory):
     report = check_step(factory)

@@ -54,12 +54,14 @@ def prefill(sampling, rows=ROWS, **parts):
 
     def factory():
         runner = engine().executor.step("prefill", sampling=sampling, **parts)
+        names = ("tokens", "following") if parts.get("prompt") else ("tokens",)
         g = torch.Generator().manual_seed(0)
 
         def inputs(index):
             row = {name: tensor[:1].clone() for name, tensor in rows.items()}
             row["positions"][0], row["limits"][0] = 8 * index, 8 * index + 8 - index
-            runner.load(tokens=torch.randint(0, 101, (1, 8), generator=g), **row)
+            drawn = {name: torch.randint(0, 101, (1, 8), generator=g) for name in names}
+            runner.load(**drawn, **row)
             return ()
 
         def step():

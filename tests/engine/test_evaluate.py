@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onegraph.engine import evaluate as module
+from onegraph.engine import choice
 from onegraph.engine.evaluate import evaluate
 from onegraph.nn.attention import CausalAttention
 from tiny_decoder import TinyDecoder
@@ -55,7 +55,7 @@ def by_definition(model, reference, tokens, window):
     ("window", "batch", "at_once"), [(40, 1, 1 << 24), (40, 2, 101 * 7), (16, 3, 1), (150, 1, 5000)]
 )
 def test_figures_are_those_of_the_definition(model, other, monkeypatch, window, batch, at_once):
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(choice, "LOGITS_AT_ONCE", at_once)
     expected = by_definition(other, model, TOKENS, window)
     assert 1e-3 < expected["kl"] < 1, "the case must be one between equal and unrelated models"
     assert 0.5 < expected["top1"] < 1
@@ -86,7 +86,7 @@ def test_a_model_does_not_differ_from_itself(model):
 
 
 def test_logits_are_made_in_slices(model, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 101 * 10)
+    monkeypatch.setattr(choice, "LOGITS_AT_ONCE", 101 * 10)
     largest = []
     real = model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: largest.append(len(hidden)) or real(hidden))

@@ -10,14 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from starlette.applications import Starlette
+from transformers import LlamaForCausalLM
 
 from fuzz import tiny
 from onegraph import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
-from onegraph.serve.protocol import completion_logprobs
+from onegraph.serve.logprobs import completion_logprobs
 from onegraph.serve.text import TokenText
 from onegraph.serve.worker import Worker
 
@@ -44,15 +46,21 @@ def app(path: Path, tokenizer: Tokenizer) -> Iterator[Starlette]:
         worker.close()
 
 
+async def post(app: Starlette, how: dict[str, Any]) -> str:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        return (await http.post("/v1/completions", json={"model": "tiny", "prompt": "the"} | how)).text
+
+
+async def answered(app: Starlette, **how: Any) -> list[dict[str, Any]]:
+    """The choices of a whole answer."""
+    choices: list[dict[str, Any]] = json.loads(await post(app, how))["choices"]
+    return choices
+
+
 def ask(app: Starlette, **how: Any) -> list[dict[str, Any]]:
     """The choice of a whole answer, or those of a stream's chunks."""
-
-    async def asked() -> str:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
-            return (await http.post("/v1/completions", json={"model": "tiny", "prompt": "the"} | how)).text
-
-    text = asyncio.run(asked())
+    text = asyncio.run(post(app, how))
     if not how.get("stream"):
         return [json.loads(text)["choices"][0]]
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
@@ -113,3 +121,57 @@ def test_the_drawn_token_and_all_of_the_likeliest_are_there() -> None:
         ],
         "text_offset": [3, 4],
     }
+
+
+def test_an_echo_is_the_prompt_with_its_log_probabilities(app: Starlette, path: Path, tokenizer: Tokenizer) -> None:
+    """As lm-evaluation-harness asks for it: several prompts of token ids, each answer of one token."""
+    ids = [tokenizer.encode(text) for text in ("the thing in the inn", "12 hats", TEXT)]
+    chosen = asyncio.run(answered(app, prompt=ids, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234))
+    oracle = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for choice, prompt in zip(chosen, ids, strict=True):
+        with torch.no_grad():
+            laws = oracle(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+        told = choice["logprobs"]
+        names, logprobs, tops = told["tokens"], told["token_logprobs"], told["top_logprobs"]
+        assert len(names) == len(logprobs) == len(tops) == len(told["text_offset"]) == len(prompt) + 1
+        assert (logprobs[0], tops[0]) == (None, None)
+        wanted = [law[token].item() for law, token in zip(laws, prompt[1:], strict=False)]
+        assert logprobs[1:-1] == pytest.approx(wanted, abs=1e-4)
+        assert [max(top.values()) for top in tops[1:]] == pytest.approx(laws.amax(1).tolist(), abs=1e-4)
+        greedy = [max(top.values()) == own for top, own in zip(tops[1:], logprobs[1:], strict=True)]
+        likeliest = [law.argmax().item() == token for law, token in zip(laws, prompt[1:], strict=False)]
+        assert greedy == [*likeliest, True]
+        text = tokenizer.decode(prompt, special=True)
+        assert choice["text"].startswith(text)
+        before = [tokenizer.decode(prompt[:i], special=True).rstrip("\ufffd") for i in range(len(prompt) + 1)]
+        assert told["text_offset"] == list(map(len, before))
+
+
+def test_an_echo_alone_streamed_cut_and_without_log_probabilities(app: Starlette, tokenizer: Tokenizer) -> None:
+    ask_for = {"prompt": "the thing", "max_tokens": 4, "temperature": 0, "logprobs": 2}
+    (plain,), (whole,) = ask(app, **ask_for), ask(app, **ask_for, echo=True)
+    assert whole["text"] == "the thing" + plain["text"]
+    count = len(tokenizer.encode("the thing"))
+    assert whole["logprobs"]["token_logprobs"][count:] == plain["logprobs"]["token_logprobs"]
+    assert whole["logprobs"]["text_offset"][count:] == [9 + at for at in plain["logprobs"]["text_offset"]]
+    streamed = ask(app, **ask_for, echo=True, stream=True)
+    assert "".join(each["text"] for each in streamed) == whole["text"]
+    told = [each["logprobs"]["token_logprobs"] for each in streamed if each["logprobs"]]
+    assert [each for some in told for each in some] == whole["logprobs"]["token_logprobs"]
+    (alone,) = ask(app, **ask_for | {"max_tokens": 0}, echo=True)
+    assert (alone["text"], alone["finish_reason"]) == ("the thing", "length")
+    assert alone["logprobs"]["token_logprobs"] == whole["logprobs"]["token_logprobs"][:count]
+    (bare,) = ask(app, prompt="the thing", max_tokens=0, echo=True)
+    assert (bare["text"], bare["logprobs"]) == ("the thing", None)
+    (cut,) = ask(app, prompt="the thing", max_tokens=0, echo=True, truncate_prompt_tokens=2)
+    assert cut["text"] == tokenizer.decode(tokenizer.encode("the thing")[-2:], special=True)
+
+
+def test_the_best_answers_are_the_likeliest(app: Starlette) -> None:
+    how = {"prompt": ["the", "a"], "max_tokens": 5, "temperature": 1.5, "seed": 3, "ignore_eos": True}
+    every = asyncio.run(answered(app, **how, n=6, logprobs=0))
+    means = [sum(each["logprobs"]["token_logprobs"]) for each in every]
+    best = asyncio.run(answered(app, **how, n=2, best_of=6))
+    ranked = [sorted(range(at, at + 6), key=lambda i: -means[i])[:2] for at in (0, 6)]
+    assert [each["text"] for each in best] == [every[i]["text"] for some in ranked for i in some]
+    assert [(each["index"], each["logprobs"]) for each in best] == [(i, None) for i in range(4)]

@@ -19,8 +19,9 @@ from onegraph import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.errors import APIError
 from onegraph.serve.forms import THOUGHTS
-from onegraph.serve.protocol import APIError, parse
+from onegraph.serve.protocol import parse
 from onegraph.serve.worker import Worker
 
 # As Qwen 2.5's, which shows the form of a call in its system prompt too.

@@ -33,8 +33,9 @@ from onegraph.cli.serve import origin
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.errors import APIError
 from onegraph.serve.http import bind, listen
-from onegraph.serve.protocol import APIError, parse
+from onegraph.serve.protocol import parse
 from onegraph.serve.worker import Full, Worker
 
 KEY = "sesame"
@@ -73,6 +74,7 @@ class Running:
         self.process = subprocess.Popen([*limited, *command], stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         assert self.process.stderr.readline() == f"loading {model}\n"
+        assert self.process.stderr.readline().startswith("memory: weights ")
         line = self.process.stderr.readline()
         assert line.startswith("serving "), line + self.process.stderr.read()
         self.url = line.split()[-1]
@@ -358,9 +360,17 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         ({"model": "plain", "prompt": "a", "top_k": -2}, 400, "top_k: got -2; allowed is a whole number up to"),
         ({"model": "plain", "prompt": "a", "stop": [""]}, 400, 'stop: got [""]'),
         ({"model": "plain", "prompt": "a", "tools": [{}]}, 400, "tools is not known here; allowed are"),
-        ({"model": "plain", "prompt": "a", "echo": True}, 400, "echo is not supported; leave it out"),
         ({"model": "plain", "prompt": "a", "suffix": "b"}, 400, "suffix is not supported; leave it out"),
-        ({"model": "plain", "prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias is not supported; leave it out"),
+        ({"model": "plain", "prompt": "a", "max_tokens": 0}, 400, "allowed is that with echo: true alone"),
+        ({"model": "plain", "prompt": "a", "logit_bias": {"5": 101}}, 400, "a number from -100 to 100 each"),
+        ({"model": "plain", "prompt": "a", "logit_bias": {"the": 1}}, 400, "logit_bias: got "),
+        ({"model": "plain", "prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias: got token 99999"),
+        (
+            {"model": "plain", "prompt": "a", "min_tokens": 9, "max_tokens": 8},
+            400,
+            "min_tokens: got 9; allowed is 0 to",
+        ),
+        ({"model": "plain", "prompt": "a", "min_tokens": 2, "regex": "a"}, 400, "min_tokens: got 2 beside json_schema"),
         (
             {"model": "plain", "prompt": "a", "stream_options": {"a": 1}},
             400,
@@ -381,11 +391,12 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
         ({"model": "plain", "prompt": "a", "response_format": schema(DEEP)}, 400, "json_schema: "),
         ({"model": "plain", "prompt": "a", "regex": "[^\\s\\S]"}, 400, "regex: no text matches it"),
         ({"model": "plain", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format: got"),
-        ({"model": "plain", "prompt": "a", "stream_options": {}, "best_of": 3}, 400, "best_of is not supported"),
+        ({"model": "plain", "prompt": "a", "n": 4, "best_of": 3}, 400, "best_of: got 3; allowed is n, 4, and more"),
+        ({"model": "plain", "prompt": "a", "stream": True, "best_of": 3}, 400, "leave stream out"),
         (
             {"model": "plain", "prompt": "a", "wat": 1},
             400,
-            "wat is not known here; allowed are frequency_penalty, guided_choice, guided_json,",
+            "wat is not known here; allowed are best_of, echo, frequency_penalty, guided_choice,",
         ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "the context is 96; shorten the prompt to 95 tokens or less"),
         (
@@ -446,7 +457,7 @@ def test_who_does_not_fit_the_queue_is_told_to_come_again(server: Running) -> No
         ({"role": {}, "content": "a"}, "messages[0]: role is {}; allowed are system"),
         ({"role": "assistant", "content": "a", "annotations": [], "refusal": None}, None),
         ({"role": "critic", "content": "a"}, 'messages[0]: role is "critic"; allowed are system'),
-        ({"role": "tool", "tool_call_id": "a", "content": "a"}, "tools: the model's chat template knows none"),
+        ({"role": "tool", "tool_call_id": "a", "content": "a"}, None),
         ({"role": "user", "content": "a", "tool_calls": [{}]}, "tool_calls is not supported"),
         ({"role": "user"}, "content is neither a text nor a list of text parts"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content is neither"),
@@ -655,7 +666,7 @@ def test_fields_of_other_servers(server: Running, llm: LLM) -> None:
         "priority": 0, "add_special_tokens": True, "typical_p": 1, "request_id": "x", "cache_prompt": True,
     }  # fmt: skip
     assert server.post(ask | harmless).json()["choices"] == plain
-    for name, value in (("min_tokens", 3), ("use_beam_search", True), ("skip_special_tokens", False), ("best_of", 3)):
+    for name, value in (("use_beam_search", True), ("bad_words", ["a"]), ("repeat_penalty", 1.1)):
         error = server.post(ask | {name: value}).json()["error"]
         assert (error["message"], error["param"]) == (f"{name} is not supported; leave it out", name)
     ids = llm.generate(ask["prompt"], max_tokens=8).tokens
@@ -667,6 +678,24 @@ def test_fields_of_other_servers(server: Running, llm: LLM) -> None:
     tokens = llm.tokenizer.encode(ask["prompt"])[-3:]
     assert last["choices"][0]["text"] == llm.generate([tokens], max_tokens=8)[0].text
     assert server.post(ask | {"prompt": "the " * 200, "truncate_prompt_tokens": 5}).status_code == 200
+    assert server.post(ask | {"prompt": "the " * 200, "truncate_prompt_tokens": -1}).json()["usage"] == {
+        "prompt_tokens": 88, "completion_tokens": 8, "total_tokens": 96,
+    }  # fmt: skip
+    forced = server.post(ask | {"logit_bias": {str(ids[0]): -100, "70": 100}, "priority": -1}).json()["choices"][0]
+    assert forced["text"] == llm.tokenizer.decode([70] * 8)
+    ended = server.post(ask | {"stop_token_ids": [ids[stop]], "min_tokens": stop + 2}).json()
+    assert ended["usage"]["completion_tokens"] > stop + 1
+    end = next(iter(llm.tokenizer.stops))
+    how = {"logit_bias": {str(end): 100}, "ignore_eos": True, "max_tokens": 2}
+    name = llm.tokenizer.decode([end], special=True)
+    for special, text in ((True, ""), (False, 2 * name)):
+        assert server.post(ask | how | {"skip_special_tokens": special}).json()["choices"][0]["text"] == text
+    (ended,) = server.post(ask | how | {"skip_special_tokens": False, "ignore_eos": False}).json()["choices"]
+    assert (ended["text"], ended["finish_reason"]) == ("", "stop")
+    where = plain[0]["text"].index(" ") if " " in plain[0]["text"] else 1
+    text = plain[0]["text"][where]
+    (ended,) = server.post(ask | {"stop": text, "min_tokens": 8}).json()["choices"]
+    assert ended == plain[0], "no stop text is looked for"
     for how in ({"guided_choice": ["yes", "n.o"]}, {"structured_outputs": {"choice": ["yes", "n.o"]}}):
         assert server.post(ask | how).json()["choices"][0]["text"] in ("yes", "n.o")
     assert server.post(ask | {"guided_regex": "ab"}).json()["choices"][0]["text"] == "ab"

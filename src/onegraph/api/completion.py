@@ -18,8 +18,8 @@ class Completion:
 
     token_ids: with the stop token that ended it, and the tokens of a stop text. finish_reason: "stop" at a stop token
     or a stop text, or where a constraint is complete; "length" at max_tokens. prompt_tokens: number of tokens of the
-    prompt. seed: of the random numbers, None for greedy decoding. logprobs: of each token, if requested. further: the
-    other answers, if `n` is more than 1.
+    prompt. seed: of the random numbers, None for greedy decoding. logprobs: of each token, if requested;
+    prompt_logprobs: of the prompt's, from the second on. further: the other answers, if `n` is more than 1.
     """
 
     text: str
@@ -28,6 +28,7 @@ class Completion:
     prompt_tokens: int
     seed: int | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     further: tuple[Completion, ...] = ()
 
     @property
@@ -71,17 +72,23 @@ def for_engine(params: SamplingParams) -> SamplingParams:
 class StopTexts:
     """Passes text on up to the first of `stops`, holding back what may be the beginning of one.
 
-    The first is the one that is complete first: then how the text is cut makes no difference.
+    The first is the one that is complete first: then how the text is cut makes no difference. least: of so many pushes,
+    a token's text each, all passes. met: the one that was met.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], least: int = 0) -> None:
+        self.stops, self._least = tuple(stops), least
+        self.met: str | None = None
         self._held = ""
 
     def push(self, text: str, final: bool) -> tuple[str, bool]:
         """The text that may be shown, and whether a stop was met."""
+        if self._least:
+            self._least -= 1
+            return text, False
         text = self._held + text
-        if found := [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]:
+        if found := [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]:
+            self.met = min(found)[2]
             return text[: min(found)[1]], True
         keep = 0 if final else max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
@@ -95,13 +102,14 @@ def overlap(text: str, stop: str) -> int:
 
 
 class AnswerText:
-    """Tokens in, text out as soon as it is sure to be shown: up to the first stop text, never a part of one.
+    """Tokens in, text out as soon as it is sure to be shown: up to the first stop text, never a part of one. least:
+    tokens in whose text none is looked for.
 
     ended: whether a stop text was met; nothing comes out any more.
     """
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
-        self._stream, self._stops = stream, StopTexts(stops)
+    def __init__(self, stream: TextStream, stops: Sequence[str], least: int = 0) -> None:
+        self._stream, self._stops = stream, StopTexts(stops, least)
         self.ended = False
 
     def push(self, token: int) -> str:

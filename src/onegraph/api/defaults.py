@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onegraph.engine.params import SamplingParams
+from onegraph.engine.params import OFF, SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import parse_json
 
-FIELDS = ("temperature", "top_p", "top_k")
+FIELDS = tuple(OFF)
 LEAST_TEMPERATURE = 1e-3  # below, sampling is greedy
-OFF = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
 # Where the model says nothing: greedy text of small models in few bits easily loops until the context is full
 DEFAULT = {"temperature": 0.7, "top_p": 0.95}
 
@@ -30,7 +29,8 @@ class SamplingDefaults:
         data = checkpoint.sidecar("generation_config.json")
         config = {} if data is None else parse_json(data, "generation_config.json")
         if config.get("do_sample") is False:
-            return cls({"temperature": 0.0}, {})
+            penalty = config.get("repetition_penalty")
+            return cls({"temperature": 0.0} | ({} if penalty is None else {"repetition_penalty": penalty}), {})
         model = {name: config[name] for name in FIELDS if config.get(name) is not None}
         temperature, top_k = model.get("temperature"), model.get("top_k")
         if isinstance(temperature, float) and 0 < temperature < LEAST_TEMPERATURE:
@@ -46,12 +46,12 @@ class SamplingDefaults:
         return cls(model, {name: value for name, value in DEFAULT.items() if name not in model})
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """The params with a value for each of `FIELDS`; greedy ones have top-p and top-k off. Raises ValueError for a
+        """The params with a value for each of `FIELDS`; greedy ones keep the penalty alone. Raises ValueError for a
         value of the model's that is not allowed."""
-        values = OFF | self.model | self.added
+        values = {**OFF, **self.model, **self.added}
         missing = [name for name in FIELDS if getattr(params, name) is None]
         if (values["temperature"] if params.temperature is None else params.temperature) == 0:
-            values = OFF
+            values = {**OFF, "repetition_penalty": values["repetition_penalty"]}
         for name in missing:
             try:
                 params = dataclasses.replace(params, **dict[str, Any]({name: values[name]}))

@@ -34,8 +34,9 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str =
 
     A name is fetched into the hub's cache: safetensors, tokenizer and configs only, at one commit, which is asked for
     once in a process; what is there already stays. HF_HUB_OFFLINE is honoured. A directory without config.json that
-    holds just one .gguf file is that file. `weights` False fetches no more than it takes to know the model's size;
-    `option` is what an error calls `model`.
+    holds just one .gguf file is that file. A name whose first part is a directory here is a path, unless it has a
+    revision. `weights` False fetches no more than it takes to know the model's size; `option` is what an error calls
+    `model`.
 
     Raises ValueError for what is no path and no name, CheckpointError where it is neither here nor can be fetched, and
     says how to.
@@ -50,6 +51,11 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str =
     named = NAME.fullmatch(str(model)) if isinstance(model, str) else None
     if named is None or os.path.lexists(path) or named["repo"].endswith(".gguf") or unfinished(path).is_dir():
         return Located(path, str(model))
+    if path.parent.is_dir() and not named["revision"]:
+        raise CheckpointError(
+            f"{model}: no such file or directory, and not looked up on the Hugging Face hub, because {path.parent} is "
+            f"a directory here; for the hub's give {model}@main"
+        )
     return _fetch(named["repo"], named["revision"], weights)
 
 

@@ -24,6 +24,7 @@ from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device, pick_precision
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
+from onegraph.api.memory import Memory, needed_memory
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import is_index, require, require_callable, require_count, require_flag
 from onegraph.engine.engine import Engine
@@ -87,8 +88,9 @@ class LLM:
         kv_cache_dtype: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/guides/long-context.md), or "fp8" for
             DeepSeek-V4.
         kv_cache_tokens: number of tokens in the KV cache, which is allocated now (default: max_num_seqs x
-            max_model_len, and more for short sequences of a quantized cache). If they run out, the youngest sequence
-            is preempted.
+            max_model_len, and more for short sequences of a quantized cache; fewer, at least max_model_len, where
+            those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).
+            If they run out, the youngest sequence is preempted.
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
             layers of DeepSeek-V4, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays the same, up to
             near-ties of rounding (docs/guides/speculative-decoding.md).
@@ -105,7 +107,8 @@ class LLM:
         adapters: directories of LoRA adapters by name, as peft saves them; `SamplingParams.adapter` chooses one for a
             request. For models of the Llama kind on one device.
         tokenizer: the checkpoint's own, if it was read already.
-        progress: called as progress("loading", bytes read, total bytes).
+        progress: called as progress("loading", bytes read, total bytes). on_memory: called with the `Memory` that
+            weights and cache will take, before they are loaded (not for DeepSeek-V4).
         gpus, split: deprecated: tensor_parallel_size, pipeline_parallel_size.
 
     Attributes:
@@ -148,6 +151,7 @@ class LLM:
         adapters: Mapping[str, str | PathLike[str]] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
+        on_memory: Callable[[Memory], object] | None = None,
         gpus: int | None = None,
         split: Split | None = None,
     ) -> None:
@@ -171,6 +175,7 @@ class LLM:
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)
+        require_callable("on_memory", on_memory)
         if speculative is None and num_speculative_tokens != "auto":
             raise ValueError(
                 f"num_speculative_tokens: got {num_speculative_tokens} without speculative; give a method, such as "
@@ -178,7 +183,8 @@ class LLM:
             )
         if gpus > 1 and str(device) not in ("auto", "cuda"):
             name = "pipeline_parallel_size" if split == "layer" else "tensor_parallel_size"
-            raise ValueError(f"{name}: got {gpus} on the device {device}; allowed is auto or cuda: GPUs from cuda:0 on")
+            cure = "leave it out: a CPU runs the whole model" if str(device) == "cpu" else "allowed is auto or cuda"
+            raise ValueError(f"{name}: got {gpus} on the device {device}; {cure}; GPUs are counted from cuda:0 on")
         located = locate(model, option="model")
         self.path = located.name
         self.device = pick_device(device)
@@ -201,6 +207,15 @@ class LLM:
                 )
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
             self.sampling_defaults = SamplingDefaults.of(checkpoint)
+            memory = needed_memory(
+                checkpoint, self.device, self.dtype, held, setting, rows=max_num_seqs, context=max_model_len,
+                tokens=kv_cache_tokens, gpus=gpus,
+            )  # fmt: skip
+            if memory is not None:
+                if on_memory is not None:
+                    on_memory(memory)
+                if memory.tokens < max_num_seqs * max_model_len:
+                    kv_cache_tokens = memory.tokens
             decoder = load_decoder(
                 checkpoint,
                 self.device,
@@ -461,7 +476,9 @@ class LLM:
         asked = [expand_n(each, self.random) for each in self._params(prompts, params, sampling, fill)]
         rows = [(prompt, each) for prompt, several in zip(prompts, asked, strict=True) for each in several]
         owner = [number for number, several in enumerate(asked) for _ in several]
-        watched = {i: AnswerText(self.tokenizer.stream(), each.stop_texts) for i, (_, each) in enumerate(rows)}
+        watched = {
+            i: AnswerText(self.tokenizer.stream(), each.stop_texts, each.min_tokens) for i, (_, each) in enumerate(rows)
+        }
         watched = {i: text for i, text in watched.items() if rows[i][1].stop_texts}
         shown = {i: list[str]() for i in watched}
         ready: list[list[EngineSequence]] = [[] for _ in prompts]
@@ -510,12 +527,12 @@ class LLM:
     ) -> Pieces:
         require_callable("cancelled", cancelled)
         (asked,) = self._params([prompt], params, sampling, fill)
-        if asked.n != 1 or asked.logprobs is not None:
-            name = "n" if asked.n != 1 else "logprobs"
+        off = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+        if name := next((name for name, value in off.items() if getattr(asked, name) != value), ""):
             raise ValueError(f"{name}: got {getattr(asked, name)}; a stream is one answer's text: use generate or chat")
         steps = self.engine.stream([prompt], [for_engine(asked)], cancelled)
         self._streams.add(steps)
-        return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts))
+        return self._pieces(steps, AnswerText(self.tokenizer.stream(), asked.stop_texts, asked.min_tokens))
 
     def _pieces(self, steps: Generator[tuple[int, int], None, None], text: AnswerText) -> Pieces:
         with closing(steps):
@@ -546,4 +563,5 @@ def _completion(made: EngineSequence, text: str, ended: bool) -> Completion:
         prompt_tokens=len(made.prompt),
         seed=made.seed if made.params.sampling else None,
         logprobs=made.logprobs if made.params.logprobs is not None else None,
+        prompt_logprobs=made.prompt_logprobs if made.params.prompt_logprobs is not None else None,
     )

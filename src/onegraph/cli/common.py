@@ -178,7 +178,7 @@ def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
             "tensor_parallel_size": args.tensor_parallel_size,
             "pipeline_parallel_size": args.pipeline_parallel_size,
         }
-    deprecated("--gpus, --split-mode", "--tensor-parallel-size or --pipeline-parallel-size")
+    deprecated("--gpus (with --split-mode)", "--tensor-parallel-size or --pipeline-parallel-size")
     return {"gpus": args.gpus or 1, "split": args.split_mode}
 
 

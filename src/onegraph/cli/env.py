@@ -8,10 +8,12 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from onegraph import __version__
 from onegraph.cli.common import add_json, one_line, print_json
+from onegraph.formats.extras import EXTRAS, install, packages
 
 EPILOG = """\
 example:
@@ -21,7 +23,7 @@ example:
 # Families of kernels; "only": of ops that have no kernel of another; "none": whose only one cannot be had.
 FAMILIES = "hopper", "portable", "triton", "reference"
 ORDER = (*FAMILIES, *(f"{family} only" for family in FAMILIES), "none")
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "transformers", "vllm")
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2", "transformers", "vllm")
 
 
 def add_parser(commands: Any) -> None:
@@ -63,17 +65,60 @@ def collect() -> dict[str, Any]:
     from onegraph.api.sandbox import state
     from onegraph.ops import family
 
+    found["extras"] = extras()
     found["platform"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     found["cpu"] = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    found["gcc"] = _gcc()
     found["cuda (torch)"] = torch.version.cuda
     found["driver"] = _driver()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     found["gpu"] = [_gpu(i) for i in gpus] or None
     found[family.VARIABLE] = family.FORCED
-    found["kernels"] = [line for i in gpus for line in kernels(i)] or "no GPU: every op runs its reference"
+    found["kernels"] = [*(line for i in gpus for line in kernels(i)), *cpu_kernels(found["gcc"] is not None)]
     found["sandbox"] = state()
     found["capture"] = [try_capture(i) for i in gpus] or "no GPU: steps run eagerly"
     return found
+
+
+def extras() -> list[str]:
+    """Lines: each extra of onegraph with the versions of its packages, or how it is installed."""
+    lines = []
+    for extra in EXTRAS:
+        versions: dict[str, str | None] = {}
+        for package in packages(extra):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                versions[package] = None
+        if missing := [package for package, version in versions.items() if version is None]:
+            lines.append(f"{extra}: {', '.join(missing)} missing; {install(extra)}")
+        else:
+            lines.append(f"{extra}: {', '.join(f'{package} {version}' for package, version in versions.items())}")
+    return lines
+
+
+def _gcc() -> str | None:
+    from onegraph.ops.cpu.build import compiler
+
+    path = compiler()
+    if path is None:
+        return None
+    try:
+        answer = subprocess.run([path, "-dumpfullversion"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return f"{path}, which does not run"
+    return f"{answer.stdout.strip()} ({path})" if answer.returncode == 0 else f"{path}, which is not GCC"
+
+
+def cpu_kernels(gcc: bool) -> list[str]:
+    """Lines: what runs on the CPU: the ops with a form of its own, and the C that GCC compiles."""
+    from onegraph.ops import cpu
+    from onegraph.ops.choices import registered
+
+    own = sorted(op.name for op in registered().values() if op.cpu is not None)
+    sources = ", ".join(sorted(path.stem for path in Path(cpu.__file__).parent.glob("*.c")))
+    made = f"cpu C: {sources}" if gcc else f"cpu not C ({sources}): gcc is not found; torch's operations take longer"
+    return [f"cpu own form: {', '.join(own)}", made, "cpu reference: all other ops"]
 
 
 def _driver() -> str | None:

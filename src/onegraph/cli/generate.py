@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
+    CONTEXT,
     MODEL,
     Progress,
     UsageError,
@@ -80,6 +81,12 @@ def add_parser(commands: Any) -> None:
         type=number(int, 1, 1 << 24),
         metavar="N",
         help=f"maximum number of tokens of an answer [{DEFAULT_TOKENS}, or what the context leaves]",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=CONTEXT,
+        metavar="N",
+        help="maximum number of tokens of prompt and answer, for which memory is taken [what the prompts need]",
     )
     add_sampling(parser)
     add_engine(parser)
@@ -209,6 +216,10 @@ def run(args: argparse.Namespace) -> int:
         config = parse_config(checkpoint.config)
         tokenizer = Tokenizer(checkpoint)
     context = config.max_positions
+    if args.max_model_len is not None:
+        if args.max_model_len > context:
+            raise UsageError(f"--max-model-len: got {args.max_model_len}; the model's context is {context}")
+        context = args.max_model_len
     chat = args.chat or (tokenizer.template is not None and not args.raw)
     prompts = [encoded(tokenizer, request, chat, thinking_of(args)) for request in requests]
     asked = [{"max_tokens": args.max_tokens} | chosen | request.fields for request in requests]
@@ -219,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
     check_constraints(requests, params, tokenizer, config.vocab_size)
-    needed = max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
+    needed = args.max_model_len or max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
     live = len(prompts) == 1 and params[0].n == 1 and params[0].logprobs is None and not args.json and not lines

@@ -90,7 +90,7 @@ def add_parser(commands: Any) -> None:
         "--kv-cache-tokens",
         type=number(int, 1, 1 << 30),
         metavar="N",
-        help="number of tokens in the KV cache [max-num-seqs x max-model-len]",
+        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
     )
     parser.add_argument(
         "--queue",
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         adapters = dict(args.lora_modules)
         if name in adapters or len(adapters) < len(args.lora_modules):
             raise UsageError("--lora-modules: two models have the same name; give each adapter a name of its own")
-        llm = load(args, adapters=adapters, **sizes, **place)
+        llm = load(args, adapters=adapters, **sizes, **place, on_memory=remark)
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from onegraph.cli.common import Progress, add_json, human_bytes, one_line, print_json
+from onegraph.cli.common import MODEL, Progress, add_json, human_bytes, one_line, print_json
 
 if TYPE_CHECKING:
     from onegraph.api.verify import Verification
@@ -33,16 +33,17 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="DIR", help="model directory or .gguf file")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from onegraph.api.hub import locate
     from onegraph.api.verify import verify
 
     with Progress(reading_digests="byte", checking_values="byte") as shown:
-        found = verify(args.model, progress=shown)
+        found = verify(locate(args.model).path, progress=shown)
     if args.json:
         print_json(found.as_dict())
     else:

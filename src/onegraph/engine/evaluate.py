@@ -6,18 +6,17 @@ Logits exist for a few positions at once only.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onegraph.engine.choice import row_slices
 from onegraph.engine.decoder import Decoder
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.nn.turboquant import relative_errors
-
-LOGITS_AT_ONCE = 1 << 24  # numbers: 64 MB in float32, of which a comparison holds about six
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def evaluate(
             read(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
         ]
         targets = part[:, 1:].flatten().to(model.devices[-1], torch.int64)
-        for rows in _row_slices(len(targets), model.config.vocab_size):
+        for rows in row_slices(len(targets), model.config.vocab_size):
             at = f"windows {done} to {done + len(part) - 1}"
             logs = [
                 _log_probabilities(name, m, h[rows], at).to(model.devices[-1])
@@ -141,11 +140,6 @@ def read(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: l
     if kv is not None and kv.mode == "shadow":
         squares.append(cache.squares)
     return hidden
-
-
-def _row_slices(rows: int, vocabulary: int) -> Iterator[slice]:
-    step = max(1, LOGITS_AT_ONCE // vocabulary)
-    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _log_probabilities(name: str, model: Decoder, hidden: Tensor, at: str) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import Choice, ChoiceState
+from onegraph.engine.choice import SCORING, Choice, ChoiceState
 from onegraph.engine.decoder import Cache, Model
 from onegraph.engine.draft import MOST, MakeDrafter
 from onegraph.engine.exact_window import Sizes
@@ -153,12 +153,13 @@ class Executor:
         shaping: bool = False,
         min_p: bool = False,
         logprobs: bool = False,
+        prompt: bool = False,
         drafts: int = 0,
         exact: bool = False,
     ) -> RankGroup:
-        """A step, built when first needed, one graph for each device and bucket: greedy or sampling, with or without
-        penalties and constraints, min-p, log-probabilities, reading up to so many drafts, for exact rows or others."""
-        choice = Choice(sampling, shaping, min_p, logprobs).settled
+        """A step, built when first needed, one graph for each device and bucket: with the parts of a `Choice`, reading
+        up to so many drafts, for exact rows or others."""
+        choice = Choice(sampling, shaping, min_p, logprobs, prompt).settled
         if (kind, choice, exact) not in self.groups:
             started = perf_counter()
             if shaping or logprobs:
@@ -177,24 +178,31 @@ class Executor:
         if sequence.params.shaping:
             count = sequence.to_prefill - len(sequence.prompt)
             for state in self.choice_states():
-                state.begin(sequence.slot, sequence.prompt, sequence.output[:count])
+                state.begin(sequence.slot, sequence.prompt, sequence.output[:count], sequence.params)
         if self.speculation is not None:
             self.speculation.begin(sequence)
 
     def prefill(self, sequence: Sequence, end: int) -> Report:
         """Launch a pass over a sequence's tokens from `read` to `end`; the report's token is BROKEN where any of these
-        tokens met a NaN."""
-        choice = Choice.of([sequence.params])
+        tokens met a NaN. Log-probabilities are those of the tokens behind each, where the prompt is scored, and of the
+        drawn one, the last."""
+        choice = SCORING if sequence.scored else Choice.of([sequence.params])
         step = self.step("prefill", **choice._asdict(), exact=sequence.exact)
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
-        step.load(tokens=tokens, **host_rows([sequence], self.sizes.per_row, limits=[end], choice=choice))
+        further = {}
+        if choice.prompt:
+            further["following"] = following = torch.zeros_like(tokens)
+            behind = sequence.tokens(sequence.read + 1, end + 1)
+            following[0, : len(behind)] = torch.tensor(behind)
+        step.load(tokens=tokens, **further, **host_rows([sequence], self.sizes.per_row, limits=[end], choice=choice))
         self._trim(len(part), end, sequence.exact)
         last = end == sequence.to_prefill
         if last:
             self._constrain([sequence])
-        return self._fetch("prefill", step.replay(), choice._replace(logprobs=last and choice.logprobs))
+        told = choice.prompt or (last and choice.logprobs)
+        return self._fetch("prefill", step.replay(), choice._replace(logprobs=told))
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
@@ -253,7 +261,7 @@ class Executor:
 
     def choice_states(self) -> list[ChoiceState]:
         """Of each rank, made when first needed."""
-        slots, rows = self.sizes.rows + 1, self.sizes.rows * self.reach
+        slots, rows = self.sizes.rows + 1, max(self.sizes.rows * self.reach, self.chunk + 1)
         for rank in self.ranks:
             if rank.choices is None:
                 vocabulary, device = self.model.config.vocab_size, rank.model.devices[-1]
@@ -355,7 +363,8 @@ class Executor:
         """Begin to copy what a step reports to the host: at most `ahead` + 1 of a kind at once."""
         said = report.numel() // len(report)
         tokens = 1 if report.dim() == 1 else said - 1  # of a round, which reports how many drafts wait, too
-        told = self.choice_states()[0].fetch(kind, len(report) * tokens) if choice.logprobs else None
+        rows = self.ranks[0].length + 1 if choice.prompt else len(report) * tokens
+        told = self.choice_states()[0].fetch(kind, rows) if choice.logprobs else None
         if (kind, said) not in self._downloads:
             like = torch.zeros(self.sizes.rows * said, dtype=torch.int64, device=report.device)
             self._downloads[kind, said] = Download(like, depth=self.ahead + 1)

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,9 @@ from onegraph.engine.arguments import ArgumentError, is_index, is_number, requir
 
 ANSWER = 256  # tokens of an answer at most, where nobody says how many
 MAX_LOGPROBS = 20  # likeliest tokens that may be asked for, as OpenAI's API has it
+MAX_BIASES = 512  # tokens of a sequence whose logits are changed by a bias or held back by `min_tokens`
+# Fields of SamplingParams that models suggest values for, and what each is without
+OFF: Mapping[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,21 +21,26 @@ class SamplingParams:
 
     Args:
         max_tokens: maximum number of tokens; None for 256, or what the context leaves behind the prompt.
+        min_tokens: the token ids of `stop` are not drawn before as many tokens, and stop texts not looked for.
         temperature: divides the logits; 0 selects the most likely token.
         top_k: samples from the k most likely tokens, 0 for all. top_p: samples from the most likely tokens that reach
-            this probability mass, 1 for all. None in these three: `LLM` and the server use the model's defaults, an
-            `Engine` is greedy.
+            this probability mass, 1 for all.
         min_p: draw among those at least this fraction as likely as the likeliest, 0 for all.
         repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where positive, times
-            it where negative (transformers'), 1 for off.
+            it where negative (transformers'), 1 for off. None in these five: `LLM` and the server use the model's
+            defaults, an `Engine` is greedy without a penalty.
         presence_penalty: taken off the logits of tokens that the answer has. frequency_penalty: taken off once for
             each time that it has them. Both OpenAI's: -2 to 2, 0 for off.
+        logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties.
         seed: the same seed, prompt and model give the same tokens, in any batch; None draws a seed.
         stop: what ends the sequence, token ids and texts. The id that did is the last of the tokens; a text that did,
             and what follows it, is not in the answer's text.
         n: answers to write; the i-th draws with seed + i, from i = 0 on.
         logprobs: None for none; else the log-probability of each token, and of so many likeliest ones in its place,
             by the model's own logits: before penalties, constraints and temperature (OpenAI's and vLLM's default).
+        prompt_logprobs: the same of the prompt's tokens from the second on, which all are read then, whatever prefix
+            is in the cache.
+        priority: of the sequences that wait, those of the lowest are admitted first.
         json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer
             matches this regular expression. grammar: the answer matches this grammar, in llguidance's dialect of Lark.
             At most one of the three; needs llguidance.
@@ -40,17 +48,21 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     stop: Sequence[int | str] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
     json_schema: dict[str, object] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -68,23 +80,38 @@ class SamplingParams:
         check("max_tokens", most is None or is_index(most), "a whole number, or None for what the context leaves")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
-            fine = is_number(value := getattr(self, name)) or (value is None and name in ("temperature", "top_p"))
+            fine = is_number(value := getattr(self, name)) or (value is None and name in OFF)
             check(name, fine, "a finite number")
         check("max_tokens", most is None or most >= 1, "1 or more")
+        least = self.min_tokens
+        check("min_tokens", is_index(least) and 0 <= least <= (most or least), "0 to max_tokens")
         value = self.temperature or 0
         check("temperature", value == 0 or 1e-3 <= value <= 1e3, "0 for greedy, or 0.001 to 1000")
         check("top_k", 0 <= (self.top_k or 0) < 2**31, "0 for off, or a count of tokens")
         check("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1 for off")
-        check("min_p", 0 <= self.min_p <= 1, "0 for off, up to 1")
-        check("repetition_penalty", 1e-2 <= self.repetition_penalty <= 1e2, "0.01 to 100, 1 for off")
+        check("min_p", 0 <= (self.min_p or 0) <= 1, "0 for off, up to 1")
+        penalty = 1 if self.repetition_penalty is None else self.repetition_penalty
+        check("repetition_penalty", 1e-2 <= penalty <= 1e2, "0.01 to 100, 1 for off")
         for name in penalties[1:]:
             check(name, -2 <= getattr(self, name) <= 2, "-2 to 2, 0 for off")
         check("seed", self.seed is None or (is_index(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer")
         fine = isinstance(self.stop, Sequence | Set) and all(map(_is_stop, self.stop))
         check("stop", fine, "a text, or a list of token ids and texts")
         check("n", 1 <= self.n <= 1024, "1 to 1024")
-        top = self.logprobs
-        check("logprobs", top is None or (is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            top = getattr(self, name)
+            check(name, top is None or (is_index(top) and 0 <= top <= MAX_LOGPROBS), f"0 to {MAX_LOGPROBS}")
+        check("priority", is_index(self.priority) and abs(self.priority) < 2**31, "a 32-bit whole number")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        fine = isinstance(bias, Mapping) and all(
+            is_index(token) and token >= 0 and is_number(value) and -100 <= value <= 100
+            for token, value in bias.items()
+        )
+        check("logit_bias", fine, "a mapping of token ids to numbers from -100 to 100")
+        count = len(bias) + (len(self.stop_tokens) if self.min_tokens else 0)
+        if count > MAX_BIASES:
+            held = ", with those that min_tokens holds back" if self.min_tokens else ""
+            raise ArgumentError("logit_bias", f"logit_bias: got {count} tokens{held}; allowed are {MAX_BIASES}")
         check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
         check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         check("adapter", self.adapter is None or isinstance(self.adapter, str), "the name of an adapter, or None")
@@ -92,15 +119,18 @@ class SamplingParams:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ArgumentError(given[1], f"{given[1]}: got one beside {given[0]}; allowed is one of the two")
+        if self.min_tokens and self.constrained:
+            why = "which say where the answer ends; leave one out"
+            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside json_schema or regex, {why}")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
         return max(1, min(ANSWER, room)) if self.max_tokens is None else self.max_tokens
 
-    def with_defaults(self, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> "SamplingParams":
-        """These values where a field is None; without arguments, as an `Engine` samples: greedy."""
-        values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+    def with_defaults(self) -> "SamplingParams":
+        """As an `Engine` samples where a field is None: greedy, without a penalty."""
+        missing: dict[str, Any] = {name: value for name, value in OFF.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -123,10 +153,15 @@ class SamplingParams:
         return any(each is not None for each in (self.json_schema, self.regex, self.grammar))
 
     @property
+    def biased(self) -> bool:
+        """Whether logits of some tokens are changed by what the caller says of them."""
+        return bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
     def shaping(self) -> bool:
-        """Whether logits are changed by the tokens before, ahead of the draw: penalties, a constraint."""
-        off = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
-        return not off or self.constrained
+        """Whether logits are changed ahead of the draw: by penalties, biases, tokens held back, a constraint."""
+        off = (self.repetition_penalty or 1, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return not off or self.constrained or self.biased
 
 
 def _is_schema(value: object) -> bool:

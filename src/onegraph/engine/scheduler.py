@@ -7,6 +7,7 @@ sequences change: then, and only then, all that was launched is read first.
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 from time import perf_counter
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class Scheduler:
     Attributes:
         allocator: of pages. free_slots: of state that does not grow with the text; slot 0 belongs to no sequence.
         snapshots: of such state, where a prefix is shared together with it.
-        waiting, running: sequences, the oldest first.
+        waiting: sequences by priority, then the oldest first. running: the oldest first.
 
     Not thread-safe. Loops over `step` stand inside of `Executor.running()`.
     """
@@ -78,7 +79,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._in_flight: deque[tuple[list[Sequence], Report]] = deque()
-        self._chunks: deque[tuple[Sequence, bool, Report]] = deque()  # of prompts; whether the next token is new
+        # Chunks of prompts: from where each is, and whether the next token is new
+        self._chunks: deque[tuple[Sequence, int, bool, Report]] = deque()
         self._open = False
 
     def open(self, *, interleave: bool = True, share: bool = True) -> "Scheduler":
@@ -125,7 +127,9 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """It waits behind those of its priority and of lower values."""
+        ahead = sum(1 for _ in takewhile(lambda s: s.params.priority <= sequence.params.priority, self.waiting))
+        self.waiting.insert(ahead, sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """It gets no more tokens; its row and pages are free in the next step."""
@@ -206,7 +210,7 @@ class Scheduler:
         shared: list[int] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
-            shared = self._shared(sequence)
+            shared = [] if sequence.scored else self._shared(sequence)
         tokens = min(sequence.length + self._span, sequence.limit)
         count = self.executor.sizes.needed(tokens, sequence.exact) - len(shared)
         more = self.allocator.take(count) if count + growing <= self.allocator.free else None
@@ -220,6 +224,8 @@ class Scheduler:
     def _share_more(self, sequence: Sequence) -> None:
         """What others have read of its beginning since it was admitted: of prompts that come together, the first one
         reads for all."""
+        if sequence.scored:
+            return
         size = self.executor.sizes.page_size
         shared = self._shared(sequence)
         tokens = len(shared) * size
@@ -324,7 +330,8 @@ class Scheduler:
         if self._share:
             self._share_more(sequence)
         end = min(sequence.read + self.executor.chunk, sequence.to_prefill)
-        self._chunks.append((sequence, end == sequence.length, self.executor.prefill(sequence, end)))
+        report = self.executor.prefill(sequence, end)
+        self._chunks.append((sequence, sequence.read, end == sequence.length, report))
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
         self._remember(sequence)
@@ -423,12 +430,16 @@ class Scheduler:
 
     def _read_chunk(self) -> None:
         """The oldest chunk of a prompt: whether it gave NaN, and behind the last the first token."""
-        sequence, new, (tokens, told) = self._chunks.popleft()
+        sequence, start, new, (tokens, told) = self._chunks.popleft()
         token = int(tokens())
+        known = None if told is None else told()
         if sequence.done:
             self._poisoned |= token < 0
-        elif new or token < 0:
-            self._emit(sequence, token, None if told is None else told()[0])
+            return
+        if known is not None and sequence.scored and token >= 0:
+            sequence.score(start, known[:-1])
+        if new or token < 0:
+            self._emit(sequence, token, None if known is None else known[-1])
 
     def _read(self) -> None:
         """Wait for the oldest step in flight. A row that was done before has run one too many, in its own pages: its
@@ -467,7 +478,7 @@ class Scheduler:
         else:
             sequence.take(token)
             if told is not None and (wanted := sequence.params.logprobs) is not None:
-                sequence.logprobs.append(token_logprob(told, token, wanted))
+                sequence.logprobs.append(token_logprob(told.tolist(), token, wanted))
         self._new.append((sequence, token))
         self._ended |= sequence.done
         return token >= 0

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from onegraph.engine.acceptance import Acceptance
 from onegraph.engine.arguments import ArgumentError
-from onegraph.engine.choice import Constrain, Constraint
+from onegraph.engine.choice import Constrain, Constraint, token_logprob
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
 
@@ -20,9 +22,10 @@ class Sequence:
     most: tokens of the output at most. read: tokens of prompt and output that are in the cache. to_prefill: how
     many of them prefill reads, set when the sequence is admitted. kept: how many were at its latest snapshot. exact:
     whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
-    needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for. drafts: how
-    they fare, where somebody drafts. cancelled: it ends before the next token. error: why it ended before its time.
-    adapter: its slot of `nn.lora.Adapters`, 0 for none.
+    needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for;
+    prompt_logprobs likewise, of the prompt's tokens from the second on. drafts: how they fare, where somebody drafts.
+    cancelled: it ends before the next token. error: why it ended before its time. adapter: its slot of
+    `nn.lora.Adapters`, 0 for none.
     """
 
     index: int
@@ -40,6 +43,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     constraint: Constraint | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     drafts: Acceptance = field(default_factory=Acceptance)
     cancelled: bool = False
     error: FloatingPointError | None = None
@@ -49,6 +53,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens known so far, of prompt and output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be found, which takes reading all of it."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def limit(self) -> int:
@@ -94,6 +103,14 @@ class Sequence:
         if self.constraint is not None:
             self.constraint.take(token)
 
+    def score(self, start: int, told: Tensor) -> None:
+        """Prefill told of the tokens from `start` + 1 on, as far as they are the prompt's and were not known."""
+        wanted = self.params.prompt_logprobs
+        assert wanted is not None
+        known = len(self.prompt_logprobs)
+        for place, row in enumerate(told[known - start : len(self.prompt) - 1 - start].tolist(), start=known + 1):
+            self.prompt_logprobs.append(token_logprob(row, self.prompt[place], wanted))
+
 
 def make_sequences(
     prompts: Seq[Seq[int]],
@@ -117,6 +134,7 @@ def make_sequences(
         sequence.adapter = _slot(wanted.adapter, adapters or {})
         _check_size(sequence, sizes)
         _check_text(sequence, constrain)
+        _check_biases(sequence, vocabulary)
         if constrain is not None and wanted.constrained:
             sequence.constraint = constrain(wanted)
         sequences.append(sequence)
@@ -163,6 +181,18 @@ def _check_text(sequence: Sequence, constrain: Constrain | None) -> None:
         )
     if wanted.constrained and constrain is None:
         raise ValueError("json_schema, regex: got one; the engine has no tokenizer: use LLM, or set its `constrain`")
+
+
+def _check_biases(sequence: Sequence, vocabulary: int) -> None:
+    for token in sequence.params.logit_bias or ():
+        if token >= vocabulary:
+            raise ArgumentError(
+                "logit_bias", f"logit_bias: got token {token}; the model's vocabulary is 0 to {vocabulary - 1}"
+            )
+    if sequence.params.min_tokens > sequence.most:
+        raise ArgumentError(
+            "min_tokens", f"min_tokens: got {sequence.params.min_tokens}; the answer has {sequence.most} tokens at most"
+        )
 
 
 def _check_size(sequence: Sequence, sizes: Sizes) -> None:

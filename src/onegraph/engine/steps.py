@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from onegraph.engine.choice import Choice, ChoiceState, draw
+from onegraph.engine.choice import Choice, ChoiceState, draw, row_slices
 from onegraph.engine.decoder import AuxHiddenStates, Cache, Decoder, SplitAttention
 from onegraph.engine.draft import Pass, Rows, TargetOutputs, view
 from onegraph.engine.exact_window import Sizes
@@ -97,6 +97,8 @@ class Steps:
             inputs["drawn"] = torch.zeros(self.sizes.rows, dtype=torch.int64, device=device)
         else:
             inputs["tokens"] = torch.zeros(1, self.chunk, dtype=torch.int64, device=device)
+            if choice.prompt:
+                inputs["following"] = torch.zeros_like(inputs["tokens"])
         return inputs
 
     def _carried(self, stage: int, decoding: bool, drafts: int) -> dict[str, Tensor]:
@@ -117,7 +119,8 @@ class Steps:
 
         Decoding reads each row's last token (`drawn`, int64 [B]) and puts the next one in its place; prefill reads up
         to `chunk` tokens of a prompt (`tokens`, [1, chunk]) and draws the one behind them, BROKEN where any of them
-        met a NaN: the last one's logits need not, which a window may keep from seeing it.
+        met a NaN: the last one's logits need not, which a window may keep from seeing it. With `choice.prompt` it tells
+        how likely `following`, [1, chunk], are, each behind its token; and then of the drawn one.
         """
         decoding = "drawn" in inputs
         tokens = inputs["drawn"].unsqueeze(1) if decoding else inputs["tokens"][:, : self.length]
@@ -134,6 +137,8 @@ class Steps:
                 carried: Tensor = stream
                 return carried
             hidden = model.leave(stream)
+            if choice.prompt:
+                self._score(model, hidden[0], inputs["following"][0, : self.length])
             new, logits = self._draw(model, hidden, counts, after, inputs, choice)
         if self.rounds is not None:
             made = None
@@ -226,7 +231,14 @@ class Steps:
         logits = model.logits(hidden)
         if self.choices is None or not (choice.shaping or choice.logprobs):
             return draw(logits, after, inputs, sampling=choice.sampling), logits
-        return self.choices.choose(logits, counts, after, inputs, choice), logits
+        at = self.length if choice.prompt else 0
+        return self.choices.choose(logits, counts, after, inputs, choice, at), logits
+
+    def _score(self, model: Decoder, hidden: Tensor, following: Tensor) -> None:
+        """Tell the log-probabilities of tokens int64 [Q] behind hidden states [Q, D], with few logits at a time."""
+        assert self.choices is not None
+        for rows in row_slices(len(hidden), self.model.config.vocab_size):
+            self.choices.tell(model.logits(hidden[rows]), following[rows], rows.start)
 
 
 def _broken(hidden: Tensor, counts: Tensor) -> Tensor:

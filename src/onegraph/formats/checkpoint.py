@@ -231,6 +231,12 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json; where it says nothing of quantization, hf_quant_config.json does, as NVIDIA publishes many.
     compression_config is what compressed-tensors called it once."""
     if (file := member(path, "config.json")) is None:
+        if (adapter := member(path, "adapter_config.json")) is not None:
+            base = quote(read_json(adapter).get("base_model_name_or_path"))
+            raise CheckpointError(
+                f"{path}: is an adapter for {base}, not a model; merge it into that (peft: merge_and_unload, then "
+                "save_pretrained) and give the directory of the merged model"
+            )
         raise CheckpointError(f"{path}: is no model directory, since it has no config.json")
     config = read_json(file, infinite=True)
     told = config.get("quantization_config")

@@ -31,21 +31,30 @@ CONFIGS: dict[str, type[DeepseekV4Config]] = dict.fromkeys(("deepseek_v4", "deep
 
 def parse_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekV4Config:
     """config.json, validated. Raises one ValueError that names what is unsupported or makes no sense; of a checkpoint
-    that `onegraph quantize` wrote for transformers alone it says how to run it there."""
+    that `onegraph quantize` wrote for transformers alone it says how to run it there, and of another that transformers
+    may have that quantize makes one."""
     kind = config.get("model_type") if isinstance(config, Mapping) else None
     try:
         return CONFIGS.get(str(kind), LlamaConfig).from_dict(config)
     except ValueError as error:
         if isinstance(config, Mapping) and _transformers_only(config):
             raise ValueError(f"{error}; this checkpoint runs in transformers: {IN_TRANSFORMERS}") from None
+        if isinstance(kind, str) and _foreign(config) and "quantization_config" not in config:
+            why, found, families = str(error).partition("; supported")  # a long list, which stands last
+            cure = f"if transformers has this model, `onegraph quantize` makes a checkpoint for it: {IN_TRANSFORMERS}"
+            raise ValueError(f"{why}; {cure}{found}{families}") from None
         raise
 
 
 def _transformers_only(config: Mapping[str, Any]) -> bool:
-    told, text = config.get("quantization_config"), config.get("text_config")
-    kinds = {str(part.get("model_type")) for part in (config, text) if isinstance(part, Mapping)}
-    ours = isinstance(told, Mapping) and E8PConfig.matches(told)
-    return ours and not kinds & {*FAMILIES, *CONFIGS}
+    told = config.get("quantization_config")
+    return isinstance(told, Mapping) and E8PConfig.matches(told) and _foreign(config)
+
+
+def _foreign(config: Mapping[str, Any]) -> bool:
+    """Whether it is of no family of ours."""
+    kinds = {str(part.get("model_type")) for part in (config, config.get("text_config")) if isinstance(part, Mapping)}
+    return not kinds & {*FAMILIES, *CONFIGS}
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> LlamaConfig | DeepseekV4Config:
@@ -135,7 +144,10 @@ def load_decoder(
         return model
     kind = checkpoint.config.get("model_type")
     if fp8_kv:
-        raise ValueError(f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}")
+        raise ValueError(
+            f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}: take turboquant:4, a quarter of "
+            "the memory, or leave it out"
+        )
     if split == "layer":
         raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
     options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused}

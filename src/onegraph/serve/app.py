@@ -1,4 +1,4 @@
-"""The HTTP side of `onegraph serve`: OpenAI's endpoints, health and metrics, as a Starlette application."""
+"""The HTTP side of `onegraph serve`, a Starlette application: OpenAI's and Anthropic's endpoints, health, metrics."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from onegraph import __version__
+from onegraph.serve import messages, responses
+from onegraph.serve.blocks import Form
 from onegraph.serve.body import Bodies
 from onegraph.serve.connection import STALLED
+from onegraph.serve.errors import APIError, overloaded
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
 from onegraph.serve.prompts import Prompts
-from onegraph.serve.protocol import APIError, overloaded, parse, parse_detokenize, parse_tokenize
+from onegraph.serve.protocol import CompletionRequest, parse
 from onegraph.serve.reply import Reply, json_response
 from onegraph.serve.text import Answer, Piece
+from onegraph.serve.tokens import parse_detokenize, parse_tokenize
 from onegraph.serve.worker import Full, Stopped, Worker
 
 T = TypeVar("T")
@@ -54,6 +58,7 @@ class Server:
         self.metrics = Metrics(worker)
         self.created = int(time.time())
         self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm)
+        self.conversations = responses.Conversations()
 
     def app(self) -> Starlette:
         routes = [
@@ -61,6 +66,9 @@ class Server:
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
             Route("/v1/models", self._guarded(self.models)),
             Route("/v1/models/{name:path}", self._guarded(self.model)),
+            Route("/v1/responses", self._guarded(self.responses), methods=["POST"]),
+            Route("/v1/messages", self._guarded(self.messages, messages.error_body), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._guarded(self.count_tokens, messages.error_body), methods=["POST"]),
             Route("/v1/embeddings", self._guarded(self.embeddings), methods=["POST"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
@@ -91,8 +99,10 @@ class Server:
             self.prompts.close()
             await asyncio.to_thread(self.worker.close)
 
-    def _guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """The API key, and every refusal as OpenAI's error object."""
+    def _guarded(
+        self, endpoint: Callable[[Request], Any], body: Callable[[APIError], Any] = APIError.body
+    ) -> Callable[[Request], Any]:
+        """The API key, and every refusal as OpenAI's error object, or as `body` has it."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -100,7 +110,7 @@ class Server:
                 response: Response = await endpoint(request)
             except APIError as refused:
                 headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
-                response = json_response(refused.body(), refused.status, headers)
+                response = json_response(body(refused), refused.status, headers)
             except ClientDisconnect:
                 response = Response(status_code=400)
             self.metrics.responses.labels(request.scope["route"].path, str(response.status_code)).inc()
@@ -113,6 +123,8 @@ class Server:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if key is None:
             return
+        if "x-api-key" in request.headers:  # Anthropic's
+            scheme, given = "bearer", request.headers["x-api-key"]
         if scheme.lower() != "bearer" or not given.strip():
             raise APIError("no API key: send it as 'Authorization: Bearer KEY'", status=401, code="missing_api_key")
         if not hmac.compare_digest(given.strip().encode(), key.encode()):
@@ -136,10 +148,22 @@ class Server:
         return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
+        return await self._answer(request, lambda body: (parse(body, chat=False), None))
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
+        return await self._answer(request, lambda body: (parse(body, chat=True), None))
+
+    async def responses(self, request: Request) -> Response:
+        return await self._answer(request, lambda body: responses.parse(body, self.conversations))
+
+    async def messages(self, request: Request) -> Response:
+        return await self._answer(request, messages.parse)
+
+    async def count_tokens(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            asked, _ = messages.parse(body, count=True)
+            tokens = await self._tokenized(request, asked.model, self.prompts.tokenize(asked, True))
+        return json_response({"input_tokens": len(tokens)})
 
     async def embeddings(self, request: Request) -> Response:
         raise APIError("embeddings are not supported: this server generates text", status=404, code="not_supported")
@@ -198,31 +222,39 @@ class Server:
 
     # --------------------------------------------------------------------------------------------------------- answers
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
+    async def _answer(
+        self, request: Request, understand: Callable[[bytes], tuple[CompletionRequest, Form | None]]
+    ) -> Response:
+        """understand: a body -> what it asks for, and the form of its answer where that is not OpenAI's of old."""
         async with self.bodies.read(request) as body:
-            asked = parse(body, chat=chat)
+            asked, shape = understand(body)
             self._check_name(asked.model)
             if asked.answers > self.worker.limit:
                 message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"
                 raise APIError(f"{message} at once", param="n")
             started = time.perf_counter()
             with self._reserved(asked.answers):
-                sequences, prompt_tokens, form = await _while_connected(request, self.prompts.read(asked))
+                read = await _while_connected(request, self.prompts.read(asked))
                 try:
-                    answers, pieces = self.worker.submit(sequences, asked.stops, reserved=True, keep=form.keep)
+                    answers, pieces = self.worker.submit(
+                        read.sequences, asked.stops, reserved=True, keep=read.keep, echoes=read.echoes
+                    )
                 except Stopped as stopped:
                     raise APIError(str(stopped), status=503) from None
-        reply = Reply(asked, asked.model, prompt_tokens, form)
+        reply = Reply(asked, asked.model, read.tokens, read.form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
-            return _EventStream(reply.events(timed), lambda: self.worker.cancel(answers))
-        return await self._whole(request, reply, timed, answers)
+            events = reply.events(timed)
+            events = events if shape is None else shape.events(events, reply.prompt_tokens)
+            return _EventStream(events, lambda: self.worker.cancel(answers))
+        whole = await self._whole(request, reply, timed, answers)
+        return json_response(whole if shape is None else shape.whole(whole))
 
     async def _whole(
         self, request: Request, reply: Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
-    ) -> Response:
+    ) -> dict[str, Any]:
         try:
-            return json_response(await _while_connected(request, reply.whole(pieces)))
+            return await _while_connected(request, reply.whole(pieces))
         finally:
             self.worker.cancel(answers)
 

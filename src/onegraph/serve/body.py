@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from onegraph.serve.protocol import APIError, overloaded
+from onegraph.serve.errors import APIError, overloaded
 
 BODY_SECONDS = 60  # in which a body must be there
 DISCARDED = 1 << 28  # bytes of a body too large that are read and dropped, so that its sender gets to read the answer

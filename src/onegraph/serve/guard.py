@@ -12,7 +12,7 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onegraph.serve.protocol import APIError
+from onegraph.serve.errors import APIError
 from onegraph.serve.reply import json_response
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::[0-9]*)?")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from onegraph.api.completion import expand_n
@@ -20,10 +21,25 @@ from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
 from onegraph.serve.dialect import AnswerForm, Dialect
-from onegraph.serve.protocol import APIError, CompletionRequest
+from onegraph.serve.errors import APIError
+from onegraph.serve.protocol import CompletionRequest
+from onegraph.serve.text import PARTIAL, Echo
 
 T = TypeVar("T")
+NEIGHBOURS = 8  # tokens in front of one that its text may depend on: parts of a character, a space that is left out
 LANES = (1 << 15, 1 << 19, 1 << 40)  # characters of a request that the lane takes
+
+
+@dataclass(frozen=True)
+class Read:
+    """A request as the engine takes it: its answers, how many tokens its prompts have, what each answer echoes, which
+    control tokens are text in them, and how answers are read."""
+
+    sequences: list[Sequence]
+    tokens: int
+    echoes: list[Echo | None]
+    keep: frozenset[int]
+    form: AnswerForm
 
 
 class _Lane:
@@ -50,9 +66,8 @@ class Prompts:
         """How the model thinks and calls functions."""
         return Dialect(self._llm.tokenizer)
 
-    async def read(self, asked: CompletionRequest) -> tuple[list[Sequence], int, AnswerForm]:
-        """The engine's requests, how many tokens the prompts have, and how answers are read. Raises APIError.
-        Cancelled, it does nothing more than what has begun."""
+    async def read(self, asked: CompletionRequest) -> Read:
+        """Raises APIError. Cancelled, it does nothing more than what has begun."""
         return await self._run(asked.size, self._read, asked)
 
     async def tokenize(self, asked: CompletionRequest, special: bool) -> list[int]:
@@ -104,13 +119,14 @@ class Prompts:
         except ValueError as error:
             raise APIError(str(error), param="tokens") from None
 
-    def _read(self, asked: CompletionRequest, lane: _Lane) -> tuple[list[Sequence], int, AnswerForm]:
+    def _read(self, asked: CompletionRequest, lane: _Lane) -> Read:
         llm, context = self._llm, self._llm.max_model_len
         name = _field("prompt", asked) or ""
         try:
             prompts = self._prompts(asked, lane, context if asked.keep is None else None)
             if asked.keep is not None:
-                prompts = [prompt[-asked.keep :] for prompt in prompts]
+                most = asked.keep if asked.keep > 0 else max(1, context - (asked.max_tokens or 1))
+                prompts = [prompt[-most:] for prompt in prompts]
             name = ""
             stops = {*asked.stop_ids, *(() if asked.ignore_eos else lane.tokenizer.stops)}
             form, sampling = self._answer_form(asked)
@@ -122,7 +138,14 @@ class Prompts:
                 for prompt in prompts
                 for params in expand_n(base, llm.random)
             ]
-            return [llm.engine.request(*row) for row in rows], sum(map(len, prompts)), form
+            echoes = [
+                _echo(asked, lane.tokenizer, text, prompt) if asked.echo else None
+                for text, prompt in zip(asked.prompts if asked.messages is None else [""], prompts, strict=True)
+                for _ in range(base.n)
+            ]
+            keep = frozenset(lane.tokenizer.control_tokens.values()) - stops if asked.special else form.keep
+            sequences = [llm.engine.request(*row) for row in rows]
+            return Read(sequences, sum(map(len, prompts)), echoes, keep, form)
         except TooLong as error:
             message = f"{error}; shorten the prompt to {context - 1} tokens or less"
             raise APIError(message, param=_field("prompt", asked), code="context_length_exceeded") from None
@@ -147,7 +170,7 @@ class Prompts:
         context = self._llm.max_model_len
         room = context - len(prompt)
         most = room if asked.messages is not None else min(ANSWER, room)
-        wanted = asked.max_tokens or max(most, 1)
+        wanted = max(most, 1) if asked.max_tokens is None else max(asked.max_tokens, 1)  # one is drawn in any case
         if wanted > room:
             cure = (
                 f"lower max_tokens to {room}, or shorten the prompt"
@@ -160,6 +183,20 @@ class Prompts:
             param = "max_tokens" if room > 0 else _field("prompt", asked)
             raise APIError(message, param=param, code="context_length_exceeded")
         return wanted
+
+
+def _echo(asked: CompletionRequest, tokenizer: Tokenizer, given: str | list[int], ids: list[int]) -> Echo:
+    """given: the prompt as the request has it; ids: the tokens that are left of it."""
+    whole = isinstance(given, str) and asked.keep is None
+    text = given if isinstance(given, str) and whole else tokenizer.decode(ids, special=True)
+    offsets: list[int] = []
+    if "prompt_logprobs" in asked.sampling:
+        rows = [ids[max(0, i - NEIGHBOURS) : end] for i in range(len(ids)) for end in (i, i + 1)]
+        lengths = [len(each.rstrip(PARTIAL)) for each in tokenizer.decode_all(rows, special=True)]
+        widths = [after - before for before, after in zip(lengths[::2], lengths[1::2], strict=True)]
+        # From the end on: in front of a text the tokenizer may put tokens that are not in it.
+        offsets = [max(0, at + len(text) - sum(widths)) for at in accumulate(widths[:-1], initial=0)]
+    return Echo(text, offsets, alone=asked.max_tokens == 0)
 
 
 def _field(what: str, asked: CompletionRequest, otherwise: str = "") -> str | None:

@@ -13,7 +13,9 @@ from starlette.responses import Response
 
 from onegraph.serve.calls import CallPart
 from onegraph.serve.dialect import AnswerForm
-from onegraph.serve.protocol import APIError, CompletionRequest, chat_logprobs, completion_logprobs
+from onegraph.serve.errors import APIError
+from onegraph.serve.logprobs import chat_logprobs, completion_logprobs
+from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import Piece
 
 
@@ -40,7 +42,18 @@ class Reply:
             self.tokens += piece.tokens
             found.setdefault(piece.index, []).append(piece)
         choices = [self._choice(found[i], "message") for i in sorted(found)]
+        if self.asked.best is not None:
+            choices = self._best(choices, [_mean(found[i]) for i in sorted(found)], self.asked.best)
         return self.head | {"choices": choices, "usage": self._usage()}
+
+    def _best(self, choices: list[dict[str, Any]], scores: list[float], count: int) -> list[dict[str, Any]]:
+        """Of each prompt's answers the `count` likeliest, numbered anew."""
+        every = self.asked.sampling["n"]
+        kept = []
+        for start in range(0, len(choices), every):
+            ranked = sorted(range(start, start + every), key=lambda i: -scores[i])
+            kept += [choices[i] for i in ranked[:count]]
+        return [choice | {"index": i} for i, choice in enumerate(kept)]
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         """Server-sent events: of each choice its role (in a chat), text as it is written, and why it ended."""
@@ -74,8 +87,9 @@ class Reply:
                 finish = "tool_calls"
         content = {key: said | {"content": text if text or "tool_calls" not in said else None}}
         tokens = [token for piece in pieces for token in piece.logprobs]
-        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens else None
-        return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, "finish_reason": finish}
+        told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens and self.asked.told else None
+        ended = {"finish_reason": finish} | ({} if last.stop is None else {"stop_reason": last.stop})  # vLLM's
+        return {"index": index, **(content if self.chat else {"text": text}), "logprobs": told, **ended}
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         about = b', "usage": ' + dumps(usage) if self.asked.usage else b""
@@ -101,6 +115,13 @@ def chat_calls(parts: Sequence[CallPart], *, whole: bool) -> list[dict[str, Any]
             call["function"] = {"name": part.name, "arguments": call["function"]["arguments"]}
         call["function"]["arguments"] += part.arguments
     return list(found.values())
+
+
+def _mean(pieces: list[Piece]) -> float:
+    """The mean log-probability of an answer's own tokens."""
+    count = sum(piece.tokens for piece in pieces)
+    told = [token.logprob or 0.0 for piece in pieces for token in piece.logprobs]
+    return sum(told[-count:]) / max(1, count)
 
 
 def dumps(value: Any) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from onegraph.api.completion import StopTexts
@@ -15,27 +15,40 @@ from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
 PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
+_Top = Sequence[tuple[int, float]]  # the likeliest tokens and their log-probabilities
+_Scored = tuple[int, float | None, _Top, int]  # a token, its log-probability, the likeliest, its place in the text
 TOGETHER = 8  # tokens of one answer that become text in one call
 
 
 @dataclass(frozen=True)
 class TokenText:
-    """A token, its text alone, its log-probability, and the likeliest in its place. offset: characters of the answer in
-    front of it; parts of one character have the same. data: the bytes of a part of a character, where they are known.
+    """A token, its text alone, its log-probability (None of a prompt's first), and the likeliest in its place. offset:
+    characters of the answer in front of it; parts of one character have the same. data: the bytes of a part of a
+    character, where they are known.
     """
 
     token: int
     text: str
-    logprob: float
+    logprob: float | None
     top: tuple[TokenText, ...] = ()
     offset: int = 0
     data: bytes | None = None
 
 
 @dataclass(frozen=True)
+class Echo:
+    """A prompt, as an answer begins with it. offsets: characters of `text` in front of each token, where
+    log-probabilities are asked for. alone: nothing else is in the answer."""
+
+    text: str
+    offsets: list[int]
+    alone: bool
+
+
+@dataclass(frozen=True)
 class Piece:
-    """What an answer got: text, and from how many tokens; the last one says why it ended. logprobs: of these tokens,
-    where they are asked for."""
+    """What an answer got: text, and from how many tokens; the last one says why it ended, and at which stop text.
+    logprobs: of these tokens, where they are asked for."""
 
     index: int
     text: str = ""
@@ -43,6 +56,7 @@ class Piece:
     finish: Literal["stop", "length"] | None = None
     error: str | None = None
     logprobs: tuple[TokenText, ...] = ()
+    stop: str | None = None
 
     @property
     def last(self) -> bool:
@@ -62,6 +76,7 @@ class Answer:
     stops: StopTexts
     pieces: asyncio.Queue[Piece]
     loop: asyncio.AbstractEventLoop
+    echo: Echo | None = None  # until it is out
     pending: list[int] = field(default_factory=list)  # tokens that are not text yet
     complete: bool = False  # no token comes behind those
     ended: bool = False  # its last piece is out
@@ -141,6 +156,8 @@ class Writer:
             try:
                 text = advance(self.tokenizer, [move])[0] if text is None else text
                 shown, met = answer.stops.push(text, move[2])
+                echo, echoed, answer.echo = answer.echo, self._echoed(answer), None
+                answer.written += 0 if echo is None else len(echo.text)
                 logprobs = self._logprobs(answer, len(move[1]))
                 answer.written += len(text)
             except (CheckpointError, OSError) as error:
@@ -151,7 +168,8 @@ class Writer:
             finish: Literal["stop", "length"] | None = "stop" if met else None
             if final and finish is None:
                 finish = "stop" if _stopped(answer.sequence, tokens[-1]) else "length"
-            told.append((answer, Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs)))
+            piece = Piece(answer.index, shown, len(tokens), finish, logprobs=logprobs, stop=answer.stops.met)
+            told.append((answer, piece if echo is None else _behind(echo, echoed, piece)))
             if met and not final:
                 stopped.append(answer)
         deliver(told)
@@ -163,13 +181,28 @@ class Writer:
             return ()
         found = answer.sequence.logprobs[answer.told : answer.told + count]
         answer.told += count
-        self._learn({i for each in found for i in (each.token, *(token for token, _ in each.top))} - self._alone.keys())
+        return self._texts([(each.token, each.logprob, each.top, answer.written) for each in found])
 
-        def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = (), offset: int = 0) -> TokenText:
+    def _echoed(self, answer: Answer) -> tuple[TokenText, ...]:
+        """The prompt's tokens, where the answer begins with them and log-probabilities are asked for."""
+        if answer.echo is None or not answer.echo.offsets:
+            return ()
+        first, *others = zip(answer.sequence.prompt, answer.echo.offsets, strict=True)
+        scored = zip(answer.sequence.prompt_logprobs, others, strict=True)
+        return self._texts(
+            [(first[0], None, (), first[1]), *((each.token, each.logprob, each.top, at) for each, (_, at) in scored)]
+        )
+
+    def _texts(self, found: Sequence[_Scored]) -> tuple[TokenText, ...]:
+        self._learn(
+            {i for token, _, top, _ in found for i in (token, *(other for other, _ in top))} - self._alone.keys()
+        )
+
+        def told(token: int, logprob: float | None, top: _Top = (), offset: int = 0) -> TokenText:
             text, data = self._alone[token]
             return TokenText(token, text, logprob, tuple(told(*each) for each in top), offset, data)
 
-        return tuple(told(each.token, each.logprob, each.top, answer.written) for each in found)
+        return tuple(told(*each) for each in found)
 
     def _learn(self, tokens: set[int]) -> None:
         """The text of each token alone, and the bytes of those that are a part of a character."""
@@ -180,6 +213,13 @@ class Writer:
         with contextlib.suppress(CheckpointError):  # the tokenizer's decoder is of another kind
             data = dict(zip(parts, self.tokenizer.bytes_of(parts) if parts else [], strict=True))
         self._alone |= {i: (text, data.get(i)) for i, text in zip(ids, texts, strict=True)}
+
+
+def _behind(echo: Echo, echoed: tuple[TokenText, ...], piece: Piece) -> Piece:
+    """An answer's first piece with the prompt in front of it, or in place of it."""
+    if echo.alone:
+        return replace(piece, text=echo.text, tokens=0, finish="length", logprobs=echoed)
+    return replace(piece, text=echo.text + piece.text, logprobs=echoed + piece.logprobs)
 
 
 def _stopped(sequence: EngineSequence, last: int) -> bool:

@@ -17,11 +17,11 @@ from typing import Literal
 from onegraph.api.completion import StopTexts
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.choice import CHOICES
+from onegraph.engine.choice import CHOICES, SCORING
 from onegraph.engine.params import Stats
 from onegraph.engine.scheduler import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
-from onegraph.serve.text import Answer, Piece, Writer
+from onegraph.serve.text import Answer, Echo, Piece, Writer
 
 
 class Full(Exception):
@@ -89,16 +89,19 @@ class Worker:
         *,
         reserved: bool = False,
         keep: frozenset[int] = frozenset(),
+        echoes: Sequence[Echo | None] = (),
     ) -> tuple[list[Answer], asyncio.Queue[Piece]]:
         """Begin an answer to each (`Engine.request`), all or none, up to the first of `stops`.
 
         Their pieces come through one queue of the running event loop. reserved: `reserve` has found places for as
-        many, which the caller then releases. keep: as `Tokenizer.stream`. Raises Full, Stopped.
+        many, which the caller then releases. keep: as `Tokenizer.stream`. echoes: what each begins with. Raises Full,
+        Stopped.
         """
         pieces: asyncio.Queue[Piece] = asyncio.Queue()
         loop, stream = asyncio.get_running_loop(), self._writer.tokenizer.stream
         answers = [
-            Answer(i, sequence, stream(keep), StopTexts(stops), pieces, loop) for i, sequence in enumerate(sequences)
+            Answer(i, each, stream(keep), StopTexts(stops, each.params.min_tokens), pieces, loop, echo)
+            for i, (each, echo) in enumerate(zip(sequences, echoes or [None] * len(sequences), strict=True))
         ]
         with self._lock:
             if self.failure is not None:
@@ -156,6 +159,8 @@ class Worker:
                 for choice, exact in product(self._choices, may_be_exact):
                     executor.step("decode", **choice._asdict(), exact=exact)
                     executor.step("prefill", **choice._asdict(), exact=exact)
+                for exact in may_be_exact if self._choices == [*CHOICES] else ():
+                    executor.step("prefill", **SCORING._asdict(), exact=exact)
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._handle_commands(scheduler):

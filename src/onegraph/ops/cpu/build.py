@@ -25,15 +25,20 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onegraph" / "cpu"
 
 
+def compiler() -> str | None:
+    """The path of the compiler, None where there is none."""
+    return shutil.which(os.environ.get("CC") or "gcc")
+
+
 @cache
 def library(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL | None:
     """What `source` compiles to, from the cache or by the compiler; None where there is none, or it refuses."""
-    compiler = shutil.which(os.environ.get("CC") or "gcc")
-    if compiler is None or family.FORCED == "reference":
+    found = compiler()
+    if found is None or family.FORCED == "reference":
         return None
-    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
+    command = [found, *FLAGS, *(f"-D{name}={value}" for name, value in defines)]
     try:
-        version = _run([compiler, "-dumpfullversion", "-dumpmachine"])
+        version = _run([found, "-dumpfullversion", "-dumpmachine"])
         text = _whole(source)
         key = hashlib.sha256("\0".join([*command, version, _processor()]).encode() + text).hexdigest()[:32]
         cached = cache_dir() / f"{source.stem}-{key}.so"

@@ -1,0 +1,90 @@
+"""What a model and its cache take, known before either is made, and how large a cache fits the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onegraph.api.size import human_bytes
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.models.config import LlamaConfig
+from onegraph.models.load import checkpoint_config
+from onegraph.models.loader import Held, Loader
+from onegraph.models.memory import free_cache_memory
+
+# Of what is free besides the weights: a CPU's memory is for other programs too
+SHARE = {"cpu": 1 / 8, "cuda": 0.9}
+UNBOUNDED = 1 << 50  # bytes: `free_memory` of a system that does not say
+HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU holds so; the ends have 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the weights and of a KV cache of so many tokens, on each device, and what is free there (None where the
+    system does not say)."""
+
+    weights: int
+    cache: int
+    tokens: int
+    free: int | None
+
+    def __str__(self) -> str:
+        free = "" if self.free is None else f"; {human_bytes(self.free)} are free"
+        cache = f"KV cache {human_bytes(self.cache)} for {self.tokens} tokens"
+        return f"memory: weights {human_bytes(self.weights)}, {cache}{free}"
+
+
+def needed_memory(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    held: Held | None,
+    kv: TurboQuantConfig | None,
+    *,
+    rows: int,
+    context: int,
+    tokens: int | None,
+    gpus: int,
+) -> Memory | None:
+    """What loading will take; None for DeepSeek-V4, whose cache has kinds of state of its own.
+
+    Left out are recurrent states, which do not grow with the text, and what a cache in codes takes more for layers that
+    it keeps exact because of their biases.
+
+    tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
+    """
+    config = checkpoint_config(checkpoint)
+    if not isinstance(config, LlamaConfig):
+        return None
+    weights = _weights(checkpoint, config, device, dtype, held) // gpus
+    free = free_cache_memory(device)
+    each = -(-_token_bytes(config, dtype, kv) // gpus)
+    rings = 0 if kv is None else rows * kv.sequence_bytes_of(config.cached, dtype.itemsize) // gpus
+    if tokens is None:
+        room = int(SHARE[device.type] * max(0, free - weights)) - rings
+        tokens = max(context, min(rows * context, room // each))
+    return Memory(weights, each * tokens + rings, tokens, None if free >= UNBOUNDED else free)
+
+
+def _weights(
+    checkpoint: Checkpoint, config: LlamaConfig, device: torch.device, dtype: torch.dtype, held: Held | None
+) -> int:
+    loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu", held=held)
+    if device.type == "cpu":  # which decodes codes at load
+        loader.decoded = frozenset(loader.layers())
+    found = loader.device_bytes()
+    if held is not None:
+        blocks = loader.parts.linears
+        found |= {name: n * k * (HELD[held] if name in blocks else 2) for name, (n, k, _) in loader.layers().items()}
+    return sum(found.values())
+
+
+def _token_bytes(config: LlamaConfig, dtype: torch.dtype, kv: TurboQuantConfig | None) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    if config.latent is not None and kv is None:
+        return config.layers * config.latent.width * dtype.itemsize
+    if kv is not None:
+        return kv.token_bytes_of(config.cached, dtype.itemsize)
+    return sum(2 * heads * dim * dtype.itemsize for heads, dim in config.cached)

@@ -1,0 +1,56 @@
+"""What a model takes is known before it is loaded, and the default cache fits the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz import tiny
+from onegraph import LLM
+from onegraph.api import memory
+from onegraph.api.memory import Memory
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("memory") / "tiny")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_what_is_told_is_what_is_taken(path: Path, dtype: str) -> None:
+    told: list[Memory] = []
+    with LLM(path, device="cpu", max_num_seqs=3, max_model_len=96, dtype=dtype, on_memory=told.append) as llm:
+        weights = sum(tensor.nbytes for _, tensor in llm.engine.model.named_buffers())
+        (found,) = told
+        assert found.weights == pytest.approx(weights, rel=0.25), "tables of positions are not weights"
+        cache: Any = llm.engine.executor.cache
+        pages = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+        assert found.tokens == 3 * 96
+        assert found.cache == pages - pages // llm.engine.executor.sizes.pages, "all but the sentinel's page"
+
+
+def test_the_default_cache_fits_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Memory] = []
+    with LLM(path, device="cpu", max_num_seqs=4, max_model_len=96, on_memory=told.append) as llm:
+        assert llm.engine.executor.sizes.pages == 1 + 4 * 96 // 16
+    each = told[0].cache // told[0].tokens
+    for room, tokens in ((200, 200), (10, 96)):
+        free = told[0].weights + 8 * room * each
+        monkeypatch.setattr(memory, "free_cache_memory", lambda device, free=free: free)
+        with LLM(path, device="cpu", max_num_seqs=4, max_model_len=96, on_memory=told.append) as llm:
+            assert told[-1].tokens == tokens
+            assert llm.engine.executor.sizes.pages == 1 + -(-tokens // 16)
+            assert [len(each.token_ids) > 0 for each in llm.generate(["the", "a", "in", "12"], max_tokens=60)] == [
+                True
+            ] * 4
+        with LLM(path, device="cpu", max_num_seqs=4, max_model_len=96, kv_cache_tokens=300) as llm:
+            assert llm.engine.executor.sizes.pages == 1 + 19, "what is asked for is taken"
+
+
+def test_the_sums_are_a_line() -> None:
+    assert str(Memory(269_100_000, 1_510_000_000, 32768, None)) == (
+        "memory: weights 269.1 MB, KV cache 1.51 GB for 32768 tokens"
+    )
+    assert str(Memory(1 << 20, 1 << 20, 32, 3_000_000)).endswith("; 3.0 MB are free")
