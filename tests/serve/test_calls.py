@@ -91,7 +91,7 @@ TEXT = "<tool_call>"
         (HERMES, '<tool_call>{"name":"now","arguments":{"a":"</tool_call>}"}}', "", [("now", '{"a":"</tool_call>}"}')]),
         (HERMES, '<tool_call>{"name": "other", "arguments": {}}</tool_call> end', "end", [("other", "{}")]),
         # Arguments that are no JSON are the caller's to see
-        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": tru}}</tool_call>', "", [("now", '{"a": tru}')]),
+        (HERMES, '<tool_call>{"name": "now", "arguments": {"a": yes}}</tool_call>', "", [("now", '{"a": yes}')]),
         (HERMES, f'a {TEXT} b <tool_call>{{"name": "now", "arguments": {{}}}}</tool_call>',
          f"a {TEXT} b ", [("now", "{}")]),
         (LLAMA, '\n{"name": "now", "parameters": {"a": 1}}', "", [("now", '{"a": 1}')]),

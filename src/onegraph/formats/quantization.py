@@ -21,9 +21,7 @@ class _Parser(Protocol):
 
 
 OWN: dict[str, type[RotatedConfig]] = {each.format: each for each in (E8PConfig, TrellisConfig)}  # written by onegraph
-CURES = {
-    "exl3": "exllamav3's codes are not read; quantize the original, e.g. by `onegraph quantize --format trellis`"
-}
+CURES = {"exl3": "exllamav3's codes are not read; quantize the original, e.g. by `onegraph quantize --format trellis`"}
 CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, BlocksConfig, Published)  # registration
 
 
