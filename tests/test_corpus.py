@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import lzma
 import random
+import re
 from pathlib import Path
 
 import pytest
 
+from models import save_hf
 from onegraph.api.calibration import CORPUS
+from onegraph.formats.checkpoint import Checkpoint
 from tools import corpus, diversity
 
 KINDS = {"prose", "fiction", "news", "chat", "code", "data", "math", "languages", "long"}
@@ -85,3 +88,12 @@ def test_a_file_of_another_sort_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="has no documents"):
         list(corpus.documents(tmp_path / "empty"))
+
+
+def test_experts_that_a_text_reaches_are_counted(tmp_path: Path) -> None:
+    save_hf("qwen3_moe", tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        vocabulary = int(checkpoint.config["vocab_size"])
+        one, many = diversity.experts(checkpoint, {"one": [5] * 64, "many": list(range(vocabulary)) * 2})
+    (few, whole), (more, _) = (map(int, re.findall(r"reach (\d+) of (\d+) experts", line)[0]) for line in (one, many))
+    assert 0 < few < more <= whole, "a word said again and again reaches few"

@@ -17,6 +17,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--write", action="store_true", help="write the file of the package")
     parser.add_argument("--model", help="model whose tokenizer and chat template count; required to measure")
     parser.add_argument("--compare", nargs="+", type=Path, default=[], metavar="FILE", help="other texts to measure")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each text [{TOKENS}]")
     parser.add_argument("--experts", action="store_true", help="also count the experts that MODEL chooses")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="append a line of results for each text")
     parser.set_defaults(run=run)
 
 
@@ -56,20 +59,25 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.calibration import corpus, draw, sources
     from onegraph.api.hub import locate
     from onegraph.api.tokenizer import Tokenizer
+    from onegraph.engine.record import machine, with_id
     from onegraph.formats.checkpoint import Checkpoint
 
     with Checkpoint.open(locate(args.model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
         kinds = {source.name: draw(tokenizer, [source], 1 << 24).ids for source in sources("bundled")}
         whole = draw(tokenizer, sources("bundled"), 1 << 24).ids
-        rows = {"corpus": whole[:TOKENS]}
-        rows |= {str(file.name): tokenizer.encode(file.read_text("utf-8"))[:TOKENS] for file in args.compare}
-        print(
-            f"{len(whole):,} tokens, {sum(map(len, corpus()[1].values()))} documents; {TOKENS:,} tokens of each text:"
-        )
+        rows = {"corpus": whole[: args.tokens]}
+        rows |= {str(file.name): tokenizer.encode(file.read_text("utf-8"))[: args.tokens] for file in args.compare}
+        count = sum(map(len, corpus()[1].values()))
+        print(f"{len(whole):,} tokens, {count} documents; {args.tokens:,} tokens of each text:")
         print(diversity.HEAD)
-        for name, ids in (rows | {f"  {name}": ids[:TOKENS] for name, ids in kinds.items()}).items():
-            print(diversity.measure(ids, tokenizer.decode(ids)).line(name, len(ids)))
+        for name, ids in (rows | {f"  {name}": ids[: args.tokens] for name, ids in kinds.items()}).items():
+            found = diversity.measure(ids, tokenizer.decode(ids))
+            print(found.line(name, len(ids)))
+            if args.out is not None:
+                row = {"bench": "corpus", "name": name.strip(), "tokens": len(ids), **asdict(found), **machine("cpu")}
+                with args.out.open("a") as stream:
+                    stream.write(json.dumps(with_id(row)) + "\n")
         if args.experts:
             for line in diversity.experts(checkpoint, kinds | {"all": whole}):
                 print(line)

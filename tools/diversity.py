@@ -110,8 +110,9 @@ def experts(checkpoint: Checkpoint, texts: Mapping[str, Sequence[int]]) -> Itera
     from onegraph.quant.hessian import gather
 
     model = LlamaSource(checkpoint, "cpu", torch.float32)
+    positions = int(checkpoint.config.get("max_position_embeddings", 512))
     for name, ids in texts.items():
-        length = min(512, len(ids))
+        length = min(512, positions, len(ids))
         stream = list(model.embed(packed_tokens(list(ids), length=length, limit=EXPERT_TOKENS)).split(8))
         tokens = sum(part.shape[0] * part.shape[1] for part in stream)
         counts: list[int] = []

@@ -139,8 +139,10 @@ def test_the_corpus_in_the_mix_keeps_its_own_shares() -> None:
 
 
 def test_too_little_text_is_warned_of_with_what_it_costs() -> None:
-    assert shortage(20_000, 24_576) is None
-    said = shortage(1536, 24_576)
+    assert shortage("a text", 20_000, 24_576, 24_576) is None
+    assert shortage("bundled", 90_000, 131_072, 131_072) is None, "there is no more of it"
+    assert shortage("bundled", 256, 256, 24_576) is not None
+    said = shortage("a text", 1536, 24_576, 24_576)
     assert said is not None
     assert "1,536 calibration tokens; the recipe takes 24,576, and with so few expect about 56 % more KL" in said
 

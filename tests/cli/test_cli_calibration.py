@@ -96,7 +96,7 @@ def test_extend_is_refused_where_there_is_nothing_to_go_on_with(model: Path) -> 
         assert why in errors
     status, out, _ = invoke(["quantize", model, model.parent / "no", "--self-generate", "--dry-run"])
     assert status == 0
-    assert "tokens of the bundled text and of what the model writes behind it" in out
+    assert "tokens of the bundled corpus and of what the model writes behind it" in out
 
 
 def test_a_model_calibrated_on_itself_generates(model: Path) -> None:

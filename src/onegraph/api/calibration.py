@@ -158,9 +158,10 @@ def estimated(sources: Sequence[Source], tokens: int, bytes_per_token: float = 4
     return found
 
 
-def shortage(tokens: int, wanted: int) -> str | None:
-    """A warning where `tokens` are far fewer than the recipe's `wanted`, with what that costs."""
-    if tokens >= ENOUGH * wanted:
+def shortage(calibration: Calibration, tokens: int, limit: int, wanted: int) -> str | None:
+    """A warning where `tokens`, of a text of at most `limit`, are far fewer than the recipe's `wanted`, with what that
+    costs. Of the corpus, which is as long as it is, the limit alone counts."""
+    if (limit if calibration == "bundled" else tokens) >= ENOUGH * wanted:
         return None
     more = 100 * ((wanted / max(tokens, 1)) ** LOSS - 1)
     return (

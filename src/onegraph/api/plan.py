@@ -21,6 +21,7 @@ from onegraph.api.cost import Work, estimate, sampling_memory
 from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
+from onegraph.api.pace import duration
 from onegraph.api.resources import check_resources
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
 from onegraph.api.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from onegraph.formats.rotated import KEEP, RotatedFormat, fits, resolve_rates
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.memory import resident
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.sensitivity import Costs
@@ -48,8 +50,8 @@ class Plan:
             our own decoder runs it, `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
-        seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least;
-            rounding: of them all but for the model that writes text.
+        seconds: an estimate, on a CPU from a second of probes. memory: bytes on the device; process: what Python and
+            torch have there already; rounding: of `memory` all but for the model that writes text.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
         weights: how many are rounded to each rate of a calibrated format.
@@ -87,6 +89,7 @@ class Plan:
     text: Mapping[str, int] = field(default_factory=dict)
     text_lines: list[str] = field(default_factory=list)
     weights: Mapping[int, int] = field(default_factory=dict)
+    process: int = 0
 
     @property
     def left_lines(self) -> list[str]:
@@ -102,15 +105,15 @@ class Plan:
         weights = f"{human_count(self.before.linear_parameters)} weights in {self.linears} linears"
         how = f"{self.format}, {self.bits:.3g} bits{'' if float(self.bits).is_integer() else ' on average'}"
         if self.recipe is not None:
-            text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
+            text = {"self": "text that the model samples", "bundled": "the bundled corpus", "text": "the text"}
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
             how += " and of what the model writes behind it" if self.extended else ""
         size = f"{self.before.stored} -> {human_bytes(self.after.total_bytes)}"
-        time = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        time = duration(self.seconds)
         probed = self.device == "cpu" or self.recipe is None  # a GPU's rates of rounding are those of an H200
-        time = f"estimated {time} from a probe, up to twice that" if probed else f"{time} on an H200"
+        time = f"estimated {time} from a probe" if probed else f"{time} on an H200"
         return (
-            f"{weights} ({how}) on {self.device}: {size}, {time}, {human_bytes(self.memory)} of memory there, "
+            f"{weights} ({how}) on {self.device}: {size}, {time}, {human_bytes(self.memory + self.process)} of memory, "
             f"{human_bytes(self.disk)} of disk{self._where}"
         )
 
@@ -129,6 +132,7 @@ class Plan:
         told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         told |= {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
+        told |= {"process": self.process}
         return told | {"text": dict(self.text), "text_lines": self.text_lines, "notes": self.notes}
 
 
@@ -162,7 +166,8 @@ def _with_text(found: Plan, checkpoint: Checkpoint, choices: Choices, text: Sequ
     else:
         drawn = draw(Tokenizer(checkpoint), text, choices.tokens)
         counts, notes = dict(drawn.counts), drawn.notes
-    warning = None if choices.extend else shortage(sum(counts.values()), TOKENS[choices.recipe])
+    wanted, count = TOKENS[choices.recipe], sum(counts.values())
+    warning = None if choices.extend else shortage(choices.calibration, count, choices.tokens, wanted)
     return replace(found, text=counts, text_lines=[told(counts), *notes, *([warning] if warning else [])])
 
 
@@ -335,6 +340,7 @@ def _plan(
         seconds=seconds,
         memory=memory,
         rounding=rounding,
+        process=resident() if choices.device.type == "cpu" else 0,
         disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.recipe_options.inputs == "reference" else 0,
         notes=notes,

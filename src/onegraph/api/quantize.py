@@ -24,6 +24,7 @@ from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
+from onegraph.api.pace import Pace
 from onegraph.api.plan import Plan, allotted, build_plan, nvfp4_config, rounded_layers
 from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.resources import check_resources, existing, refuse_existing
@@ -229,7 +230,8 @@ def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> l
         wanted = recipe.expert_prior * found.expert_inputs[stack]
         few = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < wanted]
         middle = sorted(counts)[len(counts) // 2]
-        lines.append(f"{stack}: {min(counts)} to {max(counts)} tokens an expert, {middle} in the middle")
+        reached = f"{sum(map(bool, counts))} of {len(counts)} experts reached"
+        lines.append(f"{stack}: {reached}, {min(counts)} to {max(counts)} tokens an expert, {middle} in the middle")
         if few:
             lines.append(
                 f"warning: {stack}: fewer than {wanted:.0f} tokens chose expert {', '.join(few)}; they are rounded "
@@ -276,6 +278,13 @@ class _Run:
         for line in found.notes:
             self.tell(line)
         recipe = replace(choices.recipe_options, layers=found.rates)
+        pace = None if recipe.tune is not None else Pace(found.seconds, self.tell)  # tuning adds steps of its own
+
+        def stepped(done: int, total: int, _: str) -> None:
+            self.say("quantizing", done, total)
+            if pace is not None:
+                pace.step(done, total)
+
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
             model,
@@ -283,7 +292,7 @@ class _Run:
             recipe,
             partial,
             outer=outer,
-            progress=lambda done, total, _: self.say("quantizing", done, total),
+            progress=stepped,
             spill=ActivationOffload(partial.path / SPILLED, choices.held),
         )
         routed = {first: counts for (first, _), counts in quantized.counts.items()}
@@ -329,7 +338,8 @@ class _Run:
             drawn = draw(tokenizer, text, tokens)
             given, counts = packed_tokens(drawn.ids, length=sequence, limit=tokens), dict(drawn.counts)
             more = (tokens - given.numel()) // sequence if choices.extend else 0
-            warning = None if more else shortage(given.numel(), TOKENS[choices.recipe])
+            count, wanted = given.numel(), TOKENS[choices.recipe]
+            warning = None if more else shortage(choices.calibration, count, tokens, wanted)
             for line in (told(counts), *drawn.notes, *([warning] if warning else [])):
                 self.tell(line)
             if more == 0:
