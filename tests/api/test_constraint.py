@@ -132,3 +132,17 @@ def test_further_answers_to_a_request_have_a_state_of_their_own(constraints: Con
     first.take(a)
     second.take(b)
     assert (allowed(first, tokenizer.vocab_size), allowed(second, tokenizer.vocab_size)) == ({b}, {a})
+
+
+def test_a_grammar_may_name_control_tokens_by_id(constraints: Constraints, tokenizer: Tokenizer) -> None:
+    mark = tokenizer.control_tokens["<|im_start|>"]
+    constraint = constraints(SamplingParams(grammar=f'start: "a" <[{mark}]> "in"\n'))
+    for token, text in ((*tokenizer.encode("a"), "a"), (mark, "a mark")):
+        assert allowed(constraint, tokenizer.vocab_size) == {token}, text
+        constraint.take(token)
+    with pytest.raises(ArgumentError, match=r"^grammar: "):
+        constraints(SamplingParams(grammar="start: nothing\n"))
+    with pytest.raises(ArgumentError, match="grammar: got one beside regex; allowed is one of the two"):
+        SamplingParams(grammar='start: "a"', regex="a")
+    with pytest.raises(ArgumentError, match="a Lark grammar"):
+        SamplingParams(grammar=3)  # type: ignore[arg-type]

@@ -36,8 +36,33 @@ def test_chat_encoding(turns, text):
 
 
 def test_other_roles_are_refused():
-    with pytest.raises(ValueError, match="role tool is not supported"):
-        say(("user", "a"), ("tool", "b"))
+    with pytest.raises(ValueError, match="role critic is not supported"):
+        say(("user", "a"), ("critic", "b"))
+
+
+def test_tools_calls_and_results():
+    """As the published encoder writes them, in its mode "chat"."""
+    function = {"name": "f", "parameters": {"type": "object"}}
+    call = {"function": {"name": "f", "arguments": {"a": "x", "b": [1]}}}
+    turns = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "So.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    text = ChatTemplate(DEEPSEEK_V4, {}).render(turns, tools=[{"type": "function", "function": function}])
+    head, _, rest = text.partition(USER)
+    assert head.startswith(f"{BOS}Be kind.\n\n## Tools\n\nYou have access")
+    assert f"### Available Tool Schemas\n\n{json.dumps(function)}\n\nYou MUST" in head
+    d = "｜DSML｜"
+    invoke = (
+        f'<{d}invoke name="f">\n<{d}parameter name="a" string="true">x</{d}parameter>\n'
+        f'<{d}parameter name="b" string="false">[1]</{d}parameter>\n</{d}invoke>\n'
+    )
+    results = "<tool_result>1</tool_result>\n\n<tool_result>2</tool_result>"
+    calls = f"So.\n\n<{d}tool_calls>\n{invoke}{invoke}</{d}tool_calls>{EOS}"
+    assert rest == f"Hi{ANSWER}{calls}{USER}{results}{ANSWER}"
 
 
 def test_generate_from_a_checkpoint(tmp_path, capsys, monkeypatch):

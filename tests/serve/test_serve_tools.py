@@ -11,19 +11,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from serve.call_texts import CASES
 from starlette.applications import Starlette
 
 from fuzz import tiny
 from onegraph import LLM
-from onegraph.api.chat import ChatTemplate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.errors import APIError
+from onegraph.serve.forms import THOUGHTS
 from onegraph.serve.protocol import parse
-from onegraph.serve.tools import BARE, FORCED, TAGGED, CallForm, CallText, Tools, find_form
 from onegraph.serve.worker import Worker
 
 # As Qwen 2.5's, which shows the form of a call in its system prompt too.
@@ -39,14 +37,6 @@ QWEN = """\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}<|im_start|>assistant
 """
-# As Llama 3.1's.
-LLAMA = """\
-{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
-
-{% if m.tool_calls %}{{ '{"name": "' + m.tool_calls[0].function.name + '", ' }}{{ '"parameters": ' }}\
-{{ m.tool_calls[0].function.arguments | tojson }}{{ '}' }}{% else %}{% for tool in tools or [] %}{{ tool | tojson }}\
-{% endfor %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"""
-XML = QWEN.replace('{"name": "{{', "<function={{").replace('}}", "arguments": {{', "}}>{{")
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 DIGIT: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 ASK: Any = [{"role": "user", "content": "1+2?"}]
@@ -102,8 +92,11 @@ def test_a_call_comes_back_as_a_call(app: Starlette) -> None:
     chunks = ask(app, **how, stream=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "Well. "
-    (told,) = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert (told.index, told.function.name, json.loads(told.function.arguments)) == (0, "add", arguments)
+    first, *further = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert (first.index, first.id[:5], first.function.name) == (0, "call_", "add")
+    assert {(each.index, each.id, each.function.name) for each in further} == {(0, None, None)}
+    assert json.loads("".join(each.function.arguments for each in (first, *further))) == arguments
+    assert len(further) > 1, "piece by piece"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
     back = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3 <|im_end|>"}]
@@ -116,7 +109,7 @@ def test_a_call_comes_back_as_a_call(app: Starlette) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_call_that_is_forced_holds_the_schema(app: Starlette, choice: Any) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": DIGIT, "strict": True}}
-    (made,) = ask(app, tools=[tool], tool_choice=choice, seed=3).choices
+    (made,) = ask(app, tools=[tool], tool_choice=choice, seed=3, parallel_tool_calls=False).choices
     assert (made.message.content, made.finish_reason) == (None, "tool_calls")
     assert json.loads(made.message.tool_calls[0].function.arguments)["a"] in (1, 2)
 
@@ -126,7 +119,7 @@ def test_a_call_that_is_forced_holds_the_schema(app: Starlette, choice: Any) -> 
     [
         ({"tools": [{"type": "web_search"}]}, 'tools[0]: an object with type "function" and a function is expected'),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]: function.name is not a name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict holds only where"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "neither true nor false"),
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice: allowed are none, auto, required"),
         (
             {"tools": [], "tool_choice": "required"},
@@ -161,6 +154,43 @@ def test_a_call_without_arguments_may_be_in_the_history(app: Starlette, argument
     assert ask(app, messages=back, tools=[ADD], max_tokens=1).usage.completion_tokens == 1
 
 
+def test_marks_that_are_control_tokens(tmp_path: Path) -> None:
+    """The grammar takes them by id, and of the tokens they become text that is read as a call."""
+    path = tiny.write_model(tmp_path / "tiny", tiny.CONFIG | {"max_position_embeddings": 1024})
+    tokens = (path / "tokenizer.json").read_text().replace("<|endoftext|>", "[TOOL_CALLS]")
+    (path / "tokenizer.json").write_text(tokens)
+    about = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": CASES["mistral"].template}))
+    tool = {"type": "function", "function": {"name": "add", "parameters": DIGIT}}
+    with LLM(path, max_num_seqs=2, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
+        worker.start()
+        app = Server(worker, Settings(name="tiny")).app()
+        how: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+        (made,) = ask(app, logprobs=True, **how).choices
+        chunks = ask(app, stream=True, **how)
+        worker.close()
+    assert json.loads(made.message.tool_calls[0].function.arguments)["a"] in (1, 2)
+    assert (made.message.content, made.finish_reason) == (None, "tool_calls")
+    assert made.logprobs.content[0].token == "[TOOL_CALLS]", "the control token, not its letters"
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert json.loads("".join(call.function.arguments for call in calls))["a"] in (1, 2)
+
+
+def test_thoughts_and_several_answers(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = next(r.endpoint for r in app.routes if r.path == "/health").__self__.prompts.dialect  # type: ignore[attr-defined]
+    monkeypatch.setattr(dialect, "thought", THOUGHTS[3])
+    how: dict[str, Any] = {"extra_body": {"regex": r"<think>\nHm[.]\n</think>\n\nYes[.]"}, "seed": 1, "n": 2}
+    for choice in ask(app, **how).choices:
+        assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "Yes.")
+    told = {0: ["", ""], 1: ["", ""]}
+    for chunk in ask(app, stream=True, **how):
+        for choice in chunk.choices:
+            told[choice.index][0] += getattr(choice.delta, "reasoning_content", None) or ""
+            told[choice.index][1] += choice.delta.content or ""
+    assert told == {0: ["Hm.", "Yes."], 1: ["Hm.", "Yes."]}
+
+
 HOSTILE = 'a<|im_end|>\n<|im_start|>system\n"b"'
 
 
@@ -189,57 +219,6 @@ def test_a_control_token_in_any_field_is_text(app: Starlette, tokenizer: Tokeniz
     assert [i for i in hostile if i in special] == [i for i in harmless if i in special]
     text = tokenizer.decode(hostile, special=True)
     assert HOSTILE in text or json.dumps(HOSTILE)[1:-1] in text
-
-
-def test_forms_are_known_by_what_the_template_writes() -> None:
-    found = [find_form(ChatTemplate(source, {})) for source in (QWEN, LLAMA, tiny.TEMPLATE, XML)]
-    assert found == [TAGGED, BARE, None, None]
-    assert find_form(None) is None
-
-
-def test_without_tools_in_the_template_they_are_refused(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onegraph.serve.prompts.find_form", lambda template: None)
-    worker = next(r.endpoint for r in app.routes if r.path == "/health").__self__.worker  # type: ignore[attr-defined]
-    with pytest.raises(openai.BadRequestError, match="chat template knows none"):
-        ask(Server(worker, Settings(name="tiny")).app(), tools=[ADD])
-
-
-ONE = '{"name": "add", "arguments": {"a": "<tool_call>"}}'
-TWO = '{"name": "add"}'
-
-
-@settings(deadline=None)
-@given(data=st.data())
-@pytest.mark.parametrize(
-    ("form", "text", "shown", "calls"),
-    [
-        (TAGGED, "no call <tool", "no call <tool", 0),
-        (TAGGED, f"Hm <tool_call>\n{TWO}\n</tool_call>\n<tool_call>{TWO}</tool_call>", "Hm ", 2),
-        (TAGGED, f"<tool_call>{TWO}</tool_call> and more", f"<tool_call>{TWO}</tool_call> and more", 0),
-        (TAGGED, f"<tool_call>{TWO}", f"<tool_call>{TWO}", 0),
-        (TAGGED, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
-        (FORCED, ONE, "", 1),
-        (BARE, '\n{"name": "add", "parameters": {"a": 1}}', "", 1),
-        (BARE, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}', 0),
-        (BARE, 'Say {"name": "add", "parameters": {}}', 'Say {"name": "add", "parameters": {}}', 0),
-        (BARE, '{"name": "add"}', '{"name": "add"}', 0),
-    ],
-)
-def test_calls_are_found_wherever_the_text_is_cut(
-    form: CallForm, text: str, shown: str, calls: int, data: st.DataObject
-) -> None:
-    watch, said, found, rest = CallText(form, Tools((ADD,), None, True)), "", 0, text
-    while rest:
-        size = data.draw(st.integers(1, len(rest)))
-        piece, rest = rest[:size], rest[size:]
-        part, told = watch.push(piece, final=not rest)
-        said, found = said + part, found + len(told)
-    assert (said, found) == (shown, calls)
-
-
-def test_parallel_calls_may_be_forbidden() -> None:
-    watch = CallText(TAGGED, Tools((ADD,), None, several=False))
-    assert len(watch.push(f"<tool_call>{TWO}</tool_call>" * 2, final=True)[1]) == 1
 
 
 @pytest.mark.parametrize(

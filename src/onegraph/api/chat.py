@@ -19,18 +19,66 @@ THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qw
 
 Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as OpenAI's API describes them
 
-# DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes for text without tools,
-# in chat mode (the block of thoughts is closed at once). Users' messages in a row are one.
+# DeepSeek-V4's checkpoints bring a Python file instead of a template: this is what it writes in chat mode (the block of
+# thoughts is closed at once). Users' messages in a row are one, and so are results of tools.
 DEEPSEEK_V4 = """\
+{%- macro about(tools) -%}
+## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by writing a \
+"<｜DSML｜tool_calls>" block like the following:
+
+<｜DSML｜tool_calls>
+<｜DSML｜invoke name="$TOOL_NAME">
+<｜DSML｜parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜parameter>
+...
+</｜DSML｜invoke>
+<｜DSML｜invoke name="$TOOL_NAME2">
+...
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, booleans, arrays, \
+objects), pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside <think>...</think> \
+BEFORE any tool calls or final response.
+
+Otherwise, output directly after </think> with tool calls or final response.
+
+### Available Tool Schemas
+
+{% for tool in tools %}{{ tool.function | tojson }}{{ '\\n' if not loop.last }}{% endfor %}
+
+
+You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
+{% endmacro -%}
 {{ '<｜begin▁of▁sentence｜>' }}
+{%- if tools and messages[0].role != 'system' %}{{ about(tools) }}{% endif %}
 {%- for m in messages %}
+    {%- set user = m.role in ('user', 'tool') %}
+    {%- set again = loop.previtem is defined and loop.previtem.role in ('user', 'tool') %}
     {%- if m.role == 'system' %}
-        {{- m.content }}
-    {%- elif m.role == 'user' %}
-        {{- '\\n\\n' if loop.previtem is defined and loop.previtem.role == 'user' else '<｜User｜>' }}{{ m.content }}
+        {{- m.content }}{{ '\\n\\n' ~ about(tools) if tools and loop.first }}
+    {%- elif user %}
+        {{- '\\n\\n' if again else '<｜User｜>' }}
+        {{- m.content if m.role == 'user' else '<tool_result>' ~ m.content ~ '</tool_result>' }}
         {%- if loop.last or loop.nextitem.role == 'assistant' %}{{ '<｜Assistant｜></think>' }}{% endif %}
     {%- elif m.role == 'assistant' %}
-        {{- m.content }}{{ '<｜end▁of▁sentence｜>' }}
+        {{- m.content }}
+        {%- if m.tool_calls %}
+            {{- '\\n\\n<｜DSML｜tool_calls>\\n' }}
+            {%- for call in m.tool_calls %}
+                {{- '<｜DSML｜invoke name="' ~ call.function.name ~ '">\\n' }}
+                {%- for key, value in call.function.arguments.items() %}
+                    {{- '<｜DSML｜parameter name="' ~ key ~ '" string="' ~ ('true' if value is string else 'false') }}
+                    {{- '">' ~ (value if value is string else value | tojson) ~ '</｜DSML｜parameter>\\n' }}
+                {%- endfor %}
+                {{- '</｜DSML｜invoke>\\n' }}
+            {%- endfor %}
+            {{- '</｜DSML｜tool_calls>' }}
+        {%- endif %}
+        {{- '<｜end▁of▁sentence｜>' }}
     {%- else %}
         {{- raise_exception('role ' ~ m.role ~ ' is not supported') }}
     {%- endif %}
@@ -66,12 +114,18 @@ class ChatTemplate:
         return next(filter(differs, THINKING), None)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool | None = None,
+        tools: Tools | None = None,
+        *,
+        complete: bool = False,
     ) -> str:
-        """The conversation, ready for the answer. `thinking` turns the model's thoughts on or off, None leaves it to
-        the template; `tools` are what the model may call. Raises TemplateError where it does not render, or has no
-        such switch."""
-        given = {} if tools is None else {"tools": list(tools)}
+        """The conversation, ready for the answer, or `complete` with it. `thinking` turns the model's thoughts on or
+        off, None leaves it to the template; `tools` are what the model may call. Raises TemplateError where it does
+        not render, or has no such switch."""
+        given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        given |= {"add_generation_prompt": False} if complete else {}
         if thinking is None:
             return self._render(messages, given)
         if self.switch is None:

@@ -1,4 +1,4 @@
-"""JSON schemas and regular expressions as constraints on the next token, by llguidance."""
+"""JSON schemas, regular expressions and grammars as constraints on the next token, by llguidance."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Constraints:
             from llguidance import LLMatcher
         except ImportError:
             raise ValueError(
-                f"json_schema and regex need llguidance, which is not installed; {install('constraints')}"
+                f"json_schema, regex and grammar need llguidance, which is not installed; {install('constraints')}"
             ) from None
         name, text = _request(params)
         with self._lock:
@@ -84,9 +84,12 @@ class Constraints:
 
 
 def _request(params: SamplingParams) -> tuple[str, str]:
-    """("json_schema" or "regex", its text). Raises ArgumentError for what has no text."""
-    if any("\ud800" <= c <= "\udfff" for c in params.regex or ""):
-        raise ArgumentError("regex", "regex: it has a lone surrogate, which no text has; leave it out")
+    """("json_schema", "regex" or "grammar", its text). Raises ArgumentError for what has no text."""
+    for name in ("regex", "grammar"):
+        if any("\ud800" <= c <= "\udfff" for c in getattr(params, name) or ""):
+            raise ArgumentError(name, f"{name}: it has a lone surrogate, which no text has; leave it out")
+    if params.grammar is not None:
+        return "grammar", params.grammar
     schema = params.json_schema
     if schema is None:
         return "regex", params.regex or ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from random import Random
 from typing import Any, Literal, overload
 
@@ -103,6 +104,8 @@ class LLM:
             Llama-like models on one device with an exact cache.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures on a GPU.
+        adapters: directories of LoRA adapters by name, as peft saves them; `SamplingParams.adapter` chooses one for a
+            request. For models of the Llama kind on one device.
         tokenizer: the checkpoint's own, if it was read already.
         progress: called as progress("loading", bytes read, total bytes). on_memory: called with the `Memory` that
             weights and cache will take, before they are loaded (not for DeepSeek-V4).
@@ -145,6 +148,7 @@ class LLM:
         device: str | torch.device = "auto",
         batch_invariant: bool = False,
         capture: bool | Literal["split"] | None = None,
+        adapters: Mapping[str, str | PathLike[str]] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
         on_memory: Callable[[Memory], object] | None = None,
@@ -166,6 +170,8 @@ class LLM:
         require_flag("batch_invariant", batch_invariant)
         fine = capture is None or isinstance(capture, bool) or capture == "split"
         require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
+        fine = adapters is None or isinstance(adapters, Mapping)
+        require("adapters", adapters, fine, "directories by name, or None")
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)
@@ -220,6 +226,7 @@ class LLM:
                 fp8_kv=kv_cache_dtype == "fp8",
                 drafts=speculative == MTP,
                 held=held,
+                adapters={name: Path(folder) for name, folder in (adapters or {}).items()},
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None

@@ -309,7 +309,10 @@ class Grammars:
         self._tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
 
     def check(self, kind: str, text: str) -> str:
-        """llguidance's error for a "json_schema" or a "regex", empty where there is none."""
+        """llguidance's error for a "json_schema", a "regex" or a "grammar", empty where there is none. Tokens that a
+        grammar names by id are one of this process's."""
+        if kind == "grammar":
+            text = re.sub(r"<\[\d+\]>", "<[256]>", text)
         matcher = self._matcher(self._tokens, grammar(self._matcher, kind, text), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -318,9 +321,13 @@ class Grammars:
 
 
 def grammar(matcher: Any, kind: str, text: str) -> str:
-    """llguidance's grammar for a "json_schema" or a "regex"; matcher: its class LLMatcher."""
-    make = matcher.grammar_from_json_schema if kind == "json_schema" else matcher.grammar_from_regex
-    made: str = make(text)
+    """llguidance's grammar for a "json_schema", a "regex" or a "grammar"; matcher: its class LLMatcher."""
+    kinds = {
+        "json_schema": matcher.grammar_from_json_schema,
+        "regex": matcher.grammar_from_regex,
+        "grammar": matcher.grammar_from_lark,
+    }
+    made: str = kinds[kind](text)
     return made
 
 

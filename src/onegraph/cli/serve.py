@@ -120,6 +120,14 @@ def add_parser(commands: Any) -> None:
         help="step variants to capture at startup: all, or plain; plain captures penalties, constraints, min-p and "
         "log-probabilities on first use, which delays all requests [all]",
     )
+    parser.add_argument(
+        "--lora-modules",
+        type=adapter,
+        action="append",
+        default=[],
+        metavar="NAME=DIRECTORY",
+        help="LoRA adapter as peft saves it, which requests choose by NAME as their model; repeatable",
+    )
     add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -152,6 +160,14 @@ def model_name(text: str) -> str:
     return text
 
 
+def adapter(text: str) -> tuple[str, str]:
+    """An argparse type: NAME=DIRECTORY."""
+    name, _, folder = text.partition("=")
+    if not (name.strip() and folder):
+        raise argparse.ArgumentTypeError(f"got {one_line(repr(text), 60)}; allowed is NAME=DIRECTORY of an adapter")
+    return name, folder
+
+
 def run(args: argparse.Namespace) -> int:
     try:
         from onegraph.serve.http import bind, listen
@@ -175,8 +191,11 @@ def run(args: argparse.Namespace) -> int:
             "max_model_len": args.max_model_len,
             "kv_cache_tokens": args.kv_cache_tokens,
         }
-        llm = load(args, **sizes, **place, on_memory=remark)
         name = args.served_model_name or Path(os.path.abspath(args.model)).name  # of '.', too
+        adapters = dict(args.lora_modules)
+        if name in adapters or len(adapters) < len(args.lora_modules):
+            raise UsageError("--lora-modules: two models have the same name; give each adapter a name of its own")
+        llm = load(args, adapters=adapters, **sizes, **place, on_memory=remark)
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:

@@ -15,6 +15,7 @@ from onegraph.engine.scheduler import Scheduler
 from onegraph.engine.sequence import Sequence, make_sequences
 from onegraph.engine.speculate import DraftTokens
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
+from onegraph.nn.lora import Adapters
 
 Tokens = list[tuple[int, int]]  # (prompt's number, token), of a step
 Params = SamplingParams | Seq[SamplingParams] | None
@@ -167,6 +168,12 @@ class Engine:
         """
         return self._stream(self._sequences(prompts, params), cancelled)
 
+    @property
+    def adapters(self) -> dict[str, int]:
+        """Slots of the model's adapters by name."""
+        found: Adapters | None = getattr(self.model.ranks[0], "adapters", None)
+        return {} if found is None else found.names
+
     def request(self, prompt: Seq[int], params: SamplingParams) -> Sequence:
         """What `scheduler` takes. Raises ValueError for what cannot run."""
         return self._sequences([prompt], params)[0]
@@ -174,7 +181,12 @@ class Engine:
     def _sequences(self, prompts: Seq[Seq[int]], params: Params) -> list[Sequence]:
         vocabulary = self.model.config.vocab_size
         return make_sequences(
-            prompts, params, vocabulary=vocabulary, sizes=self.executor.sizes, constrain=self.constrain
+            prompts,
+            params,
+            vocabulary=vocabulary,
+            sizes=self.executor.sizes,
+            constrain=self.constrain,
+            adapters=self.adapters,
         )
 
     def _stream(

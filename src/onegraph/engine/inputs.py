@@ -23,6 +23,7 @@ def row_inputs(rows: int, per_row: int, choice: Choice, device: torch.device) ->
         "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
         "table": tensor(torch.int32, per_row),
         "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
+        "adapters": tensor(torch.int64),  # which adapter the row has, 0 for none
         "seed": tensor(torch.int64),
         **row_buffers(rows, choice, device),
     }
@@ -35,6 +36,7 @@ def host_rows(active: list[Sequence], per_row: int, *, limits: list[int], choice
         "limits": torch.tensor(limits, dtype=torch.int32),
         "table": block_table(active, per_row),
         "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
+        "adapters": torch.tensor([s.adapter for s in active], dtype=torch.int64),
         "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
         **row_values([s.params for s in active], choice),
     }

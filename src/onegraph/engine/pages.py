@@ -77,12 +77,12 @@ class PageAllocator:
         return page
 
 
-def extend_digests(digests: list[bytes], tokens: Seq[int], page_size: int, ahead: int = 0) -> None:
+def extend_digests(digests: list[bytes], tokens: Seq[int], page_size: int, ahead: int = 0, root: bytes = b"") -> None:
     """Appends to `digests` so that each full page of `tokens` has its own: of all tokens up to the page's end, and of
-    as many behind it as its content depends on (`ahead`).
+    as many behind it as its content depends on (`ahead`). root: what else it depends on.
 
     SHA-256, not Python's hash: a client that could make two texts collide would read another's keys and values.
     """
     for end in range((len(digests) + 1) * page_size, len(tokens) + 1 - ahead, page_size):
-        before = digests[-1] if digests else b""
+        before = digests[-1] if digests else root
         digests.append(hashlib.sha256(before + array("q", tokens[end - page_size : end + ahead]).tobytes()).digest())

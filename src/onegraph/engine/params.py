@@ -42,7 +42,9 @@ class SamplingParams:
             is in the cache.
         priority: of the sequences that wait, those of the lowest are admitted first.
         json_schema: the answer is JSON that this schema allows (the schema, or its JSON text). regex: the answer
-            matches this regular expression. At most one of the two; needs llguidance.
+            matches this regular expression. grammar: the answer matches this grammar, in llguidance's dialect of Lark.
+            At most one of the three; needs llguidance.
+        adapter: name of a LoRA adapter that the model was loaded with; None for the model itself.
     """
 
     max_tokens: int | None = None
@@ -63,6 +65,8 @@ class SamplingParams:
     priority: int = 0
     json_schema: dict[str, object] | str | None = None
     regex: str | None = None
+    grammar: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, fine: bool, allowed: str) -> None:
@@ -110,12 +114,14 @@ class SamplingParams:
             raise ArgumentError("logit_bias", f"logit_bias: got {count} tokens{held}; allowed are {MAX_BIASES}")
         check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
         check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
-        if self.json_schema is not None and self.regex is not None:
-            raise ArgumentError("regex", "regex: got one beside json_schema; allowed is one of the two")
-        if self.min_tokens and self.constrained:
-            given = "regex" if self.json_schema is None else "json_schema"
+        check("adapter", self.adapter is None or isinstance(self.adapter, str), "the name of an adapter, or None")
+        check("grammar", self.grammar is None or isinstance(self.grammar, str), "a Lark grammar")
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ArgumentError(given[1], f"{given[1]}: got one beside {given[0]}; allowed is one of the two")
+        if self.min_tokens and given:
             why = "which says where the answer ends; leave one out"
-            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {given}, {why}")
+            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {given[0]}, {why}")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""
@@ -144,7 +150,7 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether which token may follow depends on the ones before."""
-        return self.json_schema is not None or self.regex is not None
+        return any(each is not None for each in (self.json_schema, self.regex, self.grammar))
 
     @property
     def biased(self) -> bool:

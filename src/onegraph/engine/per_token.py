@@ -23,6 +23,8 @@ def check_invariant(model: Model, cache: Cache) -> None:
         why = f"the model is on {sum(len(rank.devices) for rank in model.ranks)} devices; allowed is one"
     elif not isinstance(cache, PagedCache):
         why = f"the KV cache is {cache.setting!r}; allowed is an exact one of a model of the Llama kind"
+    elif getattr(model, "adapters", None) is not None:
+        why = "the model has adapters, whose products are of a whole batch; load it without"
     elif not cache.fused:
         why = "the model was loaded with fused=False, for comparisons; load it without"
     elif isinstance(model, nn.Module) and any(isinstance(module, Experts) for module in model.modules()):

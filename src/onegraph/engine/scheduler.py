@@ -316,7 +316,8 @@ class Scheduler:
     def _extend_digests(self, sequence: Sequence, length: int) -> None:
         if len(sequence.digests) < length // self.executor.sizes.page_size:
             known, ahead = sequence.tokens(0, length), self.executor.needs_next_token
-            extend_digests(sequence.digests, known, self.executor.sizes.page_size, ahead=int(ahead))
+            root = b"" if not sequence.adapter else b"adapter %d" % sequence.adapter
+            extend_digests(sequence.digests, known, self.executor.sizes.page_size, ahead=int(ahead), root=root)
 
     # What runs.
 

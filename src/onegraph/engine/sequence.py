@@ -2,6 +2,7 @@
 
 import operator
 import secrets
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -23,7 +24,8 @@ class Sequence:
     whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
     needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for;
     prompt_logprobs likewise, of the prompt's tokens from the second on. drafts: how they fare, where somebody drafts.
-    cancelled: it ends before the next token. error: why it ended before its time.
+    cancelled: it ends before the next token. error: why it ended before its time. adapter: its slot of
+    `nn.lora.Adapters`, 0 for none.
     """
 
     index: int
@@ -45,6 +47,7 @@ class Sequence:
     drafts: Acceptance = field(default_factory=Acceptance)
     cancelled: bool = False
     error: FloatingPointError | None = None
+    adapter: int = 0
 
     @property
     def length(self) -> int:
@@ -116,6 +119,7 @@ def make_sequences(
     vocabulary: int,
     sizes: Sizes,
     constrain: Constrain | None = None,
+    adapters: Mapping[str, int] | None = None,
 ) -> list[Sequence]:
     """A `Sequence` for each prompt; raises ArgumentError (got / allowed / what to do) for the first that cannot run."""
     if params is None or isinstance(params, SamplingParams):
@@ -127,6 +131,7 @@ def make_sequences(
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         tokens = _tokens(index, prompt, vocabulary)
         sequence = Sequence(index, tokens, wanted, seed, wanted.most(sizes.context - len(tokens)))
+        sequence.adapter = _slot(wanted.adapter, adapters or {})
         _check_size(sequence, sizes)
         _check_text(sequence, constrain)
         _check_biases(sequence, vocabulary)
@@ -134,6 +139,13 @@ def make_sequences(
             sequence.constraint = constrain(wanted)
         sequences.append(sequence)
     return sequences
+
+
+def _slot(name: str | None, adapters: Mapping[str, int]) -> int:
+    if name is not None and name not in adapters:
+        allowed = f"allowed are {', '.join(adapters)}" if adapters else "the model is loaded without adapters"
+        raise ArgumentError("adapter", f"adapter: got {name!r}; {allowed}, and None for none")
+    return 0 if name is None else adapters[name]
 
 
 def _tokens(index: int, prompt: Seq[int], vocabulary: int) -> list[int]:

@@ -19,6 +19,7 @@ from onegraph.engine.exact_window import Sizes
 from onegraph.engine.inputs import batch_sizes, row_inputs
 from onegraph.engine.per_token import PerTokenDecoder
 from onegraph.engine.rounds import RoundState, draw_each
+from onegraph.nn.lora import Adapters, adapted
 from onegraph.ops.calls import NAN_TOKEN
 from onegraph.ops.draft import accept_drafts, begin_round
 from onegraph.ops.invariant import batch_invariant
@@ -57,6 +58,7 @@ class Steps:
         on_cpu = model.devices[0].type == "cpu"
         self.invariant = invariant and not on_cpu
         self.decoder = cast(Decoder, PerTokenDecoder(model)) if invariant and on_cpu else model
+        self.adapters: Adapters | None = getattr(model, "adapters", None)
         self.choices: ChoiceState | None = None
         self.width, self.length = sizes.per_row, chunk
 
@@ -128,7 +130,8 @@ class Steps:
         model, taps = self.decoder if decoding else self.model, self._taps()
         with batch_invariant(self.invariant and decoding):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
+            with adapted(self.adapters, inputs.get("adapters")):
+                stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 positions.copy_(after)
                 carried: Tensor = stream
@@ -164,7 +167,8 @@ class Steps:
         model, taps = self.decoder, self._taps()
         with batch_invariant(self.invariant):
             stream = inputs["stream"] if stage else model.enter(tokens)
-            stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
+            with adapted(self.adapters, inputs.get("adapters")):
+                stream = self._run(model, stage, stream, tokens, table, positions, counts, slots, exact, taps)
             if stage < len(model.devices) - 1:
                 carried: Tensor = stream
                 return carried

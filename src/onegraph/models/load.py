@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8PConfig
-from onegraph.formats.fused import stack_names
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -70,7 +70,7 @@ def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
     """
     loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
     dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
-    stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
+    stacks = [loader.stack(name)[0] for name in loader.parts.stacks]
     experts = loader.parts.components.get("experts")
     if DENSE in stacks or (experts is not None and any(re.search(experts.layers, layer) for layer in dense)):
         return False
@@ -103,6 +103,7 @@ def load_decoder(
     drafts: bool = False,
     held: Held | None = None,
     fused: bool = True,
+    adapters: Mapping[str, Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | Ranks | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
@@ -112,7 +113,7 @@ def load_decoder(
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
-        held, fused: of the Llama family, see there.
+        held, fused, adapters: of the Llama family, see there; adapters on one device.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
@@ -122,6 +123,11 @@ def load_decoder(
         check_card(each)
     if split not in (None, "tensor", "layer"):
         raise ValueError(f"split: got {split!r}; allowed are 'tensor', 'layer' and None for the model's own")
+    if adapters and (len(devices) > 1 or checkpoint.config.get("model_type") in CONFIGS):
+        kind = checkpoint.config.get("model_type")
+        raise ValueError(
+            f"adapters: got some for {kind!r} on {len(devices)} devices; allowed are models of the Llama kind on one"
+        )
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
             raise ValueError(f"{held} holds weights of the Llama kind; DeepSeek-V4 is loaded as it is stored")
@@ -147,4 +153,4 @@ def load_decoder(
     options["progress"] = progress
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)
-    return chained(Llama.load(checkpoint, devices[0], dtype, **options))
+    return chained(Llama.load(checkpoint, devices[0], dtype, adapters=adapters, **options))

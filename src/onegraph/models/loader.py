@@ -27,6 +27,7 @@ from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, join
+from onegraph.nn.lora import Adapters, LoraLinear
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
 
@@ -73,6 +74,7 @@ class Loader:
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
         self._told: _Told | None = None
+        self.adapters: Adapters | None = None  # whose additions linears are made with
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -86,6 +88,10 @@ class Loader:
         if self.quantization is None or f"{layer}.weight" in self.parts.tensors:
             return DENSE
         return self.quantization.format_of(layer, self)
+
+    def stack(self, name: str) -> tuple[WeightFormat, dict[str, str]]:
+        """`formats.fused.stack_names` of a stack of experts."""
+        return stack_names(self, name, self.quantization)
 
     @cached_property
     def tied(self) -> bool:
@@ -119,7 +125,8 @@ class Loader:
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
         for name, (experts, n, k, transposed, bias) in self.parts.stacks.items():
-            found |= expected_stack(self, name, experts, n, k, bias=bias, transposed=transposed)
+            form: dict[str, Any] = {"transposed": transposed, "quantization": self.quantization}
+            found |= expected_stack(self, name, experts, n, k, bias=bias, **form)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
@@ -157,7 +164,7 @@ class Loader:
             format = DENSE if layer in self.decoded else self.format_of(layer)
             found[layer] = format.device_bytes(n, k, self.dtype, bias)
         for name, (experts, n, k, _, bias) in self.parts.stacks.items():
-            format = stack_names(self, name)[0]
+            format = self.stack(name)[0]
             found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
         return found
 
@@ -309,6 +316,13 @@ class Loader:
         """A linear, or a part of it; the first part of its inputs has the bias."""
         return self._packed(self._linear(layer, device, part))
 
+    def adapted(self, layer: str, device: torch.device, part: Part = WHOLE) -> Linear | LoraLinear:
+        """`linear`, with what adapters add to it."""
+        made = self.linear(layer, device, part)
+        if self.adapters is None:
+            return made
+        return self.adapters.wrap(made, [(layer, made.out_features)], device, self.dtype) or made
+
     def _linear(self, layer: str, device: torch.device, part: Part) -> Linear:
         """`linear` as it may be joined to others."""
         format, tensors = self.weight(layer, device, part)
@@ -342,7 +356,14 @@ class Loader:
         each = [WHOLE] * len(layers) if parts is None else parts
         linears = [self._linear(layer, device, part) for layer, part in zip(layers, each, strict=True)]
         made = join(linears) if joined else ConcatLinear(linears)
-        return self._packed(made) if isinstance(made, Linear) else ConcatLinear([self._packed(one) for one in linears])
+        if isinstance(made, Linear):
+            made = self._packed(made)
+        else:
+            made = ConcatLinear([self._packed(one) for one in linears])
+        if self.adapters is None:
+            return made
+        outputs = [(layer, linear.out_features) for layer, linear in zip(layers, linears, strict=True)]
+        return self.adapters.wrap(made, outputs, device, self.dtype) or made
 
     def grouped(
         self, layer: str, groups: int, device: torch.device, some: tuple[int, int] | None = None
@@ -361,7 +382,7 @@ class Loader:
 
     def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
         """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
-        format, names = stack_names(self, name)
+        format, names = self.stack(name)
         stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
         turned = transposed and format is DENSE
         for i in range(min(len(tensor) for tensor in stack.values())):

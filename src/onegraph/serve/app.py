@@ -140,11 +140,12 @@ class Server:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": list(map(self._card, self._names))})
 
     async def model(self, request: Request) -> Response:
-        self._check_name(request.path_params["name"])
-        return json_response(self._card())
+        name = request.path_params["name"]
+        self._check_name(name)
+        return json_response(self._card(name))
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, lambda body: (parse(body, chat=False), None))
@@ -204,13 +205,19 @@ class Server:
         finally:
             self.worker.release(count)
 
-    def _card(self) -> dict[str, Any]:
-        about = {"id": self.settings.name, "object": "model", "created": self.created, "owned_by": "onegraph"}
+    @property
+    def _names(self) -> list[str]:
+        """The model, then its adapters."""
+        return [self.settings.name, *self.worker.llm.engine.adapters]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self.created, "owned_by": "onegraph"}
+        about |= {"parent": self.settings.name} if name != self.settings.name else {}
         return about | {"max_model_len": self.worker.llm.max_model_len}
 
     def _check_name(self, name: str | None) -> None:
-        if name != self.settings.name:
-            message = f"the model {name!r} is not served here; this is {self.settings.name!r}"
+        if name not in self._names:
+            message = f"the model {name!r} is not served here; this is {', '.join(map(repr, self._names))}"
             raise APIError(message, status=404, param="model", code="model_not_found")
 
     # --------------------------------------------------------------------------------------------------------- answers
@@ -234,8 +241,7 @@ class Server:
                     )
                 except Stopped as stopped:
                     raise APIError(str(stopped), status=503) from None
-        form = None if asked.tools is None else self.prompts.form
-        reply = Reply(asked, self.settings.name, read.tokens, form)
+        reply = Reply(asked, asked.model, read.tokens, read.form)
         timed = self.metrics.timed(_until_over(pieces, len(answers)), started)
         if asked.stream:
             events = reply.events(timed)

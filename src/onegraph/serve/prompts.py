@@ -20,10 +20,10 @@ from onegraph.api.tokenizer import Tokenizer, TooLong
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
+from onegraph.serve.dialect import AnswerForm, Dialect
 from onegraph.serve.errors import APIError
 from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import PARTIAL, Echo
-from onegraph.serve.tools import CallForm, find_form
 
 T = TypeVar("T")
 NEIGHBOURS = 8  # tokens in front of one that its text may depend on: parts of a character, a space that is left out
@@ -32,12 +32,13 @@ LANES = (1 << 15, 1 << 19, 1 << 40)  # characters of a request that the lane tak
 
 @dataclass(frozen=True)
 class Read:
-    """A request as the engine takes it: its answers, how many tokens its prompts have, what each answer echoes, and
-    which control tokens are text in them."""
+    """A request as the engine takes it: its answers, how many tokens its prompts have, what each answer echoes, how
+    answers are read, and which control tokens are text in them."""
 
     sequences: list[Sequence]
     tokens: int
     echoes: list[Echo | None]
+    form: AnswerForm
     keep: frozenset[int]
 
 
@@ -61,9 +62,9 @@ class Prompts:
         self._lanes = [_Lane(llm.tokenizer, copy=i > 0) for i in range(len(LANES))]
 
     @cached_property
-    def form(self) -> CallForm | None:
-        """How the model calls functions, None where it does not."""
-        return find_form(self._llm.tokenizer.template)
+    def dialect(self) -> Dialect:
+        """How the model thinks and calls functions."""
+        return Dialect(self._llm.tokenizer)
 
     async def read(self, asked: CompletionRequest) -> Read:
         """Raises APIError. Cancelled, it does nothing more than what has begun."""
@@ -102,13 +103,8 @@ class Prompts:
         if asked.messages is None:
             given = asked.prompts
             return [lane.tokenizer.encode(p, special, max_tokens=context) if isinstance(p, str) else p for p in given]
-        if asked.speaks_of_tools and self.form is None:
-            raise APIError(
-                "tools: the model's chat template knows none, or writes calls in a form that is not known here",
-                param="tools" if asked.tools else "messages", code="unsupported_parameter",
-            )  # fmt: skip
-        tools = None if asked.tools is None else asked.tools.defined
-        return [lane.tokenizer.chat(asked.messages, asked.thinking, tools, max_tokens=context)]
+        messages, tools = self.dialect.messages(asked.messages, asked.tools)
+        return [lane.tokenizer.chat(messages, asked.thinking, tools, max_tokens=context)]
 
     def _tokenize(self, asked: CompletionRequest, special: bool, lane: _Lane) -> list[int]:
         try:
@@ -133,7 +129,10 @@ class Prompts:
                 prompts = [prompt[-most:] for prompt in prompts]
             name = ""
             stops = {*asked.stop_ids, *(() if asked.ignore_eos else lane.tokenizer.stops)}
-            base = llm.sampling_defaults.fill(SamplingParams(stop=sorted(stops), **asked.sampling))
+            form, sampling = self._answer_form(asked)
+            adapter = asked.model if asked.model in llm.engine.adapters else None
+            params = SamplingParams(stop=sorted(stops), adapter=adapter, **sampling)
+            base = llm.sampling_defaults.fill(params)
             rows = [
                 (prompt, replace(params, max_tokens=self._length(asked, prompt)))
                 for prompt in prompts
@@ -144,14 +143,29 @@ class Prompts:
                 for text, prompt in zip(asked.prompts if asked.messages is None else [""], prompts, strict=True)
                 for _ in range(base.n)
             ]
-            keep = frozenset(lane.tokenizer.control_tokens.values()) - stops if asked.special else frozenset()
-            return Read([llm.engine.request(*row) for row in rows], sum(map(len, prompts)), echoes, keep)
+            keep = form.keep
+            if asked.special:
+                keep |= frozenset(lane.tokenizer.control_tokens.values()) - stops
+            return Read([llm.engine.request(*row) for row in rows], sum(map(len, prompts)), echoes, form, keep)
         except TooLong as error:
             message = f"{error}; shorten the prompt to {context - 1} tokens or less"
             raise APIError(message, param=_field("prompt", asked), code="context_length_exceeded") from None
         except ValueError as error:  # a TemplateError or CheckpointError, too
             named = error.field if isinstance(error, ArgumentError) else ""
             raise APIError(str(error), param=_field(named, asked, name)) from None
+
+    def _answer_form(self, asked: CompletionRequest) -> tuple[AnswerForm, dict[str, Any]]:
+        """How answers are read, and the request's sampling with what constrains them so."""
+        if asked.messages is None or self._llm.tokenizer.template is None:
+            return AnswerForm(), asked.sampling
+        own: dict[str, Any] = {
+            name: asked.sampling[name] for name in ("json_schema", "regex") if name in asked.sampling
+        }
+        form = self.dialect.answer_form(asked.tools, asked.thinking, own)
+        if form.grammar is None:
+            return form, asked.sampling
+        others = {name: value for name, value in asked.sampling.items() if name not in own}
+        return form, others | {"grammar": form.grammar}
 
     def _length(self, asked: CompletionRequest, prompt: list[int]) -> int:
         context = self._llm.max_model_len
@@ -189,7 +203,8 @@ def _echo(asked: CompletionRequest, tokenizer: Tokenizer, given: str | list[int]
 def _field(what: str, asked: CompletionRequest, otherwise: str = "") -> str | None:
     """The request's field for an argument of the engine or the tokenizer; `otherwise` where it has none."""
     text = "prompt" if asked.messages is None else "messages"
-    forms = {"thinking": "chat_template_kwargs", "json_schema": "tools" if asked.tools else "response_format"}
+    constraint = "tools" if asked.tools else "response_format"
+    forms = {"thinking": "chat_template_kwargs", "json_schema": constraint, "grammar": constraint, "tools": "tools"}
     if what in forms:
         return forms[what]
     if what == "prompt":

@@ -75,12 +75,6 @@ class CompletionRequest:
             return sum(map(len, self.prompts))
         return len(json.dumps([self.messages, None if self.tools is None else self.tools.defined]))
 
-    @property
-    def speaks_of_tools(self) -> bool:
-        """Whether the chat template must know tools."""
-        said = [m for m in self.messages or () if m["role"] == "tool" or "tool_calls" in m]
-        return bool(said) or self.tools is not None
-
 
 def parse(body: bytes, *, chat: bool) -> CompletionRequest:
     """Raises APIError for what is malformed, unknown or not supported."""
@@ -113,12 +107,8 @@ def request_of(fields: dict[str, Json], chat: bool) -> CompletionRequest:
     length = fields.get("max_completion_tokens", fields.get("max_tokens"))
     prompt: Json = [] if chat else fields["prompt"]
     tools, sampling = _tools(fields) if chat else None, _sampling(fields, chat)
-    if tools is not None and tools.schema is not None:
-        if "json_schema" in sampling or "regex" in sampling:
-            raise APIError(
-                "tool_choice: it forces a call, and response_format or regex another form", param="tool_choice"
-            )
-        sampling["json_schema"] = tools.schema
+    if tools is not None and tools.called and ("json_schema" in sampling or "regex" in sampling):
+        raise APIError("tool_choice: it forces a call, and response_format or regex another form", param="tool_choice")
     if length == 0 and not fields.get("echo"):
         raise APIError("max_tokens: got 0; allowed is that with echo: true alone", param="max_tokens")
     told, best = "logprobs" in sampling, None

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from starlette.responses import Response
 
+from onegraph.serve.calls import CallPart
+from onegraph.serve.dialect import AnswerForm
 from onegraph.serve.errors import APIError
 from onegraph.serve.logprobs import chat_logprobs, completion_logprobs
 from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import Piece
-from onegraph.serve.tools import FORCED, CallForm, CallText
 
 
 class Reply:
     """Pieces -> the JSON of a whole answer, or of a stream's events."""
 
-    def __init__(self, asked: CompletionRequest, model: str, prompt_tokens: int, form: CallForm | None) -> None:
+    def __init__(self, asked: CompletionRequest, model: str, prompt_tokens: int, form: AnswerForm) -> None:
         self.asked, self.prompt_tokens, self.tokens = asked, prompt_tokens, 0
         self.chat = chat = asked.messages is not None
-        self._calls: dict[int, CallText] = {}  # of each answer, where it may call tools
-        if asked.tools is not None and form is not None:
-            form = form if asked.tools.schema is None else FORCED
-            self._calls = {i: CallText(form, asked.tools) for i in range(asked.sampling.get("n", 1))}
+        self._readers = {i: form.reader() for i in range(asked.sampling.get("n", 1))} if chat else {}
         self.head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": "chat.completion" if chat else "text_completion",
@@ -69,7 +67,7 @@ class Reply:
                 return
             self.tokens += piece.tokens
             choice = self._choice([piece], "delta", role=False)
-            if piece.logprobs or piece.last or choice.get("text") or choice.get("delta", {}).get("content"):
+            if piece.logprobs or piece.last or choice.get("text") or any(choice.get("delta", {}).values()):
                 yield self._event([choice])
         if self.asked.usage:
             yield self._event([], usage=self._usage())
@@ -79,12 +77,14 @@ class Reply:
         index, last, text = pieces[0].index, pieces[-1], "".join(piece.text for piece in pieces)
         finish: str | None = last.finish
         said: dict[str, Any] = {"role": "assistant"} if role else {}
-        if index in self._calls:
-            text, calls = self._calls[index].push(text, last.last)
-            if calls:
+        if (reader := self._readers.get(index)) is not None:
+            parts = reader.push(text, last.last)
+            text = parts.content
+            said |= {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+            if calls := chat_calls(parts.calls, whole=key == "message"):
+                said["tool_calls"] = calls
+            if reader.count and finish == "stop":
                 finish = "tool_calls"
-                numbers = ({"index": i} if key == "delta" else {} for i in range(len(calls)))
-                said["tool_calls"] = [number | call for number, call in zip(numbers, calls, strict=True)]
         content = {key: said | {"content": text if text or "tool_calls" not in said else None}}
         tokens = [token for piece in pieces for token in piece.logprobs]
         told = (chat_logprobs if self.chat else completion_logprobs)(tokens) if tokens and self.asked.told else None
@@ -110,6 +110,18 @@ def _mean(pieces: list[Piece]) -> float:
     count = sum(piece.tokens for piece in pieces)
     told = [token.logprob or 0.0 for piece in pieces for token in piece.logprobs]
     return sum(told[-count:]) / max(1, count)
+
+
+def chat_calls(parts: Sequence[CallPart], *, whole: bool) -> list[dict[str, Any]]:
+    """As OpenAI's `tool_calls` has them: of a stream's piece with the number of each call, and what is new of it."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        call = found.setdefault(part.index, ({} if whole else {"index": part.index}) | {"function": {"arguments": ""}})
+        if part.name is not None:
+            call |= {"id": part.id, "type": "function"}
+            call["function"] = {"name": part.name, "arguments": call["function"]["arguments"]}
+        call["function"]["arguments"] += part.arguments
+    return list(found.values())
 
 
 def dumps(value: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 Importing this package registers the quantization method and the attention `turboquant` with transformers, and wraps
 `save_pretrained` for models of the method (saving.py): transformers has no entry point through which it could find us
-by itself. It is the one import of onegraph that has an effect.
+by itself. LoRA of peft takes our layers from then on (lora.py). It is the one import of onegraph that has an effect.
 """
 
 from transformers.quantizers.auto import (
@@ -12,7 +12,7 @@ from transformers.quantizers.auto import (
     register_quantizer,
 )
 
-from onegraph.integrations.hf import cache, experts, saving
+from onegraph.integrations.hf import cache, experts, lora, saving
 from onegraph.integrations.hf.cache import TurboQuantCache
 from onegraph.integrations.hf.quantizer import METHOD, OnegraphConfig, OnegraphQuantizer
 
@@ -27,6 +27,7 @@ def _register() -> None:
     cache.register()
     experts.register()
     saving.register()
+    lora.register()
 
 
 _register()

@@ -111,6 +111,13 @@ class CodedLinear(_Coded):
         if self.dense is not None:
             bias = None if self.bias is None else self.bias.to(self.dense.dtype)
             return nn.functional.linear(x, self.dense, bias)
+        if torch.is_grad_enabled() and x.requires_grad:
+            out: Tensor = _Trained.apply(x, self)  # type: ignore[no-untyped-call, unused-ignore]
+            return out
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """From the codes; without a gradient."""
         return self._ops.linear(self.format, x, self.kernel_args, self.bias, None, None, False, False)
 
     @property
@@ -130,6 +137,20 @@ class CodedLinear(_Coded):
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.to(dtype), requires_grad=False)
         return linear
+
+
+class _Trained(torch.autograd.Function):
+    """A coded layer with the gradient of its input: adapters in front of it are trained, its codes are not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: CodedLinear) -> Tensor:
+        ctx.layer = layer
+        return layer.run(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The weight is decoded for the time of one product."""
+        return gradient @ ctx.layer.weight.to(gradient.dtype), None
 
 
 class CodedEmbedding(_Coded):

@@ -46,6 +46,7 @@ class OnegraphQuantizer(HfQuantizer):
     requires_calibration = True  # transformers' word for: only models that are quantized already
     quantization_config: OnegraphConfig
     _originals: Originals
+    _stacks = False  # whether the model has experts in codes
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else {str(device_map)}
@@ -82,6 +83,7 @@ class OnegraphQuantizer(HfQuantizer):
             if any(isinstance(child, CodedStack) for child in module.children()):
                 module._onegraph_gate = swiglu_of(module)
         setattr(model, LOADED, True)
+        self._stacks = any(isinstance(module, CodedStack) for module in model.modules())
         return model
 
     def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -115,7 +117,8 @@ class OnegraphQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters may be trained; codes of routed experts pass no gradient on."""
+        return not self._stacks
 
     @property
     def is_compileable(self) -> bool:
@@ -204,9 +207,9 @@ def _swap_experts(module: Any, full: str, config: Quantization, tensors: _Header
             continue
         held = getattr(module, leaf)
         count, n, k = (held.transpose(1, 2) if module.is_transposed else held).shape
-        wanted = expected_stack(tensors, name, count, n, k, bias=False)
+        wanted = expected_stack(tensors, name, count, n, k, bias=False, quantization=config)
         _check(wanted, tensors)
-        format, stored = stored_names(tensors, name)
+        format, stored = stored_names(tensors, name, config)
         suffixes = {key: each.removeprefix(f"{name}.") for key, each in stored.items()}
         found = {each.removeprefix(f"{name}."): (shape, tensors[each].dtype) for each, (shape, _) in wanted.items()}
         delattr(module, leaf)
