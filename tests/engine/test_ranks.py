@@ -254,6 +254,18 @@ def test_the_engine_draws_the_tokens_of_one_device(
     assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
 
 
+def test_a_prompt_is_scored_as_on_one_device(both: tuple[Llama, Ranks]) -> None:
+    params = SamplingParams(max_tokens=2, prompt_logprobs=2, logit_bias={3: 1.0}, temperature=0.0)
+    alone, together = (
+        Engine(model, max_batch=2, max_context=64, page_size=4, chunk=8).complete([text(19)], params)[0]
+        for model in both
+    )
+    assert together.output == alone.output
+    told = [[(each.token, each.logprob) for each in found.prompt_logprobs] for found in (alone, together)]
+    assert [token for token, _ in told[1]] == text(19)[1:]
+    assert [value for _, value in told[1]] == pytest.approx([value for _, value in told[0]], abs=1e-4)
+
+
 def test_states_of_ranks_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hybrid on two ranks in captured graphs, with drafts of which some are wrong, gives the tokens of one device."""
     save_hf("qwen3_5", tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
