@@ -55,8 +55,7 @@ $(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-vers
 endef
 
 # torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them, and what rests on their sums: quantizing,
-# models against transformers, a text that does not depend on its batch. What replays an op runs it as eager code does;
-# tests/ops/test_cpu_targets.py has our C.
+# models against transformers, a text that does not depend on its batch. tests/ops/test_cpu_targets.py has our C.
 NUMERIC := $(addprefix tests/, nn/test_linear.py nn/test_attention.py ops/test_cpu_ops.py ops/test_packed.py \
   quant/test_quant.py quant/test_quant_parts.py models/test_llama.py engine/test_engine_llama.py \
   engine/test_batch_invariant.py)
@@ -65,7 +64,7 @@ avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
 avx2: $(VENV)/.dev ## the numeric tests with torch limited to AVX2
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(NUMERIC) \
-	  -k "not (attention_of_a_token or captured- or split-)"
+	  -k "not attention_of_a_token"
 
 # vLLM, since its pins are not ours.
 $(VENV)/vllm/.done: tests/integrations/vllm/requirements.txt $(VENV)/.dev
