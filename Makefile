@@ -54,14 +54,17 @@ $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % s
 $(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r $(2)
 endef
 
-# torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them; tests/ops/test_cpu_targets.py has our C.
-NUMERIC := $(addprefix tests/, nn quant ops/test_cpu_ops.py ops/test_cpu_turboquant.py ops/test_packed.py \
-  models/test_llama.py engine/test_engine.py engine/test_batch_invariant.py engine/test_speculate.py)
+# torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them, and what rests on their sums: quantizing,
+# models against transformers, a text that does not depend on its batch. tests/ops/test_cpu_targets.py has our C.
+NUMERIC := $(addprefix tests/, nn/test_linear.py nn/test_attention.py ops/test_cpu_ops.py ops/test_packed.py \
+  quant/test_quant.py quant/test_quant_parts.py models/test_llama.py engine/test_engine_llama.py \
+  engine/test_batch_invariant.py)
 avx2: export ATEN_CPU_CAPABILITY := avx2
 avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 avx2: export FBGEMM_ENABLE_INSTRUCTIONS := AVX2
 avx2: $(VENV)/.dev ## the numeric tests with torch limited to AVX2
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(NUMERIC)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(NUMERIC) \
+	  -k "not attention_of_a_token"
 
 # vLLM, since its pins are not ours.
 $(VENV)/vllm/.done: tests/integrations/vllm/requirements.txt $(VENV)/.dev

@@ -172,7 +172,7 @@ def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 def test_the_head_in_this_repository_drafts_for_the_demo() -> None:
     """More than two tokens per verify pass on code that it never saw; no text changes."""
-    head, params = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=96)
+    head, params = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=48)
     options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_context": 256}
     path, found, rounds = os.environ["ONEGRAPH_SMOLLM2_4BIT"], list[list[int]](), dict[str, float]()
     with LLM(path, max_num_seqs=1, speculative=f"eagle:{head}", num_speculative_tokens=3, **options) as llm:

@@ -54,7 +54,7 @@ def test_drafts_that_are_taken_back_change_no_bit(model, fp8):
     drafting.feed(text)
     plain.feed(text)
     left = 0
-    for _ in range(25):
+    for _ in range(15):
         drafted, kept = int(torch.randint(1, SPARE + 1, (), generator=g)), int(torch.randint(0, 3, (), generator=g))
         block = [tokens(drafted, g) for _ in range(2)]
         lengths = drafting.cache.positions + min(kept, drafted)
