@@ -516,7 +516,7 @@ def test_models_health_and_what_is_not_there(server: Running) -> None:
         server.client.models.retrieve("org/other")
     root = server.url.removesuffix("v1")
     assert httpx.get(root + "health").json() == {"status": "ok"}
-    assert httpx.get(root + "v1/responses").json()["error"]["message"] == "GET /v1/responses: Not Found"
+    assert httpx.get(root + "v1/assistants").json()["error"]["message"] == "GET /v1/assistants: Not Found"
     wrong = httpx.get(root + "v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert httpx.head(root + "health").status_code == 200
@@ -806,6 +806,7 @@ def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
             assert second.returncode == 2
             assert second.stderr.startswith(f"onegraph: error: cannot listen at 127.0.0.1:{port}: "), second.stderr
             assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert first.stderr.readline().startswith("memory: ")
         assert first.stderr.readline().startswith("serving ")
     finally:
         first.kill()

@@ -117,12 +117,9 @@ def _call(block: dict[str, Json]) -> dict[str, Json]:
 def _tool(at: int, tool: Json) -> dict[str, Json]:
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         raise APIError(f"tools[{at}]: got {shown(tool)}; allowed are tools with a name and input_schema", param="tools")
-    given = {"parameters" if key == "input_schema" else key: value for key, value in tool.items() if value is not None}
-    # In the order of OpenAI's, which templates print
-    return {
-        "type": "function",
-        "function": {k: given[k] for k in ("name", "description", "parameters", "strict") if k in given},
-    }
+    fields = tool | {"parameters": tool.get("input_schema")}
+    known = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: fields[name] for name in known if fields.get(name) is not None}}
 
 
 def _tool_choice(choice: Json) -> dict[str, Json]:
