@@ -5,7 +5,7 @@
 
 Each setting runs in a process of its own, for its memory: the peak until it is loaded. Tokens per second are those of
 the best of five answers, since other work shares a machine's cores. KL is of the next token, in nats, over 512 tokens
-from the end of the bundled text, computed without a cache: of settings with the exact one alone.
+from the end of the calibration corpus, computed without a cache: of settings with the exact one alone.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
+from onegraph.api.calibration import corpus_text
 from onegraph.api.llm import LLM
 from onegraph.engine.record import emit, machine
 from onegraph.nn.attention import CausalAttention
 
 SETTINGS = [(dtype, "exact") for dtype in ("float32", "float16", "int8", "bfloat16")]
 SETTINGS += [(dtype, "turboquant:4") for dtype in ("float32", "float16", "int8")]
-TEXT = Path(__file__).parents[1] / "src/onegraph/data/calibration.txt"
 
 
 def measure(model: str, dtype: str, kv: str, tokens: int, context: int, answers: int, logits: Path) -> dict[str, float]:
@@ -32,7 +32,7 @@ def measure(model: str, dtype: str, kv: str, tokens: int, context: int, answers:
     float32's, which the first setting writes; of a context there is no KL."""
     with LLM(model, device="cpu", dtype=dtype, kv_cache_dtype=kv, max_model_len=max(512, context + tokens)) as llm:
         loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        best, text = math.inf, llm.tokenizer.encode(TEXT.read_text())[:context]
+        best, text = math.inf, llm.tokenizer.encode(corpus_text())[:context]
         for _ in range(answers):
             if context:
                 llm.generate([text], max_tokens=tokens, temperature=0.0)
@@ -42,7 +42,7 @@ def measure(model: str, dtype: str, kv: str, tokens: int, context: int, answers:
         row = {"tokens_per_s": round(1 / best, 2), "gb": round(loaded, 2)}
         if kv != "exact" or context:
             return row
-        ids = torch.tensor([llm.tokenizer.encode(TEXT.read_text()[-4000:])[:512]])
+        ids = torch.tensor([llm.tokenizer.encode(corpus_text()[-4000:])[:512]])
         with torch.inference_mode():
             hidden = llm.engine.model.forward(ids, CausalAttention())
             found = llm.engine.model.logits(hidden)[0].float().log_softmax(-1)

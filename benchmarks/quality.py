@@ -1,11 +1,13 @@
 """Quality of quantized SmolLM2 on text that calibration never saw, beside round-to-nearest on the same text.
 
-    python benchmarks/texts.py TEXTS
-    python benchmarks/quality.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts TEXTS --device cuda --out quality.jsonl
+    python benchmarks/unrelated.py TEXTS --model SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/quality.py --model SmolLM2-135M-Instruct.Q4_1.gguf --texts TEXTS --device cuda \
+        --run good@4 good@3 good@2 --out quality.jsonl
 
 Each line of the output is one run on one evaluation text: KL divergence to the unquantized model (nats a token), top-1
-agreement, perplexity, the bits that are stored, seconds, GPU memory, the recipe, and where it ran. `--run NAME` picks
-some; `--set` changes a lever.
+agreement, perplexity, the bits that are stored, seconds, GPU memory, the recipe, and where it ran. A last line has the
+mean of all texts, the figure of a recipe. `--run NAME` picks some; `--set` changes a lever. `--calibration` and
+`--evaluation` name files of TEXTS; benchmarks/texts.py makes others.
 """
 
 import argparse
@@ -20,8 +22,11 @@ import torch
 from torch import Tensor
 
 from onegraph.api.budget import Budget, Layers
+from onegraph.api.calibration import draw, sources
+from onegraph.api.choices import TOKENS
 from onegraph.api.outline import outline
-from onegraph.api.quantize import BEHIND, BUNDLED, sample_text
+from onegraph.api.provenance import digest_of
+from onegraph.api.quantize import BEHIND, sample_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.record import machine, with_id
 from onegraph.formats.checkpoint import Checkpoint
@@ -51,6 +56,8 @@ LADDER: list[tuple[str, dict[str, Any]]] = [
     ("+fisher", {"fisher": 4, "fisher_outputs": True}),  # the recipe "good"
     ("+tune", {"tune": Tune()}),  # the recipe "best"
 ]
+
+KINDS = "prose.txt", "code.txt", "chat.jsonl", "languages.txt"  # of benchmarks/unrelated.py
 
 
 class Evaluation:
@@ -98,6 +105,12 @@ class Evaluation:
             return block
 
         return self.compare(self.through(load))
+
+
+def spread(rows: Tensor, tokens: int) -> Tensor:
+    """About so many tokens in rows from all over a text."""
+    count = min(len(rows), max(1, tokens // rows.shape[1]))
+    return rows[[i * len(rows) // count for i in range(count)]]
 
 
 def round_to_nearest(w: Tensor, bits: int, group: int = 64) -> Tensor:
@@ -176,7 +189,7 @@ class Chooser:
         self.costs: Costs | None = None
 
     def recipe(self, recipe: Recipe, bits: float) -> Recipe:
-        layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(bits=bits), {}, {})
+        layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(format=recipe.format, bits=bits), {}, {})
         if self.costs is None:
             begun = time.time()
             rows = self.probed // self.calibration.shape[1]
@@ -190,31 +203,36 @@ class Chooser:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--texts", type=Path, required=True, help="directory made by benchmarks/texts.py")
+    parser.add_argument(
+        "--texts", type=Path, required=True, help="directory made by benchmarks/unrelated.py or texts.py"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=32768, help="for calibration")
-    parser.add_argument("--calibration", default="calibration.txt", help="its name in TEXTS, or bundled")
+    parser.add_argument("--tokens", type=int, help="for calibration; the default is that of the first run's recipe")
+    parser.add_argument("--calibration", default="bundled", help="its name in TEXTS, or bundled")
     parser.add_argument("--extend", action="store_true", help="the model goes on with it up to --tokens")
-    parser.add_argument("--evaluation", nargs="+", default=["evaluation.txt"], help="names in TEXTS")
-    parser.add_argument("--eval-tokens", type=int, default=16384, help="of each text")
+    parser.add_argument("--evaluation", nargs="+", default=list(KINDS), help="names in TEXTS")
+    parser.add_argument("--eval-tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument(
         "--run", nargs="*", default=["ladder"], help="presets or rungs, e.g. good@4 +descent@3 ladder@2"
     )
     parser.add_argument("--set", default="{}", help="JSON of recipe fields to change in every run")
     parser.add_argument("--probed", type=int, default=4096, help="tokens that costs of layers are measured on")
+    parser.add_argument("--reuse", action="store_true", help="later runs read Hessians that the first one gathered")
+    parser.add_argument("--no-rtn", action="store_true", help="leave round-to-nearest out, the yardstick of ratios")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run is begun")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.time()
+    wanted = runs(args.run, levers(args.set))
+    args.tokens = args.tokens or TOKENS.get(wanted[0][0].partition("@")[0], 32768)
 
     checkpoint = Checkpoint.open(args.model)
     tokenizer = Tokenizer(checkpoint)
     model = LlamaSource(checkpoint, args.device, torch.float32)
 
     def rows(name: str, limit: int, extend: bool = False) -> Tensor:
-        file = BUNDLED if name == "bundled" else args.texts / name
-        ids = tokenizer.encode(file.read_text(encoding="utf-8")[: limit * 12])
+        ids = draw(tokenizer, sources(name if name == "bundled" else args.texts / name), limit).ids
         given = packed_tokens(ids, length=args.length, limit=limit)
         count = (limit - given.numel()) // args.length if extend else 0
         if not count:
@@ -226,37 +244,45 @@ def main() -> None:
     asked = time.time()
     calibration = rows(args.calibration, args.tokens, args.extend)
     print(f"{calibration.numel()} calibration tokens in {time.time() - asked:.1f} s", flush=True)
-    evaluations = {name: Evaluation(model, rows(name, args.eval_tokens)) for name in args.evaluation}
+    evaluations = {name: Evaluation(model, spread(rows(name, 1 << 20), args.eval_tokens)) for name in args.evaluation}
     cuda = torch.device(args.device).type == "cuda"
     named = args.calibration + ", extended" * args.extend
     where = {**machine(args.device), "calibration": named, "calibration_tokens": calibration.numel()}
     baseline: dict[str, float] = {}
 
     def report(name: str, weight: Any, about: dict[str, Any]) -> None:
-        """A line for each evaluation text; the first run of all is the yardstick."""
+        """A line for each evaluation text, and for their mean; the first run of all is the yardstick."""
+        each: list[dict[str, float]] = []
         for text, evaluation in evaluations.items():
             found = evaluation.of(weight)
-            ratio = found["kl"] / baseline.setdefault(text, found["kl"])
-            told = {"bench": "quality", "run": name, "text": text, **found, "kl_over_rtn4": ratio, **about, **where}
-            told |= {"reference_perplexity": evaluation.reference_ppl, "evaluation_tokens": evaluation.tokens.numel()}
-            if args.out:
-                with args.out.open("a") as stream:
-                    stream.write(json.dumps(with_id(told)) + "\n")
-            print(
-                f"{name:14} {about['bpw']:.3f} bits  {text}: KL {found['kl']:.4f} ({ratio:.3f})  "
-                f"top-1 {found['top1']:.4f}  perplexity {found['perplexity']:.3f}  {about['seconds']:.1f} s",
-                flush=True,
-            )
+            each.append(found)
+            more = {"reference_perplexity": evaluation.reference_ppl, "evaluation_tokens": evaluation.tokens.numel()}
+            line(name, text, found, about, more | {"evaluation_sha256": digest_of(evaluation.tokens)[:16]})
+        if len(each) > 1:
+            mean = {key: sum(found[key] for found in each) / len(each) for key in ("kl", "top1")}
+            kls = {text: found["kl"] for text, found in zip(evaluations, each, strict=True)}
+            line(name, "mean", mean, about, {"kl_by_text": kls})
 
-    for bits in (4, 3, 2):
+    def line(name: str, text: str, found: dict[str, float], about: dict[str, Any], more: dict[str, Any]) -> None:
+        ratio = found["kl"] / baseline.setdefault(text, found["kl"])
+        told = {"bench": "quality", "run": name, "text": text, **found, "kl_over_rtn4": ratio, **about, **where, **more}
+        if args.out:
+            with args.out.open("a") as stream:
+                stream.write(json.dumps(with_id(told)) + "\n")
+        print(
+            f"{name:14} {about['bpw']:.3f} bits  {text}: KL {found['kl']:.4f} ({ratio:.3f})  "
+            f"top-1 {found['top1']:.4f}  {about['seconds']:.1f} s, {about.get('cpu_seconds', 0):.1f} s of CPU",
+            flush=True,
+        )
+
+    for bits in () if args.no_rtn else (4, 3, 2):
         about = {"bpw": bits + 0.5, "seconds": 0.0}
         report(f"rtn@{bits}", lambda name, w, b=bits: round_to_nearest(w, b), about)
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
-    partial = ResumableWork(
-        scratch, args.model, keep_inputs=False
-    )  # each run gathers its own, so that its time counts that
+    # Without --reuse each run gathers its own inputs, so that its time counts that
+    partial = ResumableWork(scratch, args.model, keep_inputs=args.reuse)
     chooser = Chooser(checkpoint, model, calibration, args.probed)
-    for name, recipe in runs(args.run, levers(args.set)):
+    for name, recipe in wanted:
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue
@@ -265,12 +291,13 @@ def main() -> None:
             recipe = chooser.recipe(recipe, bits)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        start = time.time()
+        start, cpu = time.time(), time.process_time()
         # Tuning starts from the blocks that the rung before it left, so its time is what it adds.
         made = quantize(model, calibration, recipe, partial)
         if cuda:
             torch.cuda.synchronize()
         about = {"bpw": bits_per_weight(model, made), "seconds": time.time() - start, "recipe": recipe.to_dict()}
+        about["cpu_seconds"] = round(time.process_time() - cpu, 1)
         if cuda:
             about["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         report(name, weight_of(made), about)

@@ -2,10 +2,13 @@
 
     PYTHONPATH=src python3 benchmarks/turboquant_step.py whole > lines.jsonl
     PYTHONPATH=src python3 benchmarks/turboquant_step.py parts > lines.jsonl
+    PYTHONPATH=src python3 benchmarks/turboquant_step.py whole --shape qwen3.5-27b --bits 4 --lm-head 4 \\
+        --shapes 1x1024 4x1024 8x1024 16x1024 --settings exact turboquant:4,short=0,mode=shadow turboquant:4,short=0
 
-whole: the engine's decode step of Llama-3-8B's shape, all layers and the head, random E8P weights, beside the bfloat16
-cache in the same run; milliseconds, median over replays whose positions move on. --bits 16 takes bfloat16 weights. Rows
-that are short are exact, as the engine has them.
+whole: the engine's decode step of --shape, all layers and the head, random E8P weights, beside the bfloat16 cache in
+the same run; milliseconds, median over replays whose positions move on, and the overhead over the cache measured
+first. --bits 16 takes bfloat16 weights. Rows that are short are exact, as the engine has them, unless a setting has
+short=0. The third command is the table of one H200 with Qwen3.5-27B: concurrency 1 to 16, TurboQuant off, shadow, on.
 parts: its kernels besides attention to codes, which are the write, and the ring with its merge. Each is replayed from
 one graph of 32 calls on as many layers' tensors, 32 query and 8 kv heads of 128, bfloat16, beside the write of an exact
 cache; microseconds a layer, median.
@@ -30,6 +33,7 @@ from onegraph.formats.turboquant import parse_kv
 from onegraph.formats.turboquant_layout import BLOCK
 from onegraph.models.llama import Llama
 from onegraph.nn.attention import Attention, PagedCache
+from onegraph.nn.hybrid_cache import HybridCache
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import rope_cache_write
 from onegraph.ops.recent_attention import recent_attention
@@ -43,6 +47,8 @@ STEPS, ROUNDS = 32, 5  # replays one after the other, and how often
 
 def fill(cache: Any, exact: bool) -> None:
     """Random keys and values, or random codes with norms as keys have them. exact: rows are, for being short."""
+    if isinstance(cache, HybridCache):
+        cache = cache.attention
     if exact:
         for tensor in (*cache._short.keys, *cache._short.values):
             tensor.normal_()
@@ -58,12 +64,21 @@ def fill(cache: Any, exact: bool) -> None:
             layer.ring.normal_()
 
 
+def rewind(cache: Any, position: int) -> None:
+    """Recurrent states are applied up to `position`, with no records waiting."""
+    for state in cache.states.values() if isinstance(cache, HybridCache) else ():
+        for tensor in state:
+            if tensor.dtype == torch.int32:
+                tensor.fill_(position)
+
+
 @torch.no_grad()
 def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: int) -> tuple[float, dict[str, Any]]:
     """Median milliseconds of a replay up to `context` tokens a row, in an engine with `room` for each, and what its
     cache is."""
     engine = Engine(model, max_batch=batch, max_context=max(context, room), kv=parse_kv(kv))
-    engine.executor.cache.fused = fused
+    if not isinstance(engine.executor.cache, HybridCache):
+        engine.executor.cache.fused = fused
     exact = context <= engine.executor.sizes.exact_window.tokens and batch * (context - STEPS) < MAX_EXACT_TOKENS
     runner = engine.executor.step("decode", exact=exact)
     fill(engine.executor.cache, exact)
@@ -80,6 +95,7 @@ def step_ms(model: Llama, batch: int, context: int, kv: str, fused: bool, room: 
     times = []
     with runner.running():
         for _ in range(ROUNDS):
+            rewind(engine.executor.cache, context - STEPS - 1)
             runner.load(**rows)
             runner.replay(batch)
             begin.record()
@@ -96,16 +112,20 @@ def whole(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     steps.batch_sizes = lambda largest: [largest]  # no other is timed
     shapes = [(int(b), int(c)) for b, c in (s.split("x") for s in args.shapes)]
     reach = max(args.max_context, *(context for _, context in shapes))
-    shape = SHAPES["llama-3-8b"] | {"max_position_embeddings": reach, "num_hidden_layers": args.layers}
+    shape = SHAPES[args.shape] | {"max_position_embeddings": reach}
+    shape |= {} if args.layers is None else {"num_hidden_layers": args.layers}
     model = random_model(shape, args.bits, args.lm_head, reach)
     for batch, context in shapes:
         apart = [(kv, False) for kv in args.settings if args.apart and kv != "exact" and "mode=" not in kv]
+        first = None
         for kv, fused in [*((kv, True) for kv in args.settings), *apart]:
             ms, about = step_ms(model, batch, context, kv, fused, args.max_context)
-            row = {"bench": "turboquant step", "part": "whole", "shape": "llama-3-8b", "layers": args.layers, "kv": kv}
-            row["fused"] = fused
+            row = {"bench": "turboquant step", "part": "whole", "shape": args.shape, "kv": kv}
+            row |= {"layers": shape["num_hidden_layers"], "fused": fused}
+            first = ms if first is None else first
             row |= {"bits": args.bits, "lm_head": args.lm_head, "batch": batch, "context": context}
-            yield row | {"ms": round(ms, 4)} | about | machine("cuda")
+            over = {"tokens_per_second": round(1e3 * batch / ms, 1), "overhead": round(ms / first - 1, 4)}
+            yield row | {"ms": round(ms, 4)} | over | about | machine("cuda")
             gc.collect()  # an engine and its graphs hold each other
             torch.cuda.empty_cache()
 
@@ -117,7 +137,8 @@ def main() -> None:
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; bfloat16 by default")
     parser.add_argument("--apart", action="store_true", help="hybrid settings also with codes and ring in two ops")
     parser.add_argument("--max-context", type=int, default=4096, help="that the engine is made for at least, whole")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="of the whole step's model")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the whole step's model")
+    parser.add_argument("--layers", type=int, help="of the whole step's model (default: the shape's)")
     parser.add_argument("--shapes", nargs="*", default=[f"{b}x{c}" for b, c in WHOLE], help="BATCHxCONTEXT, whole")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), help="of the whole step's cache")
     args = parser.parse_args()

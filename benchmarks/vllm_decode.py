@@ -1,13 +1,16 @@
 """Tokens per second of decoding inside vLLM: E8P weights beside vLLM's own bfloat16, on one model shape, in one run.
 
     PYTHONPATH=src python3 benchmarks/vllm_decode.py --shape llama-3-8b --out benchmarks/results/vllm-decode-h200.jsonl
+    PYTHONPATH=src python3 benchmarks/vllm_decode.py --shape qwen3.5-27b --batch 1 4 8 16 --context 1024 --variants \\
+        e8p-4-head-4,e8p-4-head-4+kv=turboquant:4,e8p-4-head-4+draft=mtp:3,e8p-4-head-4+kv=turboquant:4+draft=mtp:3
 
 Each variant is a process of its own with vLLM's default graphs (FULL_AND_PIECEWISE), and random weights: the time of a
 step does not depend on them. All load and compile at once, then they are timed one at a time, while the others wait.
 The time of a step is the slope between two output lengths, medians of several, so that prefill and start-up drop out.
 Variants: bf16, or e8p-BITS[-head-BITS], each with [+kv=DTYPE], [+layers=vllm], which leaves norms and sums outside of
 the linears, [+attention=vllm], which leaves steps of single tokens to FlashAttention, [+exchange], which sums over
---ranks through our own inboxes, and [+draft=ngram:K], [+draft=eagle3:K] (a random head) or [+draft=SHAPE/WEIGHTS:K], K
+--ranks through our own inboxes, and [+draft=ngram:K], [+draft=mtp:K] (a hybrid's own draft layer, random),
+[+draft=eagle3:K] (a random head) or [+draft=SHAPE/WEIGHTS:K], K
 drafts a round by vLLM's drafters; a step is then one token's share of a round, and `tokens_per_round` says how many a
 round gave. With --accept A each draft is taken with probability A if those before it were, whatever it is (vLLM's
 synthetic acceptance), since random weights agree with nobody.
@@ -37,6 +40,7 @@ from typing import Any
 from step import SHAPES
 
 from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.rotated import KEEP
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle_net import head_config
 
@@ -50,10 +54,12 @@ def config_of(variant: str, shape: dict[str, Any], length: int) -> dict[str, Any
     """config.json of a variant's model, for texts of `length` tokens."""
     weights = variant.partition("+")[0]
     config = shape | {"dtype": "bfloat16", "bos_token_id": None, "eos_token_id": None}
+    config |= {"mtp_num_hidden_layers": 1} if "+draft=mtp" in variant else {}
     config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
     if weights != "bf16":
         bits, *head = weights.removeprefix("e8p-").split("-head-")
-        e8p = E8PConfig(bits=int(bits), lm_head=int(head[0]) if head else None)
+        kept = dict.fromkeys(LlamaConfig.from_dict(shape).steady, KEEP)
+        e8p = E8PConfig(bits=int(bits), layers=kept, lm_head=int(head[0]) if head else None)
         config["quantization_config"] = e8p.to_dict()
     return config
 
@@ -74,6 +80,8 @@ def drafts_of(variant: str, args: argparse.Namespace, folder: Path, length: int)
     path = folder / "draft"
     if drafter == "ngram":
         settings |= {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    elif drafter == "mtp":
+        settings |= {"method": "mtp"}
     elif drafter == "eagle3":
         model = LlamaConfig.from_dict(config_of("bf16", SHAPES[args.shape], length))
         layers = 2, model.layers // 2, model.layers - 3

@@ -351,8 +351,42 @@ VARIANTS |= {
     ),
     "qwen3_5_moe": ("Qwen3_5MoeText", _GATED_DELTA | _QWEN_EXPERTS),
     "qwen3_next": ("Qwen3Next", _GATED_DELTA | _QWEN_EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": 1.3, "rms_norm_eps": None,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {key: value for key, value in _MLA.items() if key not in ("q_lora_rank", "num_mtp_layers")}
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 16,
+            "linear_num_heads": 4, "num_local_experts": 7,
+        },
+    ),
 }  # fmt: skip
-HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next"]
+VARIANTS["nemotron_h"] = (
+    "NemotronH",
+    {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2, "n_routed_experts": 6,
+        "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32,
+        "num_hidden_layers": None, "rms_norm_eps": None,
+    },
+)  # fmt: skip
+HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "olmo_hybrid"]
+HYBRIDS += ["kimi_linear", "nemotron_h"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
@@ -373,7 +407,7 @@ def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{causal}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.5 + torch.rand_like(buffer))
@@ -491,6 +525,17 @@ def trellis_tensors(
     return tensors, (weight * tensors["out_scale"].double().unsqueeze(1) * tensors["scale"].double()).float()
 
 
+TILED: dict[str, Any] = {  # sizes of a model whose linears, with their ends, come in the trellis's tiles
+    "hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32,
+    "vocab_size": 144,
+}  # fmt: skip
+
+
+def rotated_tensors(config: Any) -> Any:
+    """`e8p_tensors` of the format of an E8PConfig or TrellisConfig."""
+    return {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
+
+
 def save_e8p(variant: str, path: Path, *, share: bool = True, rates: dict[str, Any], **changes: Any) -> Any:
     """`save_rotated` in E8P; `rates` are the free keys of quantization_config."""
     from onegraph.formats.e8p import E8PConfig
@@ -505,7 +550,7 @@ def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, *
     """
     from onegraph.formats.checkpoint import write_checkpoint
 
-    made = {"e8p": e8p_tensors, "trellis": trellis_tensors}[config.format]
+    made = rotated_tensors(config)
     untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
     hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
     parameters = dict(hf.named_parameters())

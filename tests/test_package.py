@@ -117,7 +117,7 @@ def test_the_sdist_has_every_file_and_the_wheel_every_file_of_the_package(repo: 
     assert tracked(repo) - packed == {".ci/run"}, "which is for the checkout"
     inside = set(zipfile.ZipFile(wheel).namelist())
     wanted = {name.removeprefix("src/") for name in tracked(repo, "src/onegraph")}
-    for suffix in (".c", ".cu", ".cuh", ".html", ".md", ".toml", ".txt", "py.typed"):
+    for suffix in (".c", ".cu", ".cuh", ".html", ".md", ".toml", ".xz", "py.typed"):
         assert any(name.endswith(suffix) for name in wanted)
     assert wanted == {name for name in inside if ".dist-info/" not in name}, "nothing else: no tools, no tests"
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from onegraph import cli
 from onegraph.cli.common import Parser
-from tools import compatibility, demo, soak
+from tools import compatibility, corpus, demo, soak
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Parser of all commands; it does not import torch."""
     parser = Parser(prog="python -m tools", description="Commands for developers of onegraph.")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
-    for command in (compatibility, demo, soak):
+    for command in (compatibility, corpus, demo, soak):
         command.add_parser(commands)
     return parser
 

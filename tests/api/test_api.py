@@ -311,10 +311,13 @@ def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest
     [
         ({"layers": 3}, "layers: got 3; allowed is a mapping of pattern to bits"),
         ({"layers": {3: 4}}, "layers: got {3: 4}; allowed is a mapping"),
-        ({"calibration": 5}, "calibration: got 5; allowed is a text, the pathlib.Path of one, 'bundled', or 'self'"),
+        ({"calibration": 5}, "calibration: got 5; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
+        ({"calibration": []}, r"calibration: got \[\]; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
+        ({"calibration": ["self", "bundled"]}, "calibration: got 'self' among 2 sources; 'self' stands alone"),
+        ({"calibration": {"bundled": 0}}, "calibration: got the weight 0; allowed is a number above 0"),
         ({"calibration": None}, "calibration: got None; allowed"),
         ({"recipe": ["good"]}, r"recipe: got \['good'\]; allowed is the name of a recipe"),
-        ({"self_generate": "yes"}, "self_generate: got 'yes'; allowed is True, False, or None"),
+        ({"self_generate": "yes"}, "self_generate: got 'yes'; allowed is True, False, or None for False"),
         ({"lm_head": "best"}, "lm_head: got 'best'; allowed is 2, 3, 4, 16 to keep it, 'auto', or None"),
         ({"embed_tokens": 5}, "embed_tokens: got 5; allowed is 2, 3, 4"),
         ({"expert_prior": "a"}, "expert_prior: got 'a'; allowed is a number"),
@@ -562,7 +565,7 @@ def test_nvfp4(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"format": "gguf"}, "format: got 'gguf'; allowed are 'e8p', 'trellis' and 'nvfp4'"),
+        ({"format": "gguf"}, "format: got 'gguf'; allowed are 'e8p', 'trellis', 'nvfp4' and 'auto'"),
         ({"bits": 5}, "bits: got 5; allowed is a number from 2 to 4"),
         ({"recipe": "slow"}, "there is no recipe 'slow'"),
         ({"layers": {"*.nothing": 4}}, "nothing"),

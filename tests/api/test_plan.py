@@ -21,7 +21,7 @@ from models import save_hf
 from onegraph import plan, quantize
 from onegraph.api import cost, resources
 from onegraph.api import plan as planning
-from onegraph.api.choices import choose
+from onegraph.api.choices import TOKENS, choose
 from onegraph.api.size import Size
 from onegraph.formats.checkpoint import write_checkpoint
 
@@ -84,8 +84,8 @@ def test_patterns_are_counted(model: Path, tmp_path: Path) -> None:
         "*.down_proj: 2 linears, model.layers.0.mlp.down_proj to model.layers.1.mlp.down_proj",
         "model.layers.1.self_attn.*: 4 linears, model.layers.1.self_attn.q_proj to model.layers.1.self_attn.o_proj",
     ]
-    assert "weights in 10 linears (e8p, 4 bits, recipe quick, at most 8192 tokens of the bundled text) on cpu" in out
-    assert re.search(r"estimated \d+ s from a probe, up to twice that, ", out)
+    assert "weights in 10 linears (e8p, 4 bits, recipe quick, at most 24576 tokens of the bundled corpus) on cpu" in out
+    assert re.search(r"estimated \d+ s from a probe, ", out)
     status, out, _ = invoke([*command, "--json"])
     told = json.loads(out)
     assert told["layers"] == {"*.down_proj": 2, "model.layers.1.self_attn.*": 4}
@@ -112,7 +112,7 @@ LARGE = {
 
 def test_models_of_8b_and_70b_from_their_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters as Meta states them, 4.01 bits in the linears; more blocks take more time and no more memory."""
-    monkeypatch.setattr(cost, "_timed", lambda run, device: 3e-3)  # a machine whose speed does not change meanwhile
+    monkeypatch.setattr(cost, "_timed", lambda run, device, probe: 3e-3)  # a machine of one speed
     found = {}
     for name, sizes in LARGE.items():
         (tmp_path / name).mkdir()
@@ -138,10 +138,11 @@ def test_models_of_8b_and_70b_from_their_config_alone(tmp_path: Path, monkeypatc
 
 def test_defaults_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = choose(device="cpu")
-    assert (on_cpu.recipe, on_cpu.tokens, on_cpu.calibration) == ("quick", 8192, "bundled")
+    assert (on_cpu.recipe, on_cpu.tokens, on_cpu.calibration) == ("quick", TOKENS["quick"], "bundled")
     monkeypatch.setattr("onegraph.api.choices.pick_device", lambda name: torch.device("cuda"))
     on_gpu = choose(device="auto")
-    assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", 32768, "bundled")
+    assert (on_gpu.recipe, on_gpu.tokens, on_gpu.calibration) == ("good", TOKENS["good"], "bundled")
+    assert TOKENS["quick"] < TOKENS["good"] < TOKENS["best"] == choose(device="cpu", recipe="best").tokens
     assert choose(recipe="quick", num_calibration_tokens=100).recipe == "quick"
     assert choose(device="cpu", format="nvfp4").recipe == "good"
 
@@ -192,28 +193,33 @@ def test_a_source_of_fewer_bits_is_told_in_16_too() -> None:
     assert Size(total_bytes=96_600_000, **sizes).stored == "96.6 MB (269.0 MB in 16 bits)"
 
 
-def test_the_model_goes_on_with_the_bundled_text_where_a_gpu_has_room_for_it(
+def test_the_model_goes_on_with_a_text_only_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | LARGE["8B"]))
     monkeypatch.setattr("onegraph.api.choices.pick_device", torch.device)
     monkeypatch.setattr(planning, "estimate", lambda work, device: (1.0, 1))
-
-    def extended(memory: int, **options: Any) -> bool:
-        monkeypatch.setattr(planning, "total_memory", lambda device: memory)
-        found = plan(tmp_path, **({"device": "cuda", "activations": 0} | options))
+    for options, extended in (({}, False), ({"extend": None}, False), ({"extend": True}, True)):
+        found = plan(tmp_path, device="cuda", activations=0, **options)
         assert found.rounding == 1
-        assert (found.memory > 1) == found.extended, "what is written takes the whole model"
-        return found.extended
+        assert (found.extended, found.memory > 1) == (extended, extended), "what is written takes the whole model"
 
-    whole = 2 * (8_030_261_248 + 64 * 512 * 2 * 32 * 8 * 128)  # bfloat16, and the cache of 64 rows
-    assert extended(whole * 4 // 3 + 4)
-    assert not extended(whole * 4 // 3 - 4)
-    assert extended(0, extend=True)
-    assert not extended(1 << 50, extend=False)
-    assert not extended(1 << 50, device="cpu")
-    assert not extended(1 << 50, calibration="a text of the user's own, " * 30)
-    assert not extended(1 << 50, tokens=4096), "the bundled text has so many"
+
+def test_tokens_of_each_source_are_counted_or_estimated(model: Path, tmp_path: Path) -> None:
+    """A model without a tokenizer has estimates; both follow the weights."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the hat\n" * 3000)
+    options = SMALL | {"tokens": 8192, "calibration": {tmp_path / "a.txt": 0.75, tmp_path / "b.txt": 0.25}}
+    wanted = {str(tmp_path / "a.txt"): 6144, str(tmp_path / "b.txt"): 2048}
+    found = plan(model, **options)
+    assert found.text == pytest.approx(wanted, abs=1600), "a document is 2,048 characters"
+    assert found.text_lines[0].startswith("calibration: 8,192 tokens: ")
+    assert found.text_lines[1].startswith("warning: 8,192 calibration tokens; the recipe takes 24,576, and with so few")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_bytes((model / "config.json").read_bytes())
+    bare = plan(tmp_path / "m", **options)
+    assert bare.text == pytest.approx(wanted | {str(tmp_path / "a.txt"): 6000}, rel=0.01), "24,000 bytes"
+    assert any("has no tokenizer.json" in line for line in bare.text_lines)
 
 
 def refused(
@@ -336,9 +342,10 @@ def test_a_text_shorter_than_a_row_is_refused_before_it_begins(model: Path, tmp_
 
 def test_a_text_that_cannot_be_read_is_refused_before_it_begins(model: Path, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9 " * 1000)
+    (tmp_path / "empty").mkdir()
     for path, says in (
         (tmp_path / "none", "no such file"),
-        (tmp_path, "not a regular file"),
+        (tmp_path / "empty", "holds no UTF-8 text file"),
         (tmp_path / "latin", "not UTF-8 text"),
     ):
         for call in (lambda **options: plan(model, **options), lambda **o: quantize(model, tmp_path / "out", **o)):

@@ -107,7 +107,8 @@ def score(way: str, folder: str, seen: dict[str, Any], truth: dict[str, Any]) ->
         codes = frozenset().union(*(e.codes for e in case.expected))
         hit = [r for r in reported if r[0] in codes]
         found += bool(hit)
-        right_line += any(r[1] == e.line and r[0] in e.codes for r in hit for e in needed)
+        lines = {e.line for e in needed or case.expected}
+        right_line += any(r in hit and r[1] in lines for r in right)
         if not hit:
             wrong.append(f"{case.name}: missed")
     return {

@@ -1,5 +1,6 @@
 """The corpus: cases, what their comments expect, and what was measured on a GPU (`truth.json`)."""
 
+import functools
 import importlib.util
 import json
 import re
@@ -73,7 +74,12 @@ def module(path: Path) -> Any:
     return made
 
 
-def cases(folder: str = "corpus") -> Iterator[Case]:
+@functools.cache
+def cases(folder: str = "corpus") -> tuple[Case, ...]:
+    return tuple(_cases(folder))
+
+
+def _cases(folder: str) -> Iterator[Case]:
     for path in sorted((HERE / folder).glob("h*.py")):
         lines = path.read_text().splitlines()
         starts = [(i, m) for i, text in enumerate(lines, 1) if (m := re.match(r"(def|class) (\w+)", text))]
@@ -94,6 +100,7 @@ def cases(folder: str = "corpus") -> Iterator[Case]:
             yield Case(f"{path.stem}:{name}", path, kind, tuple(expected), gpus, hazard)
 
 
+@functools.cache
 def truth() -> dict[str, dict[str, Any]]:
     file = HERE / "truth.json"
     return json.loads(file.read_text())["cases"] if file.is_file() else {}

@@ -1,11 +1,17 @@
 """Time of a simulation over that of the same steps run eagerly: 16 layers of width 1024, one token.
 
-OMP_NUM_THREADS=1 python tests/check/measure_cost.py
+    OMP_NUM_THREADS=1 python tests/check/measure_cost.py
+    OMP_NUM_THREADS=1 python tests/check/measure_cost.py --folder SOURCES   # and of the command, in CPU seconds
+
+The command is measured on a small step, beside `import torch` alone, and on the Python files of a folder.
 """
 
 import argparse
 import itertools
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -104,11 +110,37 @@ def measure_step(steps=9):
     return eager, median()
 
 
+def measure_command(*words):
+    """CPU seconds of `python WORDS`, its own processes included: the least of three."""
+    tries = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *words], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        tries.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return round(min(tries), 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="append the lines to this file")
-    out = parser.parse_args().out
-    about = machine("cpu")
+    parser.add_argument("--folder", type=Path, help="read the Python files of this folder, too")
+    arguments = parser.parse_args()
+    out, about = arguments.out, machine("cpu")
+    if arguments.folder:
+        small = f"{Path(__file__).parent}/corpus/h01_item.py:factory_ok_gather"
+        row = {
+            "bench": "check-cost",
+            "what": "onegraph check, one small step",
+            "cpu_s": measure_command("-m", "onegraph", "check", small),
+        }
+        emit(row | {"torch_cpu_s": measure_command("-c", "import torch")} | about, out)
+        count = len(list(arguments.folder.rglob("*.py")))
+        seconds = measure_command("-m", "onegraph", "check", str(arguments.folder))
+        emit(
+            {"bench": "check-cost", "what": f"onegraph check, a folder of {count} files", "cpu_s": seconds} | about, out
+        )
+        return
     check_step(factory, steps=3)  # imports
     eager, simulated, report = measure()
     model = f"{LAYERS} layers of width {WIDTH}"

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -167,18 +166,23 @@ def test_reading_allowances_and_own_lines_each_change_what_is_found(steps: Path)
     assert {f.path for f in check_step(of["package_below_own_line"]).findings} == {str(steps)}
 
 
-def test_the_marker_reports_what_the_command_does(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_marker_reports_what_the_command_does(
+    steps: Path, capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
+) -> None:
     """It calls `assert_capturable` with the test as the factory; the hooks of pre-commit run the command."""
     test = steps.parent / "test_marked.py"
     body = STEPS[STEPS.index("def read_on_host") :].split("\n\n\n")[0].replace("def read_on_host", "def test_read")
     given = STEPS[STEPS.index("def inputs") :].split("def clean")[0]
     test.write_text(f"import pytest\nimport torch\n{given}\n@pytest.mark.capturable\n{body}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(test)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=steps.parent, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+    loaded = any(pytestconfig.pluginmanager.hasplugin(name) for name in ("onegraph", "onegraph.check.pytest_plugin"))
+    plugins = ["no:cacheprovider", "no:xdist", "no:timeout", "no:faulthandler"]
+    plugins += [] if loaded else ["onegraph.check.pytest_plugin"]
+    options = [word for plugin in plugins for word in ("-p", plugin)]
+    assert pytest.main(["-q", "--import-mode=importlib", *options, str(test)]) == 1
+    printed = capsys.readouterr().out
     shown = by_command(f"{test}:test_read", capsys)
     assert ("CG101", str(test), 11, "error") in shown
-    listed = {line.split("--> ")[1].split(":")[1] for line in done.stdout.splitlines() if "--> " in line}
+    listed = {line.split("--> ")[1].split(":")[1] for line in printed.splitlines() if "--> " in line}
     assert listed == {str(line) for _, _, line, _ in shown}
 
 

@@ -297,7 +297,7 @@ def test_edits_that_overlap_are_refused():
         file.edited([text.Edit(0, 3, "a"), text.Edit(2, 4, "b")])
 
 
-def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
+def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys, monkeypatch):
     path = target(tmp_path, "", REWRITES["row read"][1])
     before = path.read_text()
     assert run("check", "--fix", f"{path}:factory") == 1
@@ -305,6 +305,7 @@ def test_the_command_shows_a_diff_and_writes_on_demand(tmp_path, capsys):
     assert "+        return x + table[at.reshape(1)][0]\n" in shown.out
     assert "1 finding would be fixed" in shown.err
     assert path.read_text() == before
+    Looking(monkeypatch)  # the same checks again
     assert run("check", "--fix", "--write", f"{path}:factory") == 0
     assert "1 finding fixed" in capsys.readouterr().err
     assert path.read_text() == before.replace("table[at.item()]", "table[at.reshape(1)][0]")

@@ -1,11 +1,11 @@
 """What a check imports: no slow module that its step has no use for, and those that come late come as they are."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import in_copies
 
 from onegraph.check.simulate.imports import when_imported
 
@@ -38,21 +38,6 @@ from onegraph.cli import main
 status = main(["check", sys.argv[1]])
 print(json.dumps([status, sorted(set(sys.modules) - before)]))
 """
-
-
-def run(program: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *args], text=True, capture_output=True, timeout=300)
-
-
-def test_a_check_imports_no_slow_module(tmp_path: Path) -> None:
-    path = tmp_path / "steps.py"
-    path.write_text(STEP)
-    done = run(MEASURE, f"{path}:decode")
-    assert done.returncode == 0, done.stderr
-    status, imported = json.loads(done.stdout.splitlines()[-1])
-    assert status == 0, done.stdout
-    assert SLOW & set(imported) == set()
-    assert "onegraph.check.simulate.run" in imported  # it was simulated
 
 
 LATE = """
@@ -99,14 +84,27 @@ print(report.verdict.name, [f.code for f in report.findings])
 """
 
 
-@pytest.mark.parametrize("name", ["late", "saved"])
-def test_the_compiler_may_be_imported_by_the_step(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "steps.py"
-    path.write_text(LATE)
-    done = run(CHECK_LATE, str(path), name)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each program prints in a copy of one process that has imported torch and nothing of ours."""
+    folder = tmp_path_factory.mktemp("imports")
+    for name, text in (("steps", STEP), ("late", LATE)):
+        (folder / f"{name}.py").write_text(text)
+    programs = [(MEASURE, f"{folder}/steps.py:decode")]
+    programs += [(CHECK_LATE, f"{folder}/late.py", name) for name in ("late", "saved")]
+    return dict(zip(("measure", "late", "saved"), in_copies(programs), strict=True))
 
-    assert done.stdout == "CAPTURABLE []\n"
+
+def test_a_check_imports_no_slow_module(printed: dict[str, str]) -> None:
+    status, imported = json.loads(printed["measure"].splitlines()[-1])
+    assert status == 0, printed["measure"]
+    assert SLOW & set(imported) == set()
+    assert "onegraph.check.simulate.run" in imported  # it was simulated
+
+
+@pytest.mark.parametrize("name", ["late", "saved"])
+def test_the_compiler_may_be_imported_by_the_step(printed: dict[str, str], name: str) -> None:
+    assert printed[name] == "CAPTURABLE []\n"
 
 
 def test_acts_once_right_after_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 from programs import HEAD, line_of, lines, ran
 
 from onegraph.check import Severity
+from onegraph.check.simulate.run import simulate_step
 
 WHOLE_NETWORK = """
 import torch
@@ -299,3 +301,29 @@ def test_a_replay_launches_kernels_again_and_copies_to_the_host(tmp_path: Path) 
     assert y.tolist() == host.tolist() == [10.0] * 4, (y, host)
     """
     assert not ran(tmp_path, text).findings
+
+
+def test_a_capture_runs_nothing_and_replays_do(tmp_path: Path) -> None:
+    """What the captured ops write is as it was when the capture ends, in a program and in a factory."""
+    text = """
+x.add_(0)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x.add_(1)
+assert x.tolist() == [1] * 4, x
+graph.replay()
+graph.replay()
+assert x.tolist() == [3] * 4, x
+"""
+    assert ran(tmp_path, HEAD + text).findings == ()
+
+    def factory():
+        x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+        assert x.tolist() == [0, 0, 0]
+        graph.replay()
+        assert x.tolist() == [1, 1, 1]
+        return (lambda y: x + y), lambda i: (torch.full((3,), float(i), device="cuda"),)
+
+    assert simulate_step(factory).errors == ()

@@ -1,31 +1,14 @@
 """`onegraph check --run` as a command: what it prints where, and its exit status."""
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import HEAD, cli
+from programs import HEAD, Command, cli
 
 from onegraph.check import CheckError
 from onegraph.check.program import run_program
-from onegraph.cli import main
-
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """`onegraph check` in tmp_path, in this process: one of its own takes two seconds to start."""
-
-    def run(*words: str) -> "subprocess.CompletedProcess[str]":
-        monkeypatch.chdir(tmp_path)
-        status = main(["check", *words])
-        return subprocess.CompletedProcess(words, status, *capfd.readouterr())
-
-    return run
 
 
 def test_an_allowance_in_the_program_counts(tmp_path: Path, here: Command) -> None:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from programs import line_of, lines, ran
+import pytest
+from programs import HEAD, line_of, lines, ran
 
 PIECES = """
 import torch
@@ -79,3 +80,61 @@ def test_an_output_that_only_a_view_without_ownership_refers_to_is_overwritten(t
 
 def test_one_that_somebody_owns_is_not(tmp_path: Path) -> None:
     assert lines(ran(tmp_path, WEAK.replace("DROP", "kept = a"))) == set()
+
+
+BREAKABLE = """
+runner, parts, pool = None, [], torch.cuda.graph_pool_handle()
+graph = None
+
+
+def begin():
+    global graph
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+
+
+def end():
+    graph.capture_end()
+    parts.append(graph.replay)
+
+
+def attend(t):  # a piece that no capture can hold: it ends one, runs, and begins the next
+    if runner is None:
+        return count(t)
+    end()
+    out = count(t)
+    parts.append(lambda: out.copy_(count(t)) if COPIES else count(t))
+    begin()
+    return out
+
+
+def count(t):
+    return t * (int((t > 0).sum().item()) + 1)
+
+
+def model(t):
+    return (attend(torch.relu(t @ w)) @ w).sum(-1)
+
+
+x, w = torch.randn(4, 8, device="cuda"), torch.randn(8, 8, device="cuda")
+model(x)
+with torch.cuda.stream(torch.cuda.Stream()):
+    runner = True
+    begin()
+    y = model(x)
+    end()
+    runner = None
+torch.cuda.synchronize()
+for i in range(3):
+    x.copy_(torch.randn(4, 8, device="cuda"))
+    for part in parts:
+        part()
+    assert not COPIES or torch.allclose(y, model(x)), i
+"""
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_capture_that_breaks_for_eager_code_needs_its_result_at_the_old_place(copies: bool, tmp_path: Path) -> None:
+    text = HEAD + BREAKABLE.replace("COPIES", str(copies))
+    at = line_of(text, "return (attend(")
+    assert lines(ran(tmp_path, text)) == (set() if copies else {("CG205", at)})

@@ -77,6 +77,16 @@ def test_numbers_that_are_no_metadata_are_not_varied() -> None:
     assert checked(lambda t, scale: t * scale, lambda i: (x(i), 3)).findings == ()
 
 
+def test_a_number_that_never_changes_is_not_told_to_be_baked_in() -> None:
+    """Alone, in a list, in a dict and in an object: a size of the model is as likely as a length."""
+
+    def step(t: torch.Tensor, num_rows: int, lens: list[int], meta: dict[str, int], batch: Batch) -> torch.Tensor:
+        return t.view(num_rows, -1).sum(0)[: meta["num_tokens"]] * lens[0] + batch.max_len
+
+    report = checked(step, lambda i: (x(i), 4, [3, 5], {"num_tokens": 2}, Batch(lengths(i), 5)))
+    assert report.findings == ()
+
+
 def test_state_and_steps_are_told_as_without_variations() -> None:
     seen = []
 

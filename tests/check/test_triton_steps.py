@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import triton_kernels as kernels
+from programs import in_copies
 
 from onegraph.check import CheckError, Severity, Verdict, check_step, declared
 from onegraph.check.declared import capturable, key_of
@@ -524,13 +525,19 @@ INSIDE = """    from triton_kernels import double
 """
 
 
-def _run(before, inside, interpreted="0"):
-    text = SCRIPT.format(before=before, inside=inside)
+@pytest.fixture(scope="module")
+def outcomes():
+    """Verdict, and whether Triton's interpreter was imported: where the factory imports Triton, where a module that
+    decorates for its interpreter was imported before, and where there is none."""
+    interpreted = 'import os\nos.environ["TRITON_INTERPRET"] = "1"\n'
+    scripts = [
+        SCRIPT.format(before="", inside=INSIDE),
+        interpreted + SCRIPT.format(before="import triton_kernels", inside=INSIDE),
+        SCRIPT.format(before="", inside="    step = lambda x: x + 1\n"),
+    ]
     paths = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
-    env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": interpreted}
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    printed = in_copies([(text,) for text in scripts], PYTHONPATH=paths, TRITON_INTERPRET="0")
+    return dict(zip(("inside", "interpreted", "without"), map(str.split, printed), strict=True))
 
 
 def test_an_interpreter_that_fails_halfway_leaves_the_language_as_it_was(monkeypatch):
@@ -552,13 +559,13 @@ def test_an_interpreter_that_fails_halfway_leaves_the_language_as_it_was(monkeyp
         tl.load = before
 
 
-def test_triton_may_be_imported_by_the_factory_or_decorate_for_its_interpreter():
-    assert _run("", INSIDE) == ["capturable", "True"]
-    assert _run("import triton_kernels", INSIDE, interpreted="1") == ["capturable", "True"]
+def test_triton_may_be_imported_by_the_factory_or_decorate_for_its_interpreter(outcomes):
+    assert outcomes["inside"] == ["capturable", "True"]
+    assert outcomes["interpreted"] == ["capturable", "True"]
 
 
-def test_a_step_without_triton_does_not_import_its_interpreter():
-    assert _run("", "    step = lambda x: x + 1\n") == ["capturable", "False"]
+def test_a_step_without_triton_does_not_import_its_interpreter(outcomes):
+    assert outcomes["without"] == ["capturable", "False"]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="this is the run without it")

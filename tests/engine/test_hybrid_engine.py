@@ -81,6 +81,22 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(make: Any, alone: lis
     assert [request.output for request in requests] == alone
 
 
+@pytest.mark.parametrize("variant", ["kimi_linear", "olmo_hybrid", "lfm2_moe", "nemotron_h"])
+def test_other_hybrids_generate_what_transformers_does(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured, in rows that change hands for want of pages, with drafts that are taken back."""
+    hf, prompts = save_hf(variant, tmp_path), PROMPTS[::2]
+    with Checkpoint.open(tmp_path) as checkpoint, torch.no_grad():
+        wanted = [greedy(hf, prompt) for prompt in prompts]
+        make = maker("captured", Llama.load(checkpoint), monkeypatch, max_batch=3, pages=1 + 9)
+    texts = [prompt + new for prompt, new in zip(prompts, wanted, strict=True)]
+    engine = make(draft=partial(OracleDrafter, texts, 0.6, 131), draft_tokens=3)
+    assert engine.generate(prompts, SamplingParams(max_tokens=NEW)) == wanted
+    assert engine.stats.preemptions
+    assert engine.stats.accepted_tokens < engine.stats.drafted_tokens
+
+
 @pytest.mark.parametrize(("chance", "count"), [(0.0, 7), (0.6, 3), (1.0, 1)])
 def test_drafts_change_no_token(chance: float, count: int, make: Any, alone: list[list[int]]) -> None:
     """Greedy and sampled; drafts that are wrong are taken back, from the recurrent states too."""

@@ -1,6 +1,8 @@
 """Ranks beside one another on a CPU: the model's numbers, and the engine's tokens, are those of one device."""
 
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ from torch import Tensor
 
 import deepseek
 from engines import maker
-from models import Decoder, save_e8p, save_hf, smollm2_gguf
+from models import Decoder, save_e8p, save_hf, save_rotated, smollm2_gguf
+from onegraph.engine.draft import OracleDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.rotated import RotatedConfig
+from onegraph.formats.trellis import TrellisConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
@@ -80,7 +86,21 @@ CASES = [
     ("glm4_moe", 2, {}),
     ("deepseek_v3", 2, {}),
     ("deepseek_v3_plain", 3, {"intermediate_size": 96, "moe_intermediate_size": 48}),
-]
+    ("qwen3_5", 2, {}),
+    (
+        "qwen3_5_three",
+        3,
+        {
+            "linear_num_key_heads": 3, "linear_num_value_heads": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
+            "intermediate_size": 96,
+        },
+    ),
+    ("qwen3_next", 2, {}),
+    ("lfm2_bias", 3, {"num_key_value_heads": 3, "intermediate_size": 96}),
+    ("lfm2_moe", 2, {}),
+    ("kimi_linear", 2, {}),
+    ("nemotron_h", 2, {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("variant", "ranks", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else None)
@@ -115,9 +135,25 @@ def test_codes_are_cut_and_not_decoded(head: int | None, tmp_path: Path, monkeyp
     assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
-def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "bits"), [(2, 3), (3, 5)])
+def test_tiles_of_a_trellis_are_cut(ranks: int, bits: int, tmp_path: Path) -> None:
+    sizes = BIG | {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": ranks}
+    hf = save_rotated(TrellisConfig(bits=bits, lm_head=2), "llama", tmp_path / "m", **sizes)
+    row = text(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * ranks, decode=False)
+        assert model.ranks[0].blocks[0].out.linear.codes.shape == (384 // 16, 768 // ranks * bits)  # type: ignore[union-attr]
+        (got,) = of_ranks(model, [row])
+    with torch.inference_mode():
+        want = hf(torch.tensor([row])).logits[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("written", [E8PConfig, TrellisConfig])
+def test_stacks_of_experts_in_codes_are_cut(written: type[RotatedConfig], tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 128}
-    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, **sizes, num_attention_heads=2)
+    hf = checkpoint_of("qwen3_moe", tmp_path / "m", 2, written=written, **sizes, num_attention_heads=2)
     row = text(9)
     with Checkpoint.open(tmp_path / "m") as checkpoint:
         model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
@@ -136,6 +172,10 @@ def test_stacks_of_experts_in_codes_are_cut(tmp_path: Path) -> None:
         ("llama", 3, {}, "gpus is 3: 2 KV heads cannot be split evenly or replicated evenly; use"),
         ("llama", 6, {}, "104 hidden units cannot be split evenly"),
         ("mixtral", 2, {"intermediate_size": 41}, "41 hidden units of an expert cannot be split evenly"),
+        ("qwen3_5", 2, {"linear_num_key_heads": 1}, "gpus is 2: 1 key heads cannot be split evenly; use 1$"),
+        ("nemotron_h", 3, {}, "gpus is 3: 4 Mamba-2 heads cannot be split evenly; use 1 or 2$"),
+        ("kimi_linear", 3, {"linear_num_heads": 2}, "2 heads of delta attention cannot be split evenly"),
+        ("olmo_hybrid", 2, {}, "olmo_hybrid norms all queries of a token together, which ranks would share; use 1$"),
         ("olmo2", 2, {}, "olmo2 norms all queries of a token together, which ranks would share; use 1$"),
     ],
 )
@@ -145,6 +185,25 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_can(
     save_hf(variant, tmp_path, **changes)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match=words):
         Ranks.load(checkpoint, ["cpu"] * ranks)
+
+
+def test_codes_of_recurrent_layers_are_cut_at_whole_blocks(tmp_path: Path) -> None:
+    """Heads of 128 share out; a rank with half a block of 128 rows is refused, whatever evenness says."""
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_hidden_layers": 2}
+    big = BIG | heads | {"layer_types": ["linear_attention", "full_attention"]}
+    hf = save_e8p("qwen3_5", tmp_path / "m", rates={"bits": 3}, **big)
+    row = text(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
+        (got,) = of_ranks(model, [row])
+    assert model.ranks[1].blocks[0].out.linear.codes.shape == (256, 256 // 8)  # type: ignore[union-attr, operator]
+    with torch.inference_mode():
+        want = hf(torch.tensor([row]), use_cache=False).logits[0]
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    save_e8p("qwen3_5", tmp_path / "w", rates={"bits": 3}, **big | {"linear_key_head_dim": 64})
+    words = r"model.layers.0.linear_attn.in_proj_qkv in e8p at 3 bits: rows .* cut a rotation block.*; use 1$"
+    with Checkpoint.open(tmp_path / "w") as checkpoint, pytest.raises(ValueError, match=words):
+        Ranks.load(checkpoint, ["cpu"] * 2)
 
 
 def test_codes_that_would_be_cut_within_a_block_are_refused(tmp_path: Path) -> None:
@@ -193,6 +252,20 @@ def test_the_engine_draws_the_tokens_of_one_device(
         assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert (True in {exact for *_, exact in more.executor.groups}) == (kv is not None and "short" in kv)
     assert more.complete(prompts, PARAMS)[3].output == want[3].output, "a second time, on the same ranks"
+
+
+def test_states_of_ranks_are_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid on two ranks in captured graphs, with drafts of which some are wrong, gives the tokens of one device."""
+    save_hf("qwen3_5", tmp_path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    prompts, params = [text(9), text(3, 1)], [SamplingParams(max_tokens=7), replace(PARAMS[1], max_tokens=7)]
+    with Checkpoint.open(tmp_path) as checkpoint:
+        models = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
+    want = maker("captured", models[0], monkeypatch)().generate(prompts, params)
+    texts = [prompt + new for prompt, new in zip(prompts, want, strict=True)]
+    draft = partial(OracleDrafter, texts, 0.6, 131)
+    engine = maker("captured", models[1], monkeypatch, max_batch=2, draft=draft, draft_tokens=2)()
+    assert engine.generate(prompts, params) == want
+    assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
 
 def hasty(path: Path) -> Ranks:

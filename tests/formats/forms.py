@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.checkpoint import CARD, Checkpoint, write_checkpoint
-from onegraph.formats.fused import stack_names
 from onegraph.models.load import parse_config
 from onegraph.models.loader import Loader
 from onegraph.ops.weight import weight_ops
@@ -50,7 +49,7 @@ def decoded(path: Path) -> Iterator[tuple[str, Tensor]]:
             format, tensors = loader.weight(layer, cpu)
             yield layer, weight_ops(format).decode(format, tensors | format.constants(cpu))
         for name, stack in loader.parts.stacks.items():
-            format, _ = stack_names(loader, name)
+            format, _ = loader.stack(name)
             ones = loader.matrices(name, cpu, stack.transposed)
             yield name, torch.cat([weight_ops(format).decode(format, one | format.constants(cpu)) for one in ones])
         for name in loader.parts.tensors:

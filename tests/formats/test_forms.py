@@ -42,7 +42,7 @@ def test_the_files_hold_what_their_names_say() -> None:
         with Checkpoint.open(forms.FOLDER / name) as checkpoint:
             loader = Loader(checkpoint, parse_config(checkpoint.config), torch.float32)
             found[name] = {loader.format_of(layer).name for layer in loader.layers()}
-            found[name] |= {f"stack of {forms.stack_names(loader, stack)[0].name}" for stack in loader.parts.stacks}
+            found[name] |= {f"stack of {loader.stack(stack)[0].name}" for stack in loader.parts.stacks}
     rates = {bits: E8P[bits].name for bits in (2, 3, 4)}
     assert found["e8p-1"] == {*rates.values(), "dense"}
     assert found["e8p-1-ends"] == {*rates.values()}

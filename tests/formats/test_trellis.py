@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import e8p_tensors, trellis_tensors
+from models import trellis_tensors
 from onegraph.formats import trellis
-from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import expected_stack, stack_names, stacked
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.trellis import BITS, TRELLIS, TrellisConfig
@@ -49,23 +50,22 @@ def test_values_are_near_to_a_gaussian() -> None:
     assert torch.equal(trellis.values(torch.tensor([-1, 0x12345])), trellis.values(torch.tensor([0xFFFF, 0x2345])))
 
 
-@each_rate
-def test_a_stack_tells_its_rate(bits: int) -> None:
-    layers = [trellis_tensors(32, 48, bits, seed)[0] for seed in range(3)]
+def test_the_config_tells_the_rate_of_a_stack() -> None:
+    layers = [trellis_tensors(32, 48, 5, seed)[0] for seed in range(3)]
 
     class File(dict):  # type: ignore[type-arg]
         def info(self, name: str) -> Any:
             return self[name]
 
-    file = File(stacked(TRELLIS[bits], "a", layers))
-    assert stack_names(file, "a")[0] is TRELLIS[bits]
-    expected = expected_stack(file, "a", 3, 32, 48, bias=False)
+    file, config = File(stacked(TRELLIS[5], "a", layers)), TrellisConfig(bits=2, layers={"a": 5})
+    assert stack_names(file, "a", config)[0] is TRELLIS[5]
+    expected = expected_stack(file, "a", 3, 32, 48, bias=False, quantization=config)
     assert {name: tuple(tensor.shape) for name, tensor in file.items()} == {
         n: shape for n, (shape, _) in expected.items()
     }
-    if bits in E8P:
-        other = File(stacked(E8P[bits], "a", [e8p_tensors(32, 48, bits, seed)[0] for seed in range(3)]))
-        assert stack_names(other, "a")[0] is E8P[bits]
+    assert expected_stack(file, "b", 3, 32, 48, bias=False, quantization=config)["b.codes"][0] == (3, 2, 96)
+    with pytest.raises(CheckpointError, match=r"'a.codes' is in the file, and quantization_config has no rate for it"):
+        stack_names(file, "a", TrellisConfig(bits=2, layers={"a": 16}))
 
 
 @pytest.mark.parametrize(("n", "k"), [(24, 32), (32, 40), (0, 16), (16, 0)])
@@ -77,5 +77,7 @@ def test_tiles_are_whole(n: int, k: int) -> None:
 def test_each_format_reads_its_own_config() -> None:
     for config in (E8PConfig(bits=3), TrellisConfig(bits=3, layers={"a": 8, "b": 16}, lm_head=6)):
         assert parse_quantization(config.to_dict()) == config
-    with pytest.raises(ValueError, match="this version reads 'e8p'"):
+    with pytest.raises(ValueError, match="quant_method 'exl3': exllamav3's codes are not read; quantize the original"):
+        parse_quantization({"quant_method": "exl3", "bits": 4.0})
+    with pytest.raises(ValueError, match="format is 'other'; this version reads 'e8p', 'trellis'"):
         parse_quantization(TrellisConfig(bits=3).to_dict() | {"format": "other"})

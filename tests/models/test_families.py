@@ -37,6 +37,10 @@ NEW = [
     "phi3",
     "granite",
     "lfm2",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "kimi_linear",
+    "nemotron_h",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -86,7 +90,25 @@ IDLE = {
     "full_attn_idxs": {"lfm2_bias"},  # layer_types says the same
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
-    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa"},  # mlp_layer_types says which layers
+    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa", "kimi_linear"},  # mlp_layer_types says which layers
+    "head_dim": {"kimi_linear"},  # transformers overwrites it
+    **{
+        key: {"nemotron_h"}
+        for key in (
+            "chunk_size",
+            "expand",
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "num_logits_to_keep",
+            "rescale_prenorm_residual",
+            "use_mamba_kernels",
+            "moe_shared_expert_overlap",
+            "mtp_layers_block_type",
+            "n_shared_experts",
+        )
+    },
+    **{f"linear_{key}": {"olmo_hybrid"} for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
     **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
@@ -242,7 +264,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
     left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim")
     given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
-    given["num_hidden_layers"] = 4  # of which hybrids have one that attends
+    given["num_hidden_layers"] = 5  # of which hybrids have one that attends
     for variant in NEW:
         latent = FAMILIES[getattr(transformers, f"{VARIANTS[variant][0]}Config").model_type].latent
         more = {"num_key_value_heads": 16} if latent else {}  # whose default is a number of its own

@@ -67,7 +67,9 @@ def test_a_cpu_bounds_caches_and_not_weights_which_are_read_where_they_lie() -> 
 
 def test_a_cache_is_held_against_what_the_machine_has(tmp_path: Path) -> None:
     save_hf("llama", tmp_path / "model")
-    with pytest.raises(ValueError, match=r"the cache takes .* GB on cpu \(9000000 sequences, .* take fewer or shorter sequences"):
+    with pytest.raises(
+        ValueError, match=r"the cache takes .* GB on cpu \(9000000 sequences, .* take fewer or shorter sequences"
+    ):
         Engine(load(tmp_path / "model"), max_batch=9_000_000, max_context=160)
 
 

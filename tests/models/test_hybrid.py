@@ -17,9 +17,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.load import load_decoder
-from onegraph.models.loader import Loader
 from onegraph.models.mixers import GatedDelta
-from onegraph.models.shares import check_ranks
 from test_int4 import config as int4_config
 from test_int4 import packed as int4_packed
 from test_int4 import truth as int4_truth
@@ -183,6 +181,24 @@ def test_experts_lie_as_the_file_has_them(stacked: bool, tmp_path: Path) -> None
         ("lfm2", {"conv_dim": 7}, "conv_dim is 7 and hidden_size 72; they must agree"),
         ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu is False; supported: True"),
         ("llama", {"layer_types": ["linear_attention"] * 3}, "layer_types is"),
+        ("nemotron_h", {"layers_block_type": ["mamba3"] * 5}, "layers_block_type is .*must list 5 of linear_attention"),
+        ("nemotron_h", {"layers_block_type": ["mlp"] * 5}, "layers_block_type has no full_attention; a model without"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern is 'MX.'; it must be made of M"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*E"}, "layers_block_type is .* and, by another name, "),
+        ("nemotron_h", {"num_hidden_layers": 4}, "layers_block_type is .* it must list 4 of"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .* two numbers, 0 to 1 and infinity"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported: relu2"),
+        ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias is False; supported: True"),
+        ("olmo_hybrid", {"linear_value_head_dim": 0}, "linear_value_head_dim is 0"),
+        ("kimi_linear", {"norm_topk_prob": False}, "norm_topk_prob is False and, by another name, True; give one"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False; supported: True"),
+        ("kimi_linear", {"linear_attn_config": {"heads": 4}}, "linear_attn_config has heads; known are head_dim"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]}, "layer_types": None},
+            r"full_attn_layers \[2\] and kda_layers \[1, 2\]; together they must number each of 3 layers once",
+        ),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(variant: str, change: dict[str, Any], message: str) -> None:
@@ -206,6 +222,12 @@ def test_a_config_that_makes_no_sense_is_refused(variant: str, change: dict[str,
         ("lfm2", "model.layers.0.conv.conv.weight", (72, 1, 4)),
         ("lfm2", "model.embedding_norm.weight", None),
         ("lfm2_bias", "model.layers.2.conv.conv.bias", None),
+        ("lfm2_moe", "model.layers.1.feed_forward.expert_bias", None),
+        ("nemotron_h", "backbone.layers.0.mixer.conv1d.bias", None),
+        ("nemotron_h", "backbone.layers.4.mixer.in_proj.weight", (100, 72)),
+        ("olmo_hybrid", "model.layers.0.linear_attn.k_conv1d.weight", (64, 1, 3)),
+        ("kimi_linear", "model.layers.2.self_attn.v_conv1d.weight", None),
+        ("kimi_linear", "model.layers.0.self_attn.g_b_proj.weight", (64, 8)),
     ],
 )
 def test_a_tensor_that_is_missing_or_wrong_is_named(
@@ -218,16 +240,9 @@ def test_a_tensor_that_is_missing_or_wrong_is_named(
     if change is not None:
         tensors[name] = torch.zeros(change)
     write_checkpoint(tmp_path / "w", source.config, tensors.items())
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+    own = name.removeprefix("backbone.")  # Nemotron-H's, which are `model.` here
+    with pytest.raises(CheckpointError, match=own.replace(".", r"\.")):
         load(tmp_path / "w")
-
-
-def test_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    save_hf("qwen3_5", tmp_path)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        config = config_of(checkpoint)
-        with pytest.raises(ValueError, match=r"gpus is 2: qwen3_5_text has recurrent layers, which ranks do not share"):
-            check_ranks(Loader(checkpoint, config, torch.float32), config, 2)
 
 
 def test_other_ways_to_keep_keys_are_refused(tmp_path: Path) -> None:
@@ -254,6 +269,8 @@ def test_rows_grouped_by_head_of_keys_are_put_in_order() -> None:
         ("qwen3_5", "prefill"),
         ("qwen3_5_moe", "decode"),
         ("qwen3_next", "decode"),
+        ("kimi_linear", "decode"),
+        ("nemotron_h", "decode"),
     ],
 )
 def test_the_step_may_be_captured(variant: str, kind: str, tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ class Reference(torch.nn.Module):
         return found
 
 
-def save(variant: str, path: Path, *, stacked: bool = False, without: str = "nothing") -> tuple[Any, Reference]:
-    hf = hf_model(variant)
+def save(
+    variant: str, path: Path, *, stacked: bool = False, without: str = "nothing", **changes: Any
+) -> tuple[Any, Reference]:
+    hf = hf_model(variant, **changes)
     reference = Reference(hf).eval()
     hf.save_pretrained(path / "plain")
     source = Checkpoint.open(path / "plain")
@@ -114,6 +116,21 @@ def test_it_computes_what_the_reference_does(variant: str, stacked: bool, tmp_pa
         made = torch.cat((made, want[:, -1:]), dim=1)
         want = reference(hf, made, text[:, 1 : at + 2])
         torch.testing.assert_close(features, want[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["turboquant:4,window=16", "turboquant:3,mode=full"])
+def test_drafts_change_no_token_over_keys_in_codes(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, past the exact window, in captured graphs; some drafts are accepted and some are not."""
+    sizes = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    save("qwen3_5", tmp_path, **sizes, layer_types=["linear_attention", "full_attention"])
+    model, draft = load(tmp_path / "model")
+    draft.block.load_state_dict(model.blocks[-1].state_dict())  # a draft that resembles the model is right now and then
+    make = maker("captured", model, monkeypatch, page_size=16, max_context=128, kv=kv)
+    params = [SamplingParams(max_tokens=24, temperature=i % 2 * 0.5, seed=i) for i in range(len(PROMPTS))]
+    plain = make().generate(PROMPTS, params)
+    engine = make(draft=partial(HeadDrafter, draft), draft_tokens=3, max_batch=3)
+    assert engine.generate(PROMPTS, params) == plain
+    assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
 
 @pytest.mark.parametrize("capture", ["eager", "captured"])

@@ -113,8 +113,8 @@ LOOP = "<!-- loop -->\n", "<!-- end of loop -->\n"
 def loop(bits: int) -> int:
     """Instructions that a warp of the portable E8P linear runs for a row tile, at one token on sm_80: of the smallest
     loop that holds products, by row tile."""
-    plan = e8p_portable.plan(14336, 4096, bits, 1, H200)
-    defines = e8p_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    plan = e8p_portable.E8PTiling.plan(14336, 4096, bits, 1, H200)
+    defines = plan.defines(14336, 4096, bits, False, (True, False, False, True, False))
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(e8p_portable.KERNELS.cubin(defines, (8, 0)))
         file.flush()

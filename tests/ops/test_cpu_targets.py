@@ -7,6 +7,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,10 @@ def test_encoding_is_as_close_on_every_cpu(tmp_path: Path, target: str, bits: in
         assert float((far - best).abs().max()) < 1e-4 * float(best.max()), "another code is as close"
 
 
-@each_target
-@pytest.mark.parametrize("setting", ["smollm2", "llama"])
-def test_a_decode_step_is_alike_on_every_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, setting: str
-) -> None:
-    """Past the window, so that tokens come from codes; the kernel's arguments are those of the step on this CPU."""
+@cache
+def last_step(setting: str) -> tuple[list[bytes], list[bytes]]:
+    """Past the window, so that tokens come from codes: what the kernel of a decode step is given on this CPU, and what
+    it leaves in the ring, in the cache and as the output."""
     args = sequence(**SETTINGS[setting])
     seen: list[tuple[list[bytes], list[bytes]]] = []
     build = in_c.native
@@ -115,25 +114,32 @@ def test_a_decode_step_is_alike_on_every_cpu(
                 ctypes.string_at(vectors, 4 * across * dim), raw(call.ring), raw(call.cache),
             ]  # fmt: skip
             status: int = made.function(common, row, vectors, ring, cache, out)
-            seen.append((before, [raw(call.ring), raw(call.cache), ctypes.string_at(out, 4 * heads * dim)]))
+            seen[:] = [(before, [raw(call.ring), raw(call.cache), ctypes.string_at(out, 4 * heads * dim)])]
             return status
 
         return made._replace(function=function)
 
-    monkeypatch.setattr(cpu, "native", recorded)
-    cpu._LOCAL.plan = None
     g = torch.Generator().manual_seed(3)
-    for at in range(150):
-        args["qkv"] = torch.randn(args["qkv"].shape, generator=g)
-        args["positions"] = torch.tensor([at], dtype=torch.int32)
-        cpu._LOCAL.plan = None
-        cpu.turboquant_decode(TurboQuantDecode(**args))
-    before, (ring, cache, out) = seen[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "native", recorded)
+        for at in range(150):
+            args["qkv"] = torch.randn(args["qkv"].shape, generator=g)
+            args["positions"] = torch.tensor([at], dtype=torch.int32)
+            cpu._LOCAL.plan = None
+            cpu.turboquant_decode(TurboQuantDecode(**args))
+    cpu._LOCAL.plan = None
+    return seen[0]
+
+
+@each_target
+@pytest.mark.parametrize("setting", ["smollm2", "llama"])
+def test_a_decode_step_is_alike_on_every_cpu(tmp_path: Path, target: str, setting: str) -> None:
+    before, (ring, cached, out) = last_step(setting)
+    args = sequence(**SETTINGS[setting])
     defines = {"DIM": args["turn"].shape[0], "GROUP": args["heads"] // args["cache"].shape[1]}
     got = results(tmp_path, target, in_c.SOURCE, defines, before)
     assert got[0] == ring, "a token is kept as it is"
-    written = read(got[1], torch.uint8, -1) != read(cache, torch.uint8, -1)
+    written = read(got[1], torch.uint8, -1) != read(cached, torch.uint8, -1)
     assert int(written.sum()) <= 2, "norms and codes but at ties of roundings"
     want, found = (read(data, torch.float32, -1) for data in (out, got[2]))
     assert float((found - want).norm()) < 2e-5 * float(want.norm())
-    cpu._LOCAL.plan = None

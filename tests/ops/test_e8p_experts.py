@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import Decoder, e8p_tensors, hf_model
+from models import TILED, Decoder, e8p_tensors, hf_model, rotated_tensors
 from onegraph.api.size import component_bits, size_of
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.e8p import BITS, E8P, E8PConfig, codebook
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import stacked
+from onegraph.formats.rotated import RotatedConfig
+from onegraph.formats.trellis import TrellisConfig
 from onegraph.models.llama import Llama
 from onegraph.nn.linear import Linear
 from onegraph.nn.shared_expert import SharedExpert
@@ -24,9 +26,12 @@ def interleaved(rows: Tensor) -> Tensor:
     return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
 
-def checkpoint_of(variant: str, path: Path, bits: int, **changes: Any) -> Any:
+def checkpoint_of(
+    variant: str, path: Path, bits: int, *, written: type[RotatedConfig] = E8PConfig, **changes: Any
+) -> Any:
     """A checkpoint of random codes as onegraph writes it, and transformers' model with the numbers they stand for."""
-    hf = hf_model(variant, **changes)
+    hf, config = hf_model(variant, **changes), written(bits=bits)
+    format, make = config.formats[bits], rotated_tensors(config)
     tensors: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
         own = name.replace(".mlp.", ".block_sparse_moe.") if variant == "mixtral" else name
@@ -35,27 +40,31 @@ def checkpoint_of(variant: str, path: Path, bits: int, **changes: Any) -> Any:
             if parameter.dim() == 3:
                 turned = variant == "gpt_oss"
                 count, n, k = parameter.transpose(1, 2).shape if turned else parameter.shape
-                made = [e8p_tensors(n, k, bits, 100 * seed + i) for i in range(count)]
-                tensors |= stacked(E8P[bits], own, [stored for stored, _ in made])
+                made = [make(n, k, bits, 100 * seed + i) for i in range(count)]
+                tensors |= stacked(format, own, [stored for stored, _ in made])
                 for one, (_, dense) in zip(parameter, made, strict=True):
                     rows = interleaved(dense) if turned and "gate_up" in own else dense
                     one.copy_(rows.T if turned else rows)
             elif "proj" in layer and kind == "weight":
-                found, dense = e8p_tensors(*parameter.shape, bits, seed)
+                found, dense = make(*parameter.shape, bits, seed)
                 tensors |= {f"{layer}.{key}": tensor for key, tensor in found.items()}
                 parameter.copy_(dense)
             else:
                 tensors[own] = parameter.detach().clone()
     tensors |= {name: buffer for name, buffer in hf.named_buffers() if name.endswith("e_score_correction_bias")}
-    config = hf.config.to_dict() | {"quantization_config": E8PConfig(bits=bits).to_dict()}
-    write_checkpoint(path, config | {"architectures": [type(hf).__name__]}, tensors.items())
+    told = {"architectures": [type(hf).__name__], "quantization_config": config.to_dict()}
+    write_checkpoint(path, hf.config.to_dict() | told, tensors.items())
     return hf
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("written", "bits"), [*((E8PConfig, bits) for bits in BITS), (TrellisConfig, 3)])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_a_checkpoint_with_stacks_is_the_model_of_its_numbers(variant: str, bits: int, tmp_path: Path) -> None:
-    hf = checkpoint_of(variant, tmp_path / "m", bits)
+def test_a_checkpoint_with_stacks_is_the_model_of_its_numbers(
+    variant: str, written: type[RotatedConfig], bits: int, tmp_path: Path
+) -> None:
+    moe = {"moe_intermediate_size": 48} if variant == "qwen3_moe" else {}
+    sizes = TILED | moe if written is TrellisConfig else {}
+    hf = checkpoint_of(variant, tmp_path / "m", bits, written=written, **sizes)
     row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         want = hf(row.unsqueeze(0)).logits[0]
@@ -64,7 +73,7 @@ def test_a_checkpoint_with_stacks_is_the_model_of_its_numbers(variant: str, bits
             model = Llama.load(checkpoint, decode=decode)
             got = Decoder(model, rows=1, max_context=32).feed([row.tolist()])[0]
             assert (got - want).abs().max() < 1e-4 * want.abs().max()
-        assert model.blocks[0].mlp.experts.gate_up.format is E8P[bits]
+        assert model.blocks[0].mlp.experts.gate_up.format is written.formats[bits]
         parameters = sum(p.numel() for name, p in hf.named_parameters() if not name.endswith("bias"))
         assert size_of(checkpoint).parameters == parameters
         assert bits < component_bits(checkpoint)["experts"] < bits + 4  # scales of tiny experts

@@ -15,7 +15,7 @@ import torch
 import kernel_table
 from h200 import H200
 from on_cpu import host_lines
-from onegraph.ops.cuda import build, e8p_portable, launcher, workspace
+from onegraph.ops.cuda import build, e8p_portable, launcher, rotated_portable, workspace
 from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
@@ -54,10 +54,10 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
     for n, k in SHAPES:
         for bits in (2, 3, 4):
             for tokens in range(1, 17):
-                plan = e8p_portable.plan(n, k, bits, tokens, device)
+                plan = e8p_portable.E8PTiling.plan(n, k, bits, tokens, device)
                 assert plan.tokens >= tokens
                 assert plan.shared(bits) <= build.PORTABLE_SHARED
-                assert plan.warps <= e8p_portable.WARPS[plan.tokens]
+                assert plan.warps <= rotated_portable.WARPS[plan.tokens]
                 assert (plan.parts - 1) * plan.across < -(-k // 256) <= plan.parts * plan.across
                 assert plan.most(n) * plan.strips >= n // 16
                 # Unless all sums of a strip are held at a time, a round ends where the registers begin again.
@@ -70,13 +70,13 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
 def test_fewer_tokens_can_be_cut_as_16_are(device: build.Device) -> None:
     for n, k in SHAPES:
         for bits in (2, 3, 4):
-            most = e8p_portable.plan(n, k, bits, 16, device)
+            most = e8p_portable.E8PTiling.plan(n, k, bits, 16, device)
             for tokens in range(1, 17):
-                plan = e8p_portable.like_most(n, k, bits, tokens, device)
+                plan = e8p_portable.E8PTiling.like_most(n, k, bits, tokens, device)
                 assert replace(plan, tokens=16) == most
                 assert tokens <= plan.tokens
                 assert plan.shared(bits) <= build.PORTABLE_SHARED
-                assert plan.warps <= e8p_portable.WARPS[plan.tokens]
+                assert plan.warps <= rotated_portable.WARPS[plan.tokens]
 
 
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 14336), (4096, 4096)])
@@ -85,19 +85,19 @@ def test_the_work_of_a_layer_is_even(n: int, k: int) -> None:
     some SMs that idle, whose bandwidth the others have."""
     for device in CARDS[1:]:
         for bits in (2, 3, 4):
-            plan = e8p_portable.plan(n, k, bits, 1, device)
+            plan = e8p_portable.E8PTiling.plan(n, k, bits, 1, device)
             assert plan.strips * plan.parts <= device.sms
             share = n // 16 * (k // 256) / device.sms
             assert plan.most(n) * plan.across <= share * 5 / 4
 
 
-@pytest.mark.parametrize("tokens", e8p_portable.CLASSES)
+@pytest.mark.parametrize("tokens", rotated_portable.CLASSES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every rate and number of tokens, with all that stands around a linear but its bias."""
     monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
-    plan = e8p_portable.plan(14336, 4096, bits, tokens, CARDS[2])
-    made = e8p_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    plan = e8p_portable.E8PTiling.plan(14336, 4096, bits, tokens, CARDS[2])
+    made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False))
     found = kernel_table.usage(e8p_portable.KERNELS, (12, 0) if bits == 3 else (8, 6), made)
     assert (found.spilled, found.shared) == (0, 0)
     assert found.registers * 32 * plan.warps <= 65536

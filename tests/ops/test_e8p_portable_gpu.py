@@ -57,9 +57,9 @@ def test_every_way_to_cut_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for other cards: fewer SMs, rounds of sums, strips that cut blocks of rows."""
     args = _arguments(3, 1536, 2304, 4)
     truth, device = _truth(*args), build.device(0)
-    plans = [p for sms in (8, 20, 82) for p in e8p_portable.plans(1536, 2304, 4, 3, replace(device, sms=sms))]
+    plans = [p for sms in (8, 20, 82) for p in e8p_portable.E8PTiling.plans(1536, 2304, 4, 3, replace(device, sms=sms))]
     for plan in sorted(set(plans))[::5]:
-        monkeypatch.setattr(e8p_portable, "plan", lambda *_, plan=plan: plan)
+        monkeypatch.setattr(e8p_portable.E8PTiling, "plan", lambda *_, plan=plan: plan)
         y = _linear(*args)
         assert _error(y, truth) < 2e-3, plan
         assert torch.equal(_linear(*args), y), plan

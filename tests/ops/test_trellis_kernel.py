@@ -40,7 +40,7 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
     for n, k in SHAPES:
         for bits in (1, 2, 4, 5, 8):
             for tokens in (1, 2, 5, 9, 16):
-                plan = trellis_portable.plan(n, k, bits, tokens, device)
+                plan = trellis_portable.TrellisTiling.plan(n, k, bits, tokens, device)
                 assert plan.tokens >= tokens
                 assert plan.shared(bits) <= build.PORTABLE_SHARED
                 assert (plan.parts - 1) * plan.across < -(-k // 256) <= plan.parts * plan.across
@@ -48,16 +48,16 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
                 step = plan.ahead * plan.down
                 assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
                 assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
-                most = trellis_portable.plan(n, k, bits, 16, device)
-                assert replace(trellis_portable.like_most(n, k, bits, tokens, device), tokens=16) == most
+                most = trellis_portable.TrellisTiling.plan(n, k, bits, 16, device)
+                assert replace(trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device), tokens=16) == most
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize("bits", [2, 3, 4, 7])
 def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
-    plan = trellis_portable.plan(14336, 4096, bits, tokens, CARDS[2])
-    made = trellis_portable.defines(plan, 14336, 4096, bits, False, (True, False, False, True, False))
+    plan = trellis_portable.TrellisTiling.plan(14336, 4096, bits, tokens, CARDS[2])
+    made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False))
     found = kernel_table.usage(trellis_portable.KERNELS, (8, 6), made)
     assert (found.spilled, found.shared) == (0, 0)
     assert found.registers * 32 * plan.warps <= 65536

@@ -128,6 +128,19 @@ def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: d
         plan(model, size=1000, **SMALL | more)
 
 
+def test_a_trellis_has_rates_up_to_8(model: Path, tmp_path: Path) -> None:
+    options = SMALL | {"tokens": 128, "format": "trellis", "layers": {"model.layers.0.*": 16}}
+    made = quantize(model, tmp_path / "out", bits=5.6, **options)
+    rates = {made.config["bits"], *(rate for name, rate in made.config["layers"].items() if ".1." in name)}
+    assert max(rates) > 5.6 > min(rates)
+    bits, _ = zip(*made.curve, strict=True)
+    assert (bits[0], bits[-1]) == (2, 8)
+    size = round(0.97 * plan(model, size=10**9, **options).after.total_bytes)
+    fitted = plan(model, size=size, **options)
+    assert fitted.after.total_bytes <= size
+    assert set(fitted.weights) <= set(range(2, 9)), "an embedding of 266 rows is no whole number of tiles: it is kept"
+
+
 def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     command = ["quantize", model, tmp_path / "out", "--calibration", tmp_path / "text", "--tokens", 256]

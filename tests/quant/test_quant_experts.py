@@ -35,13 +35,18 @@ TEXT = " ".join(f"w{i}" for i in torch.randint(0, WORDS, (2000,), generator=torc
 
 
 def source(variant: str, path: Path, **sizes: Any) -> Any:
+    hf = save_hf(variant, path, **SIZES | sizes)
+    write_tokenizer(path)
+    return hf
+
+
+def write_tokenizer(path: Path) -> None:
+    """Of the words of TEXT."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    hf = save_hf(variant, path, **SIZES | sizes)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
-    return hf
 
 
 def made(path: Path, **options: Any) -> Quantization:
@@ -61,7 +66,7 @@ def decoded_into(hf: Any, path: Path, variant: str, bits: int) -> Any:
     """The transformers model with every weight in codes replaced by what they stand for."""
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         for layer in {name.removesuffix(".codes") for name in checkpoint.names if name.endswith(".codes")}:
-            target = layer.replace("block_sparse_moe", "mlp")
+            target = layer.replace("block_sparse_moe", "mlp").replace("backbone.", "model.")
             if ".experts." not in layer:
                 fields = {
                     n: checkpoint.tensor(f"{layer}.{n}")

@@ -25,9 +25,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [],
     },
+    "lfm2_moe": {"num_hidden_layers": 3, "moe_intermediate_size": 32},
+    "olmo_hybrid": {"num_hidden_layers": 3, "num_key_value_heads": 2},
+    "kimi_linear": {"num_hidden_layers": 3, "moe_intermediate_size": 32, "num_key_value_heads": 4},
+    "nemotron_h": {"num_hidden_layers": None, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
 }  # fmt: skip
-NEVER = ("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "conv.conv", "A_log", "dt_bias", "norm", "mlp.gate.weight",
-         "shared_expert_gate")  # fmt: skip
+NEVER = (
+    ".b_proj", ".a_proj", "f_a_proj", "g_a_proj", "in_proj_a", "in_proj_b.", "in_proj_ba", "conv1d", "conv.conv",
+    "A_log", "dt_bias", "norm", "mlp.gate.weight", "feed_forward.gate", "shared_expert_gate",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", SIZES)

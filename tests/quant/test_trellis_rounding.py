@@ -134,8 +134,11 @@ def test_a_model_is_rounded_written_and_run(variant: str, recipe: dict, tmp_path
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("codes", lambda t: t[:, :-1], "model.layers.0.self_attn.q_proj.codes"),
-        ("codes", lambda t: t.int(), "model.layers.0.self_attn.q_proj.codes"),
+        ("codes", lambda t: t[:, :-1], r"q_proj.codes' has shape \[6, 95\], the config needs \[6, 96\]"),
+        ("codes", lambda t: t.view(-1, 16), r"q_proj.codes' has shape \[36, 16\], the config needs \[6, 96\]"),
+        ("codes", lambda t: t.repeat(1, 2), r"q_proj.codes' has shape \[6, 192\], the config needs \[6, 96\]"),
+        ("codes", lambda t: t.int(), "q_proj.codes' is int32, allowed is int16"),
+        ("start", lambda t: torch.zeros(6, 6, dtype=torch.int16), "unexpected: '.*q_proj.start'"),
         ("scale", lambda t: -t, "q_proj.scale' is -.*; a scale is above zero"),
     ],
 )
@@ -146,7 +149,7 @@ def test_bad_tensors_are_named(key: str, change: object, message: str, tmp_path:
     file = next((tmp_path / "coded").glob("*.safetensors"))
     tensors = load_file(file)
     name = f"model.layers.0.self_attn.q_proj.{key}"
-    tensors[name] = change(tensors[name]).contiguous()  # type: ignore[operator]  # of a parameter
+    tensors[name] = change(tensors.get(name)).contiguous()  # type: ignore[operator]  # of a parameter
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=message), Checkpoint.open(tmp_path / "coded") as checkpoint:
         Llama.load(checkpoint)
@@ -157,7 +160,8 @@ def test_bad_tensors_are_named(key: str, change: object, message: str, tmp_path:
     [
         ({"bits": 9}, "bits is 9; allowed: 1, 2, 3, 4, 5, 6, 7, 8"),
         ({"bits": 2.5}, "bits is 2.5; allowed: 1"),
-        ({"state": 12}, "unknown key state"),
+        ({"state_bits": 12}, "unknown key state_bits"),
+        ({"codebook": "3inst"}, "unknown key codebook"),
         ({"format": "trellis2"}, "format is 'trellis2'"),
         ({"format_version": 2}, "this version reads 1: a newer onegraph wrote it"),
     ],

@@ -84,8 +84,19 @@ class Layers:
         fixed = {
             name: rate for pattern, rate in patterns.items() for name in found.shapes if fits(name, pattern)
         } | dict.fromkeys(found.kept, KEEP)
-        rates = {end: None if end in budget.ends else ends.get(end) or KEEP for end in ENDS}
-        return cls(found, checkpoint, budget, fixed, rates, f"{HEAD}.weight" not in checkpoint)
+        tied = f"{HEAD}.weight" not in checkpoint
+
+        def is_storable(end: str) -> bool:
+            """Whether an end has a size that the format holds; one that has not is kept."""
+            try:
+                OWN[budget.format].formats[LOWEST].check_size(*checkpoint.shape(f"{EMBED if tied else end}.weight"))
+            except ValueError:
+                return False
+            return True
+
+        chosen = {end for end in budget.ends if is_storable(end)}
+        rates = {end: None if end in chosen else ends.get(end) or KEEP for end in ENDS}
+        return cls(found, checkpoint, budget, fixed, rates, tied)
 
     @property
     def free(self) -> dict[str, bool]:

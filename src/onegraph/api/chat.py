@@ -114,12 +114,18 @@ class ChatTemplate:
         return next(filter(differs, THINKING), None)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], thinking: bool | None = None, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool | None = None,
+        tools: Tools | None = None,
+        *,
+        complete: bool = False,
     ) -> str:
-        """The conversation, ready for the answer. `thinking` turns the model's thoughts on or off, None leaves it to
-        the template; `tools` are what the model may call. Raises TemplateError where it does not render, or has no
-        such switch."""
-        given = {} if tools is None else {"tools": list(tools)}
+        """The conversation, ready for the answer, or `complete` with it. `thinking` turns the model's thoughts on or
+        off, None leaves it to the template; `tools` are what the model may call. Raises TemplateError where it does
+        not render, or has no such switch."""
+        given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        given |= {"add_generation_prompt": False} if complete else {}
         if thinking is None:
             return self._render(messages, given)
         if self.switch is None:

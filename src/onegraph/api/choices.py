@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from onegraph.api.budget import Budget
+from onegraph.api.calibration import Calibration, check
 from onegraph.api.cost import spill_bound
 from onegraph.api.device import pick_device
 from onegraph.engine.arguments import is_index, is_number, require, require_flag
@@ -20,9 +20,11 @@ from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
-TOKENS = {"cpu": 8192, "cuda": 32768}  # likewise; of a text, as many as it has
-BUNDLED_LEAST = 4096  # tokens that the bundled text surely has, whatever the tokenizer
+TOKENS = {"quick": 24_576, "good": 65_536, "best": 131_072}  # of calibration, as many as the text has
 PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
+
+AUTO = "auto"  # a format that is chosen by what the others would lose and take (`api/auto.py`)
+PREFER = ("quality", "speed")
 
 End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" is to be chosen, 16 and None keep it
 
@@ -31,27 +33,31 @@ End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" 
 class Choices:
     """The options of `quantize`, checked, with what was left open filled in for the device.
 
-    extend: None leaves it open, for the plan of the model. budget: what rates are to be chosen within, None where each
-    is given. allotted: rates by layer that were chosen so.
+    extend: whether the model goes on with a text that is too short. budget: what rates are to be chosen within, None
+    where each is given. allotted: rates by layer that were chosen so. either: where the format is to be chosen, the
+    choices with each of those that the options suit; refused: why they do not suit the others; prefer: what counts.
     """
 
     device: torch.device
     format: str
     recipe: str
     recipe_options: Recipe
-    calibration: str | Path
+    calibration: Calibration
     tokens: int
     sequence: int
-    extend: bool | None
+    extend: bool
     experts: int | None
     activations: int | None
     budget: Budget | None = None
     allotted: Mapping[str, int] = field(default_factory=dict)
+    either: tuple[Choices, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    prefer: Literal["quality", "speed"] = "quality"
 
     @property
     def sampled(self) -> bool:
         """Whether the model writes text to calibrate on."""
-        return bool(self.extend) or self.calibration == "self"
+        return self.extend or self.calibration == "self"
 
     @property
     def probed(self) -> int:
@@ -74,13 +80,34 @@ class Choices:
         return dict(self.allotted) | dict(self.layers)
 
 
-def choose(
+def choose(*, format: str = "e8p", prefer: str | None = None, **options: Any) -> Choices:
+    """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
+    formats = *OWN, "nvfp4", AUTO
+    if format not in formats:
+        allowed = f"{', '.join(map(repr, formats[:-1]))} and {AUTO!r}"
+        raise ValueError(f"format: got {format!r}; allowed are {allowed}")
+    require("prefer", prefer, prefer in (None, *PREFER), "'quality', 'speed', or None for quality")
+    if format != AUTO:
+        require("prefer", prefer, prefer is None, f"None unless format is {AUTO!r}, which it decides between")
+        return _choose(format, **options)
+    found, refused = list[Choices](), dict[str, str]()
+    for each in OWN:
+        try:
+            found.append(_choose(each, **options))
+        except ValueError as error:
+            refused[each], last = str(error), error
+    if not found:
+        raise last
+    return replace(found[0], either=tuple(found), refused=refused, prefer="speed" if prefer == "speed" else "quality")
+
+
+def _choose(
+    format: str,
     *,
     bits: float | None = None,
     size: int | None = None,
-    format: str = "e8p",
     recipe: str | None = None,
-    calibration: str | Path = "bundled",
+    calibration: Calibration = "bundled",
     num_calibration_tokens: int | None = None,
     calibration_seq_len: int = 512,
     self_generate: bool | None = None,
@@ -93,9 +120,6 @@ def choose(
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
 ) -> Choices:
-    """Raises ValueError for an option that is not allowed; the rest is in `quantize`."""
-    if format not in (*OWN, "nvfp4"):
-        raise ValueError(f"format: got {format!r}; allowed are {', '.join(map(repr, OWN))} and 'nvfp4'")
     coded = tuple(OWN[format].formats) if format in OWN else (2, 3, 4)
     rates, told = (*coded, KEEP), ", ".join(map(str, coded))
     fine = isinstance(layers, Mapping | None) and all(isinstance(pattern, str) for pattern in layers or ())
@@ -104,9 +128,8 @@ def choose(
         fine = end in (None, "auto") or (is_index(end) and end in rates)
         require(name, end, fine, f"{told}, {KEEP} to keep it, 'auto', or None")
     require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
-    fine = isinstance(calibration, str | Path)
-    require("calibration", calibration, fine, "a text, the pathlib.Path of one, 'bundled', or 'self'")
-    require_flag("self_generate", self_generate, none="what suits the text and the device")
+    check(calibration)
+    require_flag("self_generate", self_generate, none="False")
     require("expert_prior", expert_prior, expert_prior is None or is_number(expert_prior), "a number, or None")
     require("seed", seed, is_index(seed), "a whole number")
     fine = activation_memory is None or (is_index(activation_memory) and activation_memory >= 0)
@@ -129,8 +152,6 @@ def choose(
     for name, value in lengths.items():
         if not (type(value) is int and value >= 1) and not (name == "num_calibration_tokens" and value is None):
             raise ValueError(f"{name}: got {value!r}; allowed is a count of 1 and more")
-    if format in OWN:
-        _refuse_short(calibration, min(calibration_seq_len, num_calibration_tokens or TOKENS[target.type]))
     recipe = recipe or (RECIPES[target.type] if format in OWN else "good")
     if bits is not None and size is not None:
         raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
@@ -146,9 +167,9 @@ def choose(
         recipe=recipe,
         recipe_options=Recipe.preset(recipe, layers=dict(layers or {}), **recipe_options),
         calibration=calibration,
-        tokens=num_calibration_tokens or TOKENS[target.type],
+        tokens=num_calibration_tokens or TOKENS[recipe],
         sequence=calibration_seq_len,
-        extend=self_generate,
+        extend=bool(self_generate),
         experts=experts,
         activations=activation_memory,
         budget=budget,
@@ -171,27 +192,6 @@ def _budget(
     return Budget(format=format, size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
 
 
-def _refuse_short(calibration: str | Path, row: int) -> None:
-    """Raises ValueError for a text that has fewer bytes than a row has tokens. A token stands for a byte or more, but
-    for one that a tokenizer puts in front. A file that cannot be read is told of where it is read."""
-    if kind_of(calibration) != "text":
-        return
-    try:
-        count = calibration.stat().st_size if isinstance(calibration, Path) else len(calibration.encode())
-    except (OSError, ValueError):
-        return
-    if count + 1 < row:
-        raise ValueError(
-            f"calibration: the text has {count} bytes, fewer than the {row} tokens of one sequence; give about 4000 "
-            "tokens or more, or use shorter sequences"
-        )
-
-
 def _kept(rate: End) -> int | None:
     """The rate of an end as a recipe has it."""
     return rate if isinstance(rate, int) and rate != KEEP else None
-
-
-def kind_of(calibration: str | Path) -> str:
-    """ "self", "bundled" or "text"."""
-    return str(calibration) if calibration in ("self", "bundled") else "text"

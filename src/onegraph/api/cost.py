@@ -1,7 +1,8 @@
-"""What quantizing takes on a device: time by two probes and a count of the work, memory by the sizes of what is held.
+"""What quantizing takes on a device: time by a second of probes and a count of the work, memory by the sizes of what
+is held.
 
-On a CPU held to runs on two cores (docs/log.md), right within a factor of two or so; a GPU's rates are those of the
-runs behind docs/benchmarks/quality.md, on an H200. Memory is a floor.
+On a CPU both are held to runs on two cores (docs/log.md); a GPU's rates are those of the runs behind
+docs/benchmarks/quality.md, on an H200.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from onegraph.quant import two_sided_ldlq
 from onegraph.quant.code import CODES
 from onegraph.quant.experts import SHARED_ROWS
 from onegraph.quant.fisher import LARGEST, batch_tokens
+from onegraph.quant.layer import quantize_group
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
@@ -26,6 +28,10 @@ from onegraph.quant.recipe import Recipe
 # A GPU's rounding waits for launches, at any rate: seconds for each step of eight columns, and where it is under two
 # factors for each wave and each vector of eight weights in it (H200). A CPU's encoder is probed as it will run.
 STEP, WAVE, VECTOR = 1.2e-4, 1.9e-4, 1.5e-8
+# Seconds of a probe where the work takes more than LONG, so that what else runs on the machine counts; else one call
+PROBE, LONG = 0.25, 10.0
+START = 3.0  # seconds until the first block, and bytes a second at which the result is written with its digests
+WRITTEN = 3e8
 TILE, ROUND = 6.5e-6, 8.5e-4  # of the trellis (H200): seconds for each tile of 16 x 16, and for each step of LDLQ
 
 
@@ -34,7 +40,7 @@ class Work:
     """What there is to do.
 
     Args:
-        levers: None for NVFP4, which reads no text; search: of its scales.
+        recipe_options: None for NVFP4, which reads no text; search: of its scales.
         groups: linears that are rounded side by side: outputs in all, inputs, rate. linears: each of them likewise.
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
@@ -117,17 +123,20 @@ def estimate(work: Work, device: torch.device) -> tuple[float, int]:
     if work.recipe_options is None:
         weights = sum(n * k for n, k, _ in work.groups)
         x = _normal(512, 1024, device)
-        per_weight = _timed(lambda: quantize_weight(x, search=work.search), device) / x.numel()
+        per_weight = _timed(lambda: quantize_weight(x, search=work.search), device, 0) / x.numel()
         return weights * per_weight, max((n * k for n, k, _ in work.groups), default=0) * 4
-    return _seconds(work, work.recipe_options, device), _memory(work, work.recipe_options, device)
+    seconds = _seconds(work, work.recipe_options, device, 0)
+    if seconds > LONG:
+        seconds = _seconds(work, work.recipe_options, device, PROBE)
+    return seconds, _memory(work, work.recipe_options, device)
 
 
-def _seconds(work: Work, recipe_options: Recipe, device: torch.device) -> float:
+def _seconds(work: Work, recipe_options: Recipe, device: torch.device, probe: float) -> float:
     """Multiplications by the rate of a probe; and encoding, which on a GPU waits for launches."""
     size = 512 if device.type == "cpu" else 4096
     x = _normal(size, size, device)
     with tensor_cores(device):
-        rate = 2 * size**3 / _timed(lambda: x @ x, device)
+        rate = 2 * size**3 / _timed(lambda: x @ x, device, probe)
     passes = 1 + recipe_options.descent
     # Runs of a block over the text: one gathers for all groups or one for each, and one goes on; each twice where the
     # unquantized model runs beside it.
@@ -154,15 +163,21 @@ def _seconds(work: Work, recipe_options: Recipe, device: torch.device) -> float:
         )
     seconds = work_done / rate
     if device.type == "cpu":
-        rates = {bits for _, _, bits in (*rounded, *work.both)}
+        seconds += START + work.written / WRITTEN
+        passed = runs + (2 + 3 * recipe_options.fisher if recipe_options.fisher else 0)
+        sequences = passed * work.blocks * work.tokens / max(work.sequence, 1)
+        seconds += sequences * _apart_from_products(work, device, probe)
+        used = {bits for _, _, bits in rounded}
+        rounding = {bits: _rounding(bits, rate, recipe_options, device, probe) for bits in used}
+        seconds += sum(n * k * rounding[bits] for n, k, bits in rounded)
+        rates = {bits for _, _, bits in work.both}
         code = CODES[recipe_options.format]
         vectors, metric = _normal(code.block, 1024 if code.together == 1 else 64, device), torch.eye(code.block)
         encoders = {bits: code.encoder(device, vectors.shape[1], bits, recipe_options, 0) for bits in rates}
         each = {
-            bits: _timed(partial(run, vectors, bits, metric), device) / vectors.numel()
+            bits: _timed(partial(run, vectors, bits, metric), device, probe) / vectors.numel()
             for bits, run in encoders.items()
         }
-        seconds += sum(n * k * passes * each[bits] for n, k, bits in rounded)
         seconds += sum(n * k * each[bits] for n, k, bits in work.both)
     elif recipe_options.format == "trellis":
         seconds += sum((n * k / 256 * TILE + k / 16 * ROUND) * passes for n, k, _ in rounded)
@@ -174,7 +189,7 @@ def _seconds(work: Work, recipe_options: Recipe, device: torch.device) -> float:
                 WAVE + two_sided_ldlq.ROWS * two_sided_ldlq.parts(k, n) * VECTOR
             )
     if work.parts:
-        seconds += _measuring(work, rate, device)
+        seconds += _measuring(work, rate, device, probe)
     if work.sampled:  # a step reads every weight once, whatever the rows beside it
         steps = work.sequence * -(-work.tokens // (64 * work.sequence))
         seconds += steps * work.parameters * 4 / 1e10 if device.type == "cpu" else steps * (2e-3 * work.blocks)
@@ -182,13 +197,44 @@ def _seconds(work: Work, recipe_options: Recipe, device: torch.device) -> float:
     return seconds
 
 
-def _measuring(work: Work, rate: float, device: torch.device) -> float:
+def _apart_from_products(work: Work, device: torch.device, probe: float) -> float:
+    """Seconds that a block takes for a sequence besides the products of its linears: attention, norms, activations."""
+    length, heads = work.sequence, max(1, work.hidden // 64)
+    x, wide = _normal(length, work.hidden, device), _normal(length, work.inner, device)
+    query = _normal(heads * length, 64, device).view(1, heads, length, 64)
+
+    def run() -> None:
+        for _ in range(2):
+            x.mul(x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()).add(x)
+        torch.nn.functional.silu(wide).mul(wide)
+        for _ in range(2):  # rotary embedding
+            torch.cat((-query[..., 32:], query[..., :32]), -1).mul(query).add(query)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    return _timed(run, device, probe)
+
+
+def _rounding(bits: int, rate: float, recipe_options: Recipe, device: torch.device, probe: float) -> float:
+    """Seconds that rounding takes for a weight, besides the products that grow with the inputs: two sizes of the real
+    thing, whose difference has no part that all rows share."""
+    k, few, many = (256, 128, 512) if CODES[recipe_options.format].together == 1 else (128, 32, 128)
+    h = torch.eye(k, device=device)
+    took = []
+    for rows in (few, many):
+        weight = _normal(rows, k, device)
+        run = partial(quantize_group, [weight], h, [bits], recipe_options, torch.Generator().manual_seed(0))
+        took.append(_timed(run, device, probe))
+    products = k * (1 + 2 * recipe_options.descent) / rate
+    return max(0.0, (took[1] - took[0]) / ((many - few) * k) - products)
+
+
+def _measuring(work: Work, rate: float, device: torch.device, probe: float) -> float:
     """Hessians of the unquantized model, one quick pass of rounding at 2 bits, and for each part half of the blocks and
     the head, which all parts' streams go through."""
     each = 2.0 * work.probed * (work.block * work.blocks / 2 + work.vocab * work.hidden)
     rounded = [(n, k, 2) for n, k, _ in (*work.groups, *work.experts)]
     once = replace(work, groups=rounded, experts=(), parts=0, sampled=False)
-    return work.parts * each / rate + _seconds(once, Recipe.preset("quick"), device)
+    return work.parts * each / rate + _seconds(once, Recipe.preset("quick"), device, probe)
 
 
 def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -196,18 +242,18 @@ def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the faster one of three."""
-    best = float("inf")
-    for _ in range(3):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = time.perf_counter()
+def _timed(run: Callable[[], object], device: torch.device, probe: float) -> float:
+    """Seconds of one call: the mean over `probe` seconds, behind one that is not counted."""
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun, count = time.perf_counter(), 0
+    while (spent := time.perf_counter() - begun) < probe or not count:
         run()
+        count += 1
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begun)
-    return best
+    return spent / count
 
 
 def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
@@ -218,7 +264,8 @@ def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
     held = sum(squares) if recipe_options.inputs != "group" else max(squares)
     kinds = both + (recipe_options.fisher > 0)  # of moments
-    gathering = 4 * kinds * held + 4 * batch * (3 * work.inner + 4 * work.hidden)
+    inputs = sum(k for _, k, _ in work.groups) // max(work.blocks, 1)  # of each linear, until the block is through
+    gathering = 4 * kinds * held + 4 * batch * (3 * work.inner + 4 * work.hidden + inputs)
     most = max(work.squares, default=0)
     wide = 30 if most else 20
     rounding = max((wide * n * k + max(28 * k * k, 8 * k * k + 20 * most) for n, k, _ in work.groups), default=0)
@@ -247,11 +294,6 @@ def sampling_memory(work: Work, device: torch.device) -> int:
     """Bytes of the whole model and its cache, where it writes text."""
     rows = min(64, -(-work.tokens // work.sequence))
     return (4 if device.type == "cpu" else 2) * (work.parameters + rows * work.sequence * work.cached)
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of a GPU, free or not."""
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 def spill_bound(device: torch.device) -> int:

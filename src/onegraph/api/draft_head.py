@@ -157,7 +157,7 @@ def train_head(
     """Trains an EAGLE-3 head for the model at `path`, and writes it to the directory `output`, for `draft="eagle:..."`.
 
     Args:
-        text: UTF-8 files, of which pieces become prompts (default: the bundled text that quantizing calibrates on).
+        text: UTF-8 files, of which pieces become prompts (default: the texts of the calibration corpus).
         minutes: that all of it takes: sampling, training and report share them.
         texts: that the model writes at most, of `length` tokens each; half of them greedily.
         vocabulary: tokens that the head may name: those that the texts have most often.

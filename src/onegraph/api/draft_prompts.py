@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from onegraph.api.calibration import corpus_text
 from onegraph.api.llm import LLM
-from onegraph.api.quantize import BUNDLED
 from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.params import SamplingParams, Stats
@@ -50,7 +50,7 @@ class Pieces:
     """
 
     def __init__(self, files: Sequence[str | PathLike[str]], seed: int) -> None:
-        whole = "\n\n".join(read_text(Path(file)) for file in files or [BUNDLED])
+        whole = "\n\n".join(read_text(Path(file)) for file in files) if files else corpus_text()
         if len(whole) < (HELD + 1) * PIECE:
             raise ValueError(f"text: got {len(whole)} characters; allowed is {(HELD + 1) * PIECE} and more")
         size = max(PIECE, len(whole) // (8 * HELD))

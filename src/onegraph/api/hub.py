@@ -17,6 +17,7 @@ NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-
 CONFIGS = ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
 # What a checkpoint is read from; never pickles, and no code.
 PATTERNS = [*CONFIGS, "model*.safetensors", *SIDECARS, CARD]
+DATASET_BYTES = 32 << 20  # of a dataset; more files are not fetched
 NO_ANSWER = "ConnectError", "ConnectTimeout", "ProxyError", "ReadTimeout"  # of httpx
 
 
@@ -59,6 +60,45 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str =
     return _fetch(named["repo"], named["revision"], weights)
 
 
+def dataset(name: str) -> list[Path]:
+    """Files of texts of a dataset on the hub, org/name or org/name@revision: .jsonl, .txt and .md in the order of their
+    names, until they have `DATASET_BYTES`. Raises CheckpointError where there are none, or they cannot be fetched."""
+    named = NAME.fullmatch(name)
+    if named is None:
+        raise CheckpointError(f"hub:{name}: is no name of a dataset; give hub:ORG/NAME or hub:ORG/NAME@REVISION")
+    repo, revision = named["repo"], named["revision"]
+    try:
+        from huggingface_hub import HfApi, hf_hub_download
+    except ImportError:
+        raise CheckpointError(
+            f"hub:{name}: datasets of the Hugging Face hub need huggingface_hub, which is not installed; "
+            f"{install('hub')}; or give the path of a file"
+        ) from None
+    found: list[Path] = []
+    try:
+        listed = HfApi().dataset_info(repo, revision=revision, files_metadata=True)
+        files = {each.rfilename: each.size or 0 for each in listed.siblings or []}
+        size = 0
+        for file in sorted(each for each in files if each.endswith((".jsonl", ".txt", ".md")) and each != CARD):
+            if size >= DATASET_BYTES:
+                break
+            size += files[file]
+            found.append(Path(hf_hub_download(repo, file, repo_type="dataset", revision=listed.sha)))
+    except MemoryError:
+        raise
+    except Exception as error:  # as in `_fetch`
+        raise CheckpointError(
+            f"hub:{name}: cannot be fetched from the Hugging Face hub: {_why(error)}; where there is a network: "
+            f"hf download --repo-type dataset {repo} --local-dir DIR, then give DIR"
+        ) from None
+    if not found:
+        raise CheckpointError(
+            f"hub:{name}: the dataset has no .jsonl, .txt or .md file; convert it to JSON lines of "
+            '{"text": ...} or {"messages": [...]} and give the file'
+        )
+    return found
+
+
 @cache
 def _fetch(repo: str, revision: str | None, weights: bool) -> Located:
     told = f"{repo}{f' --revision {revision}' if revision else ''}"
@@ -89,7 +129,7 @@ def _why(error: Exception) -> str:
     """Why the hub gave nothing."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    if isinstance(error.__cause__, OfflineModeIsEnabled):
+    if isinstance(error, OfflineModeIsEnabled) or isinstance(error.__cause__, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, and it is not in the cache"
     # No answer and nothing in the cache; a connection through a proxy fails by itself.
     if isinstance(error, LocalEntryNotFoundError) or type(error).__name__ in NO_ANSWER:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onegraph.api.auto import settle
 from onegraph.api.budget import Chosen, Layers
-from onegraph.api.choices import BUNDLED_LEAST, Choices, choose, kind_of
-from onegraph.api.cost import Work, estimate, sampling_memory, total_memory
+from onegraph.api.calibration import Source, draw, estimated, kind_of, shortage, sources, told
+from onegraph.api.choices import TOKENS, Choices, choose
+from onegraph.api.cost import Work, estimate, sampling_memory
 from onegraph.api.deprecated import renamed
 from onegraph.api.hub import locate
 from onegraph.api.outline import Outline, described, outline, table_entry
+from onegraph.api.pace import duration
 from onegraph.api.resources import check_resources
 from onegraph.api.size import Size, human_bytes, human_count, size_of, size_with
-from onegraph.api.text import read_text
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
 from onegraph.formats.nvfp4 import NVFP4, written_config
 from onegraph.formats.quantization import OWN
@@ -27,6 +32,7 @@ from onegraph.formats.rotated import KEEP, RotatedFormat, fits, resolve_rates
 from onegraph.formats.weight import WeightFormat
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
+from onegraph.models.memory import resident
 from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
 from onegraph.quant.result import EMBED, HEAD
 from onegraph.quant.sensitivity import Costs
@@ -44,12 +50,15 @@ class Plan:
             our own decoder runs it, `why` not; positions: that it has; expert_inputs: of each stack of experts.
         linears: how many linears are quantized, each expert's two counted. left: layers that stay as they are, and why.
         before, after: sizes on disk, `after` exact.
-        seconds: an estimate, on a CPU right within a factor of two or so. memory: bytes on the device, at the least;
-            rounding: of them all but for the model that writes text.
+        seconds: an estimate, on a CPU from a second of probes. memory: bytes on the device; process: what Python and
+            torch have there already; rounding: of `memory` all but for the model that writes text.
         disk: bytes of OUT and of finished blocks beside it. hessians: what they add where there is room to keep them.
         notes: what one should know of the choices, a line each. chosen: whether rates are, within a budget.
+        weights: how many are rounded to each rate of a calibrated format.
         recipe, calibration, tokens: None for a format that is not calibrated; calibration is "bundled", "self" or
-            "text". extended: whether the model goes on with the text up to so many tokens.
+            "text". extended: whether the model goes on with the text up to so many tokens. text: tokens of each source,
+            about where the model has no tokenizer yet; empty before they are drawn. text_lines: that in words, and
+            whether it is enough.
     """
 
     source: str
@@ -77,6 +86,10 @@ class Plan:
     hessians: int
     notes: list[str]
     chosen: bool = False
+    text: Mapping[str, int] = field(default_factory=dict)
+    text_lines: list[str] = field(default_factory=list)
+    weights: Mapping[int, int] = field(default_factory=dict)
+    process: int = 0
 
     @property
     def left_lines(self) -> list[str]:
@@ -92,15 +105,15 @@ class Plan:
         weights = f"{human_count(self.before.linear_parameters)} weights in {self.linears} linears"
         how = f"{self.format}, {self.bits:.3g} bits{'' if float(self.bits).is_integer() else ' on average'}"
         if self.recipe is not None:
-            text = {"self": "text that the model samples", "bundled": "the bundled text", "text": "the text"}
+            text = {"self": "text that the model samples", "bundled": "the bundled corpus", "text": "the text"}
             how += f", recipe {self.recipe}, at most {self.tokens} tokens of {text[str(self.calibration)]}"
             how += " and of what the model writes behind it" if self.extended else ""
         size = f"{self.before.stored} -> {human_bytes(self.after.total_bytes)}"
-        time = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        time = duration(self.seconds)
         probed = self.device == "cpu" or self.recipe is None  # a GPU's rates of rounding are those of an H200
-        time = f"estimated {time} from a probe, up to twice that" if probed else f"{time} on an H200"
+        time = f"estimated {time} from a probe" if probed else f"{time} on an H200"
         return (
-            f"{weights} ({how}) on {self.device}: {size}, {time}, {human_bytes(self.memory)} of memory there, "
+            f"{weights} ({how}) on {self.device}: {size}, {time}, {human_bytes(self.memory + self.process)} of memory, "
             f"{human_bytes(self.disk)} of disk{self._where}"
         )
 
@@ -112,13 +125,15 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON; the linears of a pattern are counted. own: whether onegraph's own decoder runs it, why: if not."""
-        told = {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
+        told: dict[str, Any] = {}
+        told |= {name: getattr(self, name) for name in ("source", "device", "format", "bits", "recipe", "calibration")}
         told |= {"tokens": self.tokens, "extended": self.extended, "linears": self.linears, "chosen": self.chosen}
         told |= {"layers": {pattern: len(names) for pattern, names in self.matched.items()}}
         told |= {"left": dict(self.left), "own": self.own, "why": self.why}
         told |= {"before": self.before.as_dict(), "after": self.after.as_dict()}
         told |= {"seconds": round(self.seconds, 1), "memory": self.memory, "disk": self.disk}
-        return told | {"notes": self.notes}
+        told |= {"process": self.process}
+        return told | {"text": dict(self.text), "text_lines": self.text_lines, "notes": self.notes}
 
 
 @renamed(source="model", out="output", tokens="num_calibration_tokens", sequence="calibration_seq_len",
@@ -134,14 +149,26 @@ def plan(model: str | PathLike[str], output: str | PathLike[str] | None = None, 
     Raises ValueError for what `quantize` would refuse before it begins.
     """
     choices = choose(**options)
-    if choices.format in OWN and isinstance(choices.calibration, Path):
-        read_text(choices.calibration)  # whether it can be, as `quantize` asks first
+    text = sources(choices.calibration, min(choices.sequence, choices.tokens)) if choices.format in OWN else []
     located = locate(model, weights=False, option="model")
     with text_checkpoint(described(located.path)) as checkpoint:
-        found = build_plan(checkpoint, located.name, choices)
+        _, found, line = settle(choices, partial(build_plan, checkpoint, located.name))
+        found = replace(found, notes=[*([line] if line else []), *found.notes])
         if output is not None:
             check_resources(found, Path(output))
-    return found
+        return _with_text(found, checkpoint, choices, text) if text else found
+
+
+def _with_text(found: Plan, checkpoint: Checkpoint, choices: Choices, text: Sequence[Source]) -> Plan:
+    """The plan with the tokens of each source, counted where the model's tokenizer is there."""
+    if checkpoint.sidecar("tokenizer.json") is None:
+        counts, notes = estimated(text, choices.tokens), ["calibration: estimated; the model has no tokenizer.json yet"]
+    else:
+        drawn = draw(Tokenizer(checkpoint), text, choices.tokens)
+        counts, notes = dict(drawn.counts), drawn.notes
+    wanted, count = TOKENS[choices.recipe], sum(counts.values())
+    warning = None if choices.extend else shortage(choices.calibration, count, choices.tokens, wanted)
+    return replace(found, text=counts, text_lines=[told(counts), *notes, *([warning] if warning else [])])
 
 
 def build_plan(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
@@ -221,9 +248,20 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
         (size_of(checkpoint), size_of(made)) if found.own else size_with(checkpoint, made, shapes, found.layer_of)
     )
     work = replace(_work(found, formats, before, after, choices), parts=parts, probed=choices.probed)
-    if _extends(choices, found, work):
-        choices, work = replace(choices, extend=True), replace(work, sampled=True)
-    return _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    planned = _plan(name, choices, formats, shapes, before, after, work, found, _notes(checkpoint, choices))
+    return replace(planned, weights=_weights(checkpoint, choices, formats, shapes))
+
+
+def _weights(
+    checkpoint: Checkpoint, choices: Choices, formats: Mapping[str, RotatedFormat], shapes: Mapping[str, Sequence[int]]
+) -> dict[int, int]:
+    """Rounded weights by rate, those of the ends with them."""
+    rated = [(format.rate, math.prod(shapes[layer])) for layer, format in formats.items()]
+    for end, rate in ((HEAD, choices.recipe_options.lm_head), (EMBED, choices.recipe_options.embed_tokens)):
+        if rate is not None:
+            tensor = f"{end}.weight" if f"{end}.weight" in checkpoint else f"{EMBED}.weight"  # a tied head
+            rated.append((rate, math.prod(checkpoint.shape(tensor))))
+    return {rate: sum(count for each, count in rated if each == rate) for rate, _ in sorted(rated)}
 
 
 def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
@@ -237,17 +275,6 @@ def _notes(checkpoint: Checkpoint, choices: Choices) -> list[str]:
         f"note: lm_head and embed_tokens are one matrix here, and with {asked[0]} in codes it is stored beside them; "
         f"with {other} in codes too the model is smaller"
     ]
-
-
-def _extends(choices: Choices, found: Outline, work: Work) -> bool:
-    """Whether the model goes on with the text; where that is left open, with the bundled one on a GPU that it takes no
-    more than three quarters of."""
-    if choices.extend is not None:
-        return choices.extend
-    asked = choices.calibration == "bundled" and choices.device.type == "cuda" and choices.tokens > BUNDLED_LEAST
-    if not (asked and found.own):
-        return False
-    return sampling_memory(work, choices.device) <= 0.75 * total_memory(choices.device)
 
 
 def _refuse_foreign(choices: Choices, why: str) -> None:
@@ -299,7 +326,7 @@ def _plan(
         recipe=choices.recipe if calibrated else None,
         calibration=kind_of(choices.calibration) if calibrated else None,
         tokens=choices.tokens if calibrated else None,
-        extended=bool(choices.extend),
+        extended=choices.extend,
         matched={pattern: [layer for layer in shapes if fits(layer, pattern)] for pattern in choices.layers},
         linears=sum(shapes[layer][0] if len(shapes[layer]) == 3 else 1 for layer in formats),
         left=kept | dict(found.left if found is not None else {}),
@@ -313,6 +340,7 @@ def _plan(
         seconds=seconds,
         memory=memory,
         rounding=rounding,
+        process=resident() if choices.device.type == "cpu" else 0,
         disk=after.total_bytes + (after.linear_bytes + work.spilled + work.factors if calibrated else 0),
         hessians=work.hessians if calibrated and choices.recipe_options.inputs == "reference" else 0,
         notes=notes,

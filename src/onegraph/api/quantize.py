@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -14,19 +14,21 @@ from typing import Any
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.auto import settle
 from onegraph.api.budget import AVERAGE
+from onegraph.api.calibration import Calibration, Source, draw, kind_of, shortage, sources, told
 from onegraph.api.card import Card, license_of
-from onegraph.api.choices import Choices, End, choose
+from onegraph.api.choices import TOKENS, Choices, End, choose
 from onegraph.api.deprecated import renamed
 from onegraph.api.device import pick_dtype
 from onegraph.api.hub import locate
 from onegraph.api.measured import identity, measured
 from onegraph.api.outline import model_of
+from onegraph.api.pace import Pace
 from onegraph.api.plan import Plan, allotted, build_plan, nvfp4_config, rounded_layers
 from onegraph.api.provenance import digest_of, source_of, versions
 from onegraph.api.resources import check_resources, existing, refuse_existing
 from onegraph.api.size import Size
-from onegraph.api.text import read_text
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import require_callable, require_path
 from onegraph.engine.engine import Engine
@@ -37,7 +39,7 @@ from onegraph.formats.rotated import resolve_rates
 from onegraph.models.llama import Llama
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
-from onegraph.models.wrapper import TextCheckpoint, text_checkpoint
+from onegraph.models.wrapper import RenamedCheckpoint, TextCheckpoint, text_checkpoint
 from onegraph.quant import nvfp4
 from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import packed_tokens, pieces, sampled_tokens
@@ -45,7 +47,6 @@ from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
 from onegraph.quant.resumable import SPILLED, ResumableWork, key_of
 
-BUNDLED = Path(__file__).parents[1] / "data" / "calibration.txt"
 BEHIND = 4  # of a row that the model goes on with, one part in so many is from the text (docs/log.md, Quantization)
 
 
@@ -82,8 +83,9 @@ def quantize(
     bits: float | None = None,
     size: int | None = None,
     format: str = "e8p",
+    prefer: str | None = None,
     recipe: str | None = None,
-    calibration: str | Path = "bundled",
+    calibration: Calibration = "bundled",
     num_calibration_tokens: int | None = None,
     calibration_seq_len: int = 512,
     self_generate: bool | None = None,
@@ -110,15 +112,19 @@ def quantize(
             rounding each layer is measured, and each gets a rate, with this average, at the least total cost.
         size: bytes of all tensors that are written, instead of `bits`: rates are chosen likewise, for both ends too.
         format: "e8p" (2, 3 or 4 bits); "trellis" (1 to 8 bits: less error at the same size, slower on a GPU with much
-            memory bandwidth); or "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4.
+            memory bandwidth); "nvfp4": 4.5 bits per weight, no calibration, also for DeepSeek-V4; or "auto": e8p or
+            trellis, by estimates of error and speed.
+        prefer: with format "auto": "quality" (default), the least error; "speed", the fastest on this device.
         recipe: "quick" (one pass; default on a CPU), "good" (Hessians of the model's KL, by backward passes; default
             on a GPU), or "best" (tunes scales as well; holds the whole model).
-        calibration: a text, a pathlib.Path to a UTF-8 file, "bundled" for the short text that comes with onegraph, or
-            "self" for text that the model writes (holds the whole model).
-        num_calibration_tokens: maximum number of calibration tokens (default: 8192 on a CPU, 32768 on a GPU).
+        calibration: "bundled" for the corpus that comes with onegraph; a text; a pathlib.Path to a UTF-8 file, to JSON
+            lines of {"text": ...} or {"messages": [...]}, or to a directory; "hub:ORG/NAME" for a dataset; a sequence
+            of these, or {one: weight}; or "self" for text that the model writes (holds the whole model).
+        num_calibration_tokens: maximum number of calibration tokens (default: 24576 for "quick", 65536 for "good",
+            131072 for "best").
         calibration_seq_len: tokens per calibration sequence.
         self_generate: if the text has fewer tokens, the model writes the rest behind pieces of it (holds the whole
-            model); None: for the bundled text on a GPU, if model and cache take at most three quarters of its memory.
+            model).
         layers: {pattern: bits} of linears that differ, {"*.down_proj": 4}; 16 keeps a layer; the last match wins.
         lm_head, embed_tokens: bits of the output head and of the embedding; None keeps them (with `size` their rates
             are chosen; 16 keeps them), "auto" chooses the rate and counts it in `bits`. Unsupported for models that
@@ -143,6 +149,7 @@ def quantize(
         bits=bits,
         size=size,
         format=format,
+        prefer=prefer,
         recipe=recipe,
         calibration=calibration,
         num_calibration_tokens=num_calibration_tokens,
@@ -158,11 +165,12 @@ def quantize(
         device=device,
     )
     refuse_existing(run.out)
-    text = _text(calibration) if format in OWN else None
+    text = sources(calibration, min(choices.sequence, choices.tokens)) if choices.format in OWN else []
     located = locate(model, option="model")
     with text_checkpoint(Checkpoint.open(located.path)) as checkpoint:
-        found = build_plan(checkpoint, located.name, choices)
-        choices = replace(choices, extend=found.extended)
+        choices, found, line = settle(choices, lambda each: build_plan(checkpoint, located.name, each))
+        if line:
+            tell(line)
         check_resources(found, run.out)
         tell(f"quantizing {found}")
         if found.chosen:
@@ -177,17 +185,17 @@ def quantize(
         ) as partial:
             refuse_existing(run.out)  # by a process that held the directory until now
             shutil.rmtree(partial.path / SPILLED, ignore_errors=True)
-            if format == "nvfp4":
+            if choices.format == "nvfp4":
                 made = _Made(found, run.nvfp4(checkpoint, choices, found))
             else:
                 made = run.own(checkpoint, choices, found, text, partial)
             partial.remove()
     found = made.plan
-    calibrated = format in OWN
+    calibrated = choices.format in OWN
     return Quantization(
         source=found.source,
         output=str(output),
-        format=format,
+        format=choices.format,
         seconds=round(time.perf_counter() - run.started, 1),
         before=found.before,
         after=found.after,
@@ -222,22 +230,14 @@ def few_lines(routed: Mapping[str, list[int]], found: Plan, recipe: Recipe) -> l
         wanted = recipe.expert_prior * found.expert_inputs[stack]
         few = [f"{expert} ({count})" for expert, count in enumerate(counts) if count < wanted]
         middle = sorted(counts)[len(counts) // 2]
-        lines.append(f"{stack}: {min(counts)} to {max(counts)} tokens an expert, {middle} in the middle")
+        reached = f"{sum(map(bool, counts))} of {len(counts)} experts reached"
+        lines.append(f"{stack}: {reached}, {min(counts)} to {max(counts)} tokens an expert, {middle} in the middle")
         if few:
             lines.append(
                 f"warning: {stack}: fewer than {wanted:.0f} tokens chose expert {', '.join(few)}; they are rounded "
                 "mostly under the layer's shared inputs; give more calibration tokens, or text that reaches them"
             )
     return lines
-
-
-def _text(calibration: str | Path) -> str | None:
-    """The text to calibrate on; None where the model writes it."""
-    if calibration == "self":
-        return None
-    if calibration == "bundled":
-        return read_text(BUNDLED)
-    return read_text(calibration) if isinstance(calibration, Path) else calibration
 
 
 @dataclass(frozen=True)
@@ -248,13 +248,18 @@ class _Run:
     started: float
 
     def own(
-        self, checkpoint: Checkpoint, choices: Choices, found: Plan, text: str | None, partial: ResumableWork
+        self,
+        checkpoint: Checkpoint,
+        choices: Choices,
+        found: Plan,
+        text: Sequence[Source],
+        partial: ResumableWork,
     ) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
         model = model_of(checkpoint, choices.device, sequence, own=found.own)
         tokenizer = Tokenizer(checkpoint)
-        rows, given = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
+        rows, counts, sampled = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
 
         def outer(name: str) -> torch.Tensor:  # a tied head is the embedding
             return checkpoint.tensor(model.end_name(name))
@@ -273,6 +278,13 @@ class _Run:
         for line in found.notes:
             self.tell(line)
         recipe = replace(choices.recipe_options, layers=found.rates)
+        pace = None if recipe.tune is not None else Pace(found.seconds, self.tell)  # tuning adds steps of its own
+
+        def stepped(done: int, total: int, _: str) -> None:
+            self.say("quantizing", done, total)
+            if pace is not None:
+                pace.step(done, total)
+
         self.say("quantizing", 0, 0)
         quantized = quantize_blocks(
             model,
@@ -280,7 +292,7 @@ class _Run:
             recipe,
             partial,
             outer=outer,
-            progress=lambda done, total, _: self.say("quantizing", done, total),
+            progress=stepped,
             spill=ActivationOffload(partial.path / SPILLED, choices.held),
         )
         routed = {first: counts for (first, _), counts in quantized.counts.items()}
@@ -290,11 +302,12 @@ class _Run:
         about = {
             "recipe": {"name": choices.recipe} | recipe.to_dict(),
             "calibration": {
-                "text": {"self": "sampled by the model", "bundled": "bundled with onegraph"}.get(
-                    str(choices.calibration), "given"
-                ),
+                "text": {"self": "sampled by the model", "bundled": "bundled with onegraph", "text": "given"}[
+                    kind_of(choices.calibration)
+                ],
                 "tokens": rows.numel(),
-                **({"sampled_behind_it": rows.numel() - given} if given < rows.numel() else {}),
+                **({"sources": {Path(name).name: count for name, count in counts.items()}} if counts else {}),
+                **({"sampled_behind_it": sampled} if counts and sampled else {}),
                 "sequence": sequence,
                 "sha256": digest_of(rows),
             },
@@ -310,30 +323,34 @@ class _Run:
         checkpoint: Checkpoint,
         choices: Choices,
         tokenizer: Tokenizer,
-        text: str | None,
+        text: Sequence[Source],
         sequence: int,
         partial: ResumableWork,
-    ) -> tuple[torch.Tensor, int]:
-        """The calibration tokens int64 [N, sequence], those of `text` first, and how many these are, or all where there
-        is none and the model samples them."""
+    ) -> tuple[torch.Tensor, dict[str, int], int]:
+        """The calibration tokens int64 [N, sequence], those of `text` first; how many are of each source; and how many
+        the model wrote."""
         tokens, seed = choices.tokens, choices.recipe_options.seed
-        if text is None:
+        counts: dict[str, int] = {}
+        if not text:
             starts = [[first_token(checkpoint, tokenizer)]] * -(-tokens // sequence)
             given = torch.empty(0, sequence, dtype=torch.int64)
         else:
-            ids = tokenizer.encode(text)
-            given = packed_tokens(ids, length=sequence, limit=tokens)
+            drawn = draw(tokenizer, text, tokens)
+            given, counts = packed_tokens(drawn.ids, length=sequence, limit=tokens), dict(drawn.counts)
             more = (tokens - given.numel()) // sequence if choices.extend else 0
+            count, wanted = given.numel(), TOKENS[choices.recipe]
+            warning = None if more else shortage(choices.calibration, count, tokens, wanted)
+            for line in (told(counts), *drawn.notes, *([warning] if warning else [])):
+                self.tell(line)
             if more == 0:
-                return given, given.numel()
-            starts = pieces(ids, length=max(1, sequence // BEHIND), count=more)
+                return given, counts, 0
+            starts = pieces(drawn.ids, length=max(1, sequence // BEHIND), count=more)
         key = key_of(identity(checkpoint), torch.tensor(starts), sequence, seed, choices.device.type)
         kept = partial.load("text", key)
         if kept is None:
             kept = {"tokens": sample_text(checkpoint, tokenizer, choices.device, starts, sequence, seed, self.say)}
             partial.save("text", key, kept)
-        rows = torch.cat((given, kept["tokens"]))
-        return rows, given.numel() or rows.numel()
+        return torch.cat((given, kept["tokens"])), counts, kept["tokens"].numel()
 
     def nvfp4(self, checkpoint: Checkpoint, choices: Choices, found: Plan) -> dict[str, Any]:
         """Writes `out`; returns its quantization_config."""
@@ -373,10 +390,11 @@ class _Run:
         if isinstance(checkpoint, TextCheckpoint):
             told, tensors = checkpoint.whole_config(config), checkpoint.all_tensors(tensors)
             config = told["quantization_config"]
-            checkpoint = checkpoint.whole
         else:
             told = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
             told["quantization_config"] = config
+            tensors = checkpoint.all_tensors(tensors) if isinstance(checkpoint, RenamedCheckpoint) else tensors
+        checkpoint = checkpoint.whole if isinstance(checkpoint, RenamedCheckpoint) else checkpoint
         about = {"format": found.format, "source": source_of(checkpoint), **about, "versions": versions()}
         card = Card(
             plan=found,

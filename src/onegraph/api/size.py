@@ -135,7 +135,7 @@ def component_bits(checkpoint: Checkpoint) -> dict[str, float]:
     return {name: round(8 * sizes[name] / weights[name], 3) for name in weights}
 
 
-NO_WEIGHTS = ("inv_freq", "bias", "tid2eid", "e_score_correction_bias")
+NO_WEIGHTS = ("inv_freq", "bias", "tid2eid", "e_score_correction_bias", "expert_bias")
 
 
 def _weights(checkpoint: Checkpoint) -> tuple[Loader, dict[str, int]]:

@@ -19,7 +19,6 @@ from onegraph.engine.arguments import require_path
 from onegraph.formats.checkpoint import ABOUT, SIDECARS, Checkpoint, absent
 from onegraph.formats.digests import SUMS, known_digest, read_sums, sha256
 from onegraph.formats.files import CheckpointError, member, parse_json, read_json
-from onegraph.formats.fused import stack_names
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Loader
 
@@ -246,7 +245,7 @@ class _Work:
                     pass
             except ValueError as error:
                 self._wrong(error)
-            count({loader.stored[each] for each in stack_names(loader, name)[1].values()})
+            count({loader.stored[each] for each in loader.stack(name)[1].values()})
         for name in sorted(left):
             try:
                 checkpoint.unrounded(name)
@@ -267,7 +266,7 @@ def groups_of(loader: Loader) -> Iterator[LayerGroup]:
         kind = _dense(loader, f"{layer}.weight") if not format.coded else str(format)
         found.setdefault((NUMBER.sub("*", layer), kind), []).append((layer, 8 * stored, n * k))
     for name, stack in loader.parts.stacks.items():
-        format, names = stack_names(loader, name)
+        format, names = loader.stack(name)
         stored = sum(loader.info(each).nbytes for each in names.values())
         kind = str(format) if format.coded else _dense(loader, name)
         entry = name, 8 * stored, stack.experts * stack.n * stack.k

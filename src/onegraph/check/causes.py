@@ -289,7 +289,7 @@ def _module(path: str) -> ast.Module | None:
 def _function(module: ast.AST, first: int, last: int) -> ast.AST | None:
     """The innermost function that holds both lines."""
     found = None
-    for node in ast.walk(module):
+    for node in constructs.walked(module):
         holds = isinstance(node, constructs.Functions) and node.lineno <= min(first, last)
         if holds and max(first, last) <= (getattr(node, "end_lineno", 0) or 0):
             found = node

@@ -75,13 +75,24 @@ def within(text: str, line: int, column: int) -> Spot | None:
     return Spot(module, tuple(reversed(nodes[statement:]))) if statement is not None else None
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
+def tree_of(text: str) -> ast.Module:
+    """The tree of a file's text, the same one for every reader. Raises what `ast.parse` raises."""
+    return ast.parse(text)
+
+
 def parsed(text: str) -> ast.Module | None:
-    """The tree of a file's text, None where it is no Python."""
+    """The same; None where it is no Python."""
     try:
-        return ast.parse(text)
+        return tree_of(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def walked(root: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes of a tree in the order of `ast.walk`, which takes longer for a file than a small step to simulate."""
+    return tuple(ast.walk(root))
 
 
 def _around(node: ast.AST, position: tuple[int, int]) -> Iterator[Placed]:
@@ -130,16 +141,18 @@ def dotted(node: ast.AST) -> str:
 
 def bindings(spot: Spot, name: str) -> list[ast.expr]:
     """Every value bound to a name or an attribute called `name`: around the place, else in the file."""
-    return _bound(spot.home, name) or _bound(spot.module, name) if name else []
+    return _bound(spot.home).get(name) or _bound(spot.module).get(name, []) if name else []
 
 
-def _bound(root: ast.AST, name: str) -> list[ast.expr]:
-    values = []
-    for node in ast.walk(root):
+@functools.lru_cache(maxsize=256)
+def _bound(root: ast.AST) -> dict[str, list[ast.expr]]:
+    """What a tree binds to names and attributes, by the last part of their names, in the order of `walked`."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in walked(root):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(last_name(target) == name for target in targets):
-                values.append(node.value)
+            for name in {last_name(target) for target in targets}:
+                values.setdefault(name, []).append(node.value)
     return values
 
 
@@ -321,7 +334,7 @@ def _pinned(spot: Spot, code: str) -> bool:
 
 def _random(spot: Spot, code: str) -> bool:
     """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
-    names = entropy.imported(spot.module)
+    names = entropy.imported(walked(spot.module))
     parts = list(ast.walk(spot.statement))
     read = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     bound = [value for name in read for value in bindings(spot, name)]

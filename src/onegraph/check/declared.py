@@ -8,7 +8,7 @@ A user declares any op with `declare`, which takes precedence.
 """
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -56,9 +56,10 @@ def capturable(key: str) -> bool | None:
     return None
 
 
-def nameless(ops: Collection[str]) -> list[str]:
-    """What was declared by a name that none of the ops has, a sentence each. Names of kernels cannot be known, and ops
-    of a library that is not imported are not there: a name is told where one like it is, or its namespace."""
+def nameless(known: Callable[[], Collection[str]]) -> list[str]:
+    """What was declared by a name that none of the known ops has, a sentence each. Names of kernels cannot be known,
+    and ops of a library that is not imported are not there: a name is told where one like it is, or its namespace."""
+    ops = known() if _DECLARED else ()  # torch has thousands
     found = []
     for name in _DECLARED:
         space, colons, _ = name.partition("::")

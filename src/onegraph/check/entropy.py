@@ -1,6 +1,7 @@
 """Names of clocks and of random numbers of the host, by the modules that give them. Standard library only."""
 
 import ast
+from collections.abc import Iterable
 
 MODULES = frozenset(["random", "secrets", "uuid", "time", "numpy.random"])
 FUNCTIONS = frozenset(["os.urandom", "os.getrandom"])
@@ -23,10 +24,10 @@ def draws(name: str) -> bool:
     return (module in MODULES or name in FUNCTIONS or clock) and last not in COMPUTED
 
 
-def imported(module: ast.Module) -> dict[str, str]:
-    """Dotted names by the names that a file's imports give them."""
+def imported(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """Dotted names by the names that the imports among a file's nodes give them."""
     found: dict[str, str] = {}
-    for node in ast.walk(module):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 root = alias.name.split(".")[0]

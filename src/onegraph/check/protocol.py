@@ -94,8 +94,8 @@ class StepCheck(ABC):
         """The tensors of what a step returned, by path. Raises CheckError for those that cannot be compared."""
         return containers.tensors(result)
 
-    def qualified(self, raw: RawFinding) -> RawFinding:
-        """A difference between two steps, with what more is known of the later one."""
+    def qualified(self, raw: RawFinding) -> RawFinding | None:
+        """A difference between two steps, with what more is known of the later one; None where it is no finding."""
         return raw
 
     # the same for all
@@ -160,8 +160,8 @@ class StepCheck(ABC):
         """
         at = findings.world.captured_step
         at_ops, at_branches = differences(captured, later, self.verdicts, table, refreshed)
-        at_ops = [self.qualified(raw) for raw in at_ops]
-        at_branches = [(place, self.qualified(raw)) for place, raw in at_branches]
+        at_ops = [known for raw in at_ops if (known := self.qualified(raw))]
+        at_branches = [(place, known) for place, raw in at_branches if (known := self.qualified(raw))]
         findings.of_running(raw)
         findings.of_comparison(s for s in at_ops if freed_anyway or s.code != "CG206" or s.severity is Severity.ERROR)
         findings.of_launches()

@@ -42,7 +42,9 @@ PRODUCTS, CONCATS = _torch("product"), _torch("concat")
 TENSOR_METHODS = _torch("tensor_only")
 IN_STEPS = TENSOR_METHODS | _torch("tensor_in_step")
 
-TRANSFORMS, CONSTANT_FALSE = (frozenset(_NAMES["functions"][key].split()) for key in ("transform", "constant_false"))
+TRANSFORMS, CONSTANT_FALSE, VALUE_READS = (
+    frozenset(_NAMES["functions"][key].split()) for key in ("transform", "constant_false", "read_value")
+)
 
 COLLECTIVES, PAIR_COLLECTIVES, WRITING_COLLECTIVES = (
     frozenset(_NAMES["collectives"][key].split()) for key in ("tensors", "pair", "writes")

@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"target model: {MODEL}")
     parser.add_argument("out", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
-        "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text files for prompts [a bundled text]"
+        "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text files for prompts [the calibration corpus]"
     )
     parser.add_argument(
         "--minutes", type=number(float, 0, 10000, True), default=10.0, metavar="M", help="time limit in minutes [10]"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onegraph.cli.common import (
     QUANTIZING,
     Progress,
+    UsageError,
     add_device,
     add_json,
     human_bytes,
@@ -29,7 +30,7 @@ EPILOG = """\
 examples:
   onegraph quantize HuggingFaceTB/SmolLM2-135M-Instruct out/4bit
   onegraph quantize models/Llama-3-8B out/4bit --dry-run --layer '*.down_proj=3'
-  onegraph quantize models/SmolLM2-135M-Instruct out/4bit --bits 4 --calibration text.txt
+  onegraph quantize models/SmolLM2-135M-Instruct out/4bit --calibration chats.jsonl=0.5 docs/=0.3 bundled=0.2
   onegraph quantize models/SmolLM2-135M-Instruct out/mixed --bits 2 --layer '*.down_proj=4' --layer '*.v_proj=3'
   onegraph quantize models/Llama-3-8B out/mixed --bits 2.5 --recipe good
   onegraph quantize models/Llama-3-8B out/fits --size 3.2GB
@@ -54,9 +55,11 @@ Memory holds one block, its calibration activations (--activation-memory limits 
 (at most 4 GB). Finished blocks are in OUT.partial: the same command resumes after a crash or Ctrl-C and ends with the
 same bytes; a corrected command reuses what is still valid. OUT appears at the end.
 
-Without --calibration, a bundled text of about 8,600 tokens is used, and on a GPU the model extends it. For 2 and 3
-bits, and for best quality, give 32,000 tokens or more of text that resembles your use. --dry-run prints the linears
-that each pattern matches, the size of OUT, and estimates of time and memory; it needs only config.json.
+Without --calibration, a corpus that comes with onegraph is used: prose, chats through the model's chat template, code,
+data, mathematics, a dozen languages. Text that resembles your use improves quality further; 'bundled' among your
+sources keeps the corpus in the mix. A directory stands for its UTF-8 files; a .jsonl file has a line of {"text": ...}
+or {"messages": [...]} for each document. --dry-run prints the linears that each pattern matches, the size of OUT, the
+tokens of each source, and estimates of time and memory; it needs only config.json.
 
 --format trellis rounds each tile of 16 x 16 weights as one path through 65,536 states: about 2 ms of a CPU core per
 tile, so a model of 135M parameters takes ten minutes on two cores. --recipe quick searches the ends of a path among
@@ -86,11 +89,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("output", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
         "--format",
-        choices=("e8p", "trellis", "nvfp4"),
+        choices=("e8p", "trellis", "nvfp4", "auto"),
         default="e8p",
         help="weight format: e8p; trellis (1 to 8 bits, 25 to 43 percent less error than e8p at the same size on a "
-        "Gaussian source, slower to quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout) "
-        "[e8p]",
+        "Gaussian source, slower to quantize); nvfp4 (4.5 bits per weight, no calibration, NVIDIA ModelOpt's layout); "
+        "auto (e8p or trellis, by estimates) [e8p]",
+    )
+    parser.add_argument(
+        "--prefer",
+        choices=("quality", "speed"),
+        help="what --format auto decides by: least error, or least time per token on this device [quality]",
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
@@ -121,22 +129,22 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--calibration",
-        default="bundled",
-        metavar="FILE",
-        help="calibration text: a file, '-' for stdin, 'bundled', or 'self' for text that the model writes (slow on a "
-        "CPU) [bundled]",
+        nargs="+",
+        default=["bundled"],
+        metavar="SOURCE[=WEIGHT]",
+        help="calibration text: files, directories, '-' for stdin, hub:ORG/NAME, 'bundled', all with a weight or none "
+        "with; or 'self' for text that the model writes (slow on a CPU) [bundled]",
     )
     parser.add_argument(
         "--num-calibration-tokens",
         type=number(int, 64, 1 << 24),
         metavar="N",
-        help="maximum number of calibration tokens [8192 on a CPU, 32768 on a GPU]",
+        help="maximum number of calibration tokens [24576 for quick, 65536 for good, 131072 for best]",
     )
     parser.add_argument(
         "--self-generate",
         action=argparse.BooleanOptionalAction,
-        help="let the model extend a short text; holds the whole model [for the bundled text, on a GPU with enough "
-        "memory]",
+        help="let the model extend a short text; holds the whole model [no]",
     )
     parser.add_argument(
         "--calibration-seq-len",
@@ -205,6 +213,39 @@ def layer_rate(text: str) -> tuple[str, int]:
     return pattern, int(bits)
 
 
+def calibration_of(words: list[str]) -> Any:
+    """--calibration as `quantize` takes it: one source, several, or {source: weight}."""
+    found: list[tuple[str | Path, float | None]] = []
+    for word in words:
+        name, equals, last = word.rpartition("=")
+        weight = _weight(last) if equals and not Path(word).exists() else None
+        name = word if weight is None else name
+        if name in ("self", "bundled") or name.startswith("hub:"):
+            found.append((name, weight))
+        else:
+            found.append((read_text("-") if name == "-" else Path(name), weight))
+    sources = [source for source, _ in found]
+    if twice := next((source for at, source in enumerate(sources) if source in sources[:at]), None):
+        raise UsageError(f"--calibration: {one_line(str(twice), 80)} is given twice; give its weight once")
+    weights = [weight for _, weight in found]
+    if all(weight is None for weight in weights):
+        return sources[0] if len(sources) == 1 else sources
+    if None in weights:
+        raise UsageError(
+            f"--calibration: {sum(weight is not None for weight in weights)} of {len(weights)} sources have a weight; "
+            "give one to each (SOURCE=0.5), or none"
+        )
+    return dict(found)
+
+
+def _weight(text: str) -> float | None:
+    """None where the text is no number, and so part of a name."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def rates_of(map_file: str | None, layers: list[tuple[str, int]]) -> dict[str, int]:
     """Pattern -> bits, of --map and then --layer. Raises CheckpointError for a map that is not one."""
     rates: dict[str, int] = {}
@@ -229,8 +270,9 @@ def run(args: argparse.Namespace) -> int:
         "bits": args.bits,
         "size": args.size,
         "format": args.format,
+        "prefer": args.prefer,
         "recipe": args.recipe,
-        "calibration": args.calibration,
+        "calibration": calibration_of(args.calibration) if args.format != "nvfp4" else "bundled",
         "num_calibration_tokens": args.num_calibration_tokens,
         "self_generate": args.self_generate,
         "calibration_seq_len": args.calibration_seq_len,
@@ -242,17 +284,15 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "device": pick_device(args.device),
     }
-    if args.calibration not in ("self", "bundled"):
-        options["calibration"] = read_text(args.calibration)
     if args.dry_run:
         return tell(plan(args.source, args.output, **options), args.json)
     with Progress(**QUANTIZING) as shown:
         made = quantize(args.source, args.output, progress=shown, on_message=remark, **options)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
-        if args.format == "nvfp4":
-            told |= {"format": "nvfp4"}
-        else:
+        if args.format != "e8p":
+            told |= {"format": made.format}
+        if made.format != "nvfp4":
             told |= {"bits": made.bits, "recipe": made.recipe, "seed": made.seed}
             told |= {"calibration_tokens": made.calibration_tokens, "left": dict(made.left)}
             told |= {"experts": dict(made.experts)} if made.experts else {}
@@ -275,7 +315,7 @@ def tell(found: Plan, json: bool) -> int:
         return 0
     for pattern, names in found.matched.items():
         print(f"{one_line(pattern, 80)}: {len(names)} linears, {names[0]}{' to ' + names[-1] if names[1:] else ''}")
-    for line in (*found.left_lines, *found.notes):
+    for line in (*found.left_lines, *found.notes, *found.text_lines):
         print(one_line(line, 400))
     print(f"{found.source}: {found}")
     if found.chosen:

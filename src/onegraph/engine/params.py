@@ -119,9 +119,9 @@ class SamplingParams:
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ArgumentError(given[1], f"{given[1]}: got one beside {given[0]}; allowed is one of the two")
-        if self.min_tokens and self.constrained:
-            why = "which say where the answer ends; leave one out"
-            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside json_schema or regex, {why}")
+        if self.min_tokens and given:
+            why = "which says where the answer ends; leave one out"
+            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {given[0]}, {why}")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""

@@ -9,9 +9,9 @@
 | likewise                            | X.codes, X.in_scale, X.out_scale, X.scale: see `trellis.py`         | trellis|
 
 X_bias, a float [E, n], may lie beside either. gpt-oss's config says `quant_method: mxfp4`; which tensors are in blocks
-their names say, and so they do with E8P and its rate. An E8P stack has what its layers have, [E] in front of each
-dimension, `scale` [E]. Its rows are gate, then up, in every family, since they are rotated together; X_bias stays as
-the family has it.
+their names say; which are E8P or trellis, and at which rate, the `quantization_config`. A stack of these has what its
+layers have, [E] in front of each dimension, `scale` [E]. Its rows are gate, then up, in every family, since they are
+rotated together; X_bias stays as the family has it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.dense import DENSE
-from onegraph.formats.e8p import BITS, E8P, residual_dtype
 from onegraph.formats.files import CheckpointError, quote
 from onegraph.formats.mxfp4 import E8M0, GROUP, MXFP4
-from onegraph.formats.trellis import TILE, TRELLIS
-from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Require, WeightFormat
+from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, File, Part, Quantization, Require, WeightFormat
 
 STACKS = "gate_up_proj", "down_proj"  # how onegraph calls those of a layer, in any family
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -37,43 +35,28 @@ def in_blocks(tensor: str) -> str | None:
     return tensor.removesuffix(_BLOCKS) if tensor.endswith(_BLOCKS) else None
 
 
-def stack_names(file: File, name: str) -> tuple[WeightFormat, dict[str, str]]:
+def stack_names(file: File, name: str, quantization: Quantization | None = None) -> tuple[WeightFormat, dict[str, str]]:
     """The format of the stack `name`, and by field the tensor that holds it. Raises CheckpointError where there is
     none."""
-    if f"{name}.codes" in file:
-        if rate := _trellis_rate(file, name):
-            return TRELLIS[rate], {key: f"{name}.{key}" for key in TRELLIS[rate].stored}
-        rest = file.info(f"{name}.residual").dtype if f"{name}.residual" in file else None
-        format = E8P[next((bits for bits in BITS if residual_dtype(bits) == rest), BITS[-1])]  # else its check says it
-        return format, {key: f"{name}.{key}" for key in format.stored}
+    if quantization is not None and quantization.stacked(name):
+        format = quantization.format_of(name, file)
+        return format, format.names(file, name)
     if f"{name}{_BLOCKS}" in file:
         return MXFP4, {"codes": f"{name}{_BLOCKS}", "scale": f"{name}{_SCALES}"}
     if name in file:
         return DENSE, {"weight": name}
-    raise CheckpointError(
-        f"there is neither {quote(name)} nor {quote(name + _BLOCKS)} nor {quote(name + '.codes')}; fetch the "
-        "checkpoint again"
-    )
-
-
-def _trellis_rate(file: File, name: str) -> int | None:
-    """The rate of a trellis-coded stack, by how many words its codes have for each input; None for E8P, whose codes
-    have a row for each output."""
-    if f"{name}.in_scale" not in file or f"{name}.out_scale" not in file:
-        return None
-    codes, k, n = (file.info(f"{name}.{key}").shape for key in ("codes", "in_scale", "out_scale"))
-    if len(codes) != 3 or not k[-1] or codes[1] * TILE != n[-1]:
-        return None
-    rate = codes[2] // k[-1]
-    return rate if rate in TRELLIS else None
+    if f"{name}.codes" in file:
+        raise CheckpointError(f"{quote(name + '.codes')} is in the file, and quantization_config has no rate for it")
+    raise CheckpointError(f"there is neither {quote(name)} nor {quote(name + _BLOCKS)}; fetch the checkpoint again")
 
 
 def expected_stack(
-    file: File, name: str, count: int, n: int, k: int, *, bias: bool, transposed: bool = False
-) -> Expected:
+    file: File, name: str, count: int, n: int, k: int, *, bias: bool, transposed: bool = False,
+    quantization: Quantization | None = None,
+) -> Expected:  # fmt: skip
     """The tensors of a stack of `count` matrices n x k, whose floats may lie `transposed`. Raises CheckpointError where
     there is none, ValueError where its format does not hold such sizes."""
-    format, names = stack_names(file, name)
+    format, names = stack_names(file, name, quantization)
     format.check_size(n, k)
     found: Expected = {f"{name}_bias": ((count, n), FLOATS)} if bias else {}
     if format is DENSE:

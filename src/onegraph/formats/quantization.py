@@ -21,6 +21,7 @@ class _Parser(Protocol):
 
 
 OWN: dict[str, type[RotatedConfig]] = {each.format: each for each in (E8PConfig, TrellisConfig)}  # written by onegraph
+CURES = {"exl3": "exllamav3's codes are not read; quantize the original, e.g. by `onegraph quantize --format trellis`"}
 CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, BlocksConfig, Published)  # registration
 
 
@@ -36,6 +37,8 @@ def parse_quantization(data: object) -> Quantization | None:
     for config in CONFIGS:
         if config.matches(data):
             return config.from_dict(data)
+    if cure := CURES.get(str(data.get("quant_method"))):
+        raise ValueError(f"quantization_config has quant_method {quote(data['quant_method'])}: {cure}")
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
         "unquantized model, one that onegraph quantized, or one in FP8, NVFP4, MXFP4 or INT4 (fp8, modelopt, "

@@ -189,6 +189,9 @@ class RotatedConfig:
                 f"quantization_config.format_version is {version}; this version reads {FORMAT_VERSION}: a newer "
                 "onegraph wrote it, onegraph.json beside it says which; install that one or a later one"
             )
+        if data.get("quant_method") == fixed["quant_method"] and data.get("format") not in NAMES:
+            named = ", ".join(map(repr, NAMES))
+            raise ValueError(f"quantization_config.format is {data.get('format')!r}; this version reads {named}")
         for key, value in fixed.items():
             if data.get(key) != value:
                 raise ValueError(f"quantization_config.{key} is {data.get(key)!r}; this version reads {value!r}")

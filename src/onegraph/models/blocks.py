@@ -1,5 +1,7 @@
 """The blocks of the Llama kind of decoder, put together from parts: which ones, the config and the files say."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
+from onegraph.models.mixers import NoMixer
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
 from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
@@ -23,7 +26,7 @@ from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer, PerLayerEnd
 from onegraph.nn.recurrent import Inputs, Recurrent
 from onegraph.nn.shared_expert import SharedExpert
-from onegraph.ops.activation import GeGLU, SwiGLU
+from onegraph.ops.activation import GeGLU, ReLU2, SwiGLU
 
 # cos, sin and factors of queries of each rope that a model has, and size of the heads that it turns
 Tables = dict[tuple[Rope | None, int], tuple[Tensor | None, Tensor | None, Tensor | None]]
@@ -81,6 +84,37 @@ class Block(nn.Module):
         return result if self.scale is None else Stream(result.value * self.scale, result.delta)
 
 
+class Mixing(NamedTuple):
+    """What mixes tokens in a block: linears in front, attention or a recurrent layer, the linear behind."""
+
+    qkv: Normed | InputLinear | Inputs | LatentInputs
+    attention: Attention | Recurrent | LatentAttention
+    out: ResidualLinear
+
+
+class HalfBlock(nn.Module):
+    """A layer of a decoder whose blocks are one or the other (Nemotron-H): what mixes tokens, or an MLP or experts."""
+
+    scale = None
+    fused = False
+
+    def __init__(self, *, layer: int, mixing: Mixing | None = None, mlp: MLP | MoE | None = None) -> None:
+        super().__init__()
+        self.layer, self.mlp = layer, mlp
+        self.qkv = None if mixing is None else mixing.qkv
+        self.attention = None if mixing is None else mixing.attention
+        self.out = None if mixing is None else mixing.out
+
+    def forward(self, stream: Stream, cache: Attend, own: None = None) -> Stream:
+        """As `Block`."""
+        result = stream
+        if self.qkv is not None and self.out is not None:
+            qkv, total = self.qkv(stream)
+            inputs = qkv if isinstance(qkv, tuple) else (qkv,)
+            result = self.out(cache.attend(self.attention, *inputs), total)
+        return result if self.mlp is None else self.mlp(result)
+
+
 def build_block(
     loader: Loader,
     config: LlamaConfig,
@@ -91,13 +125,13 @@ def build_block(
     joined: bool = True,
     fused: bool = True,
     peer: Peer | None = None,
-) -> Block:
+) -> Block | HalfBlock:
     """Block `i` from its checkpoint tensors.
 
     joined: siblings become one linear where that is exact. fused: norms, SwiGLU and sums run inside the linears that
     can. peer: make the part of this rank, whose results the ranks add up.
     """
-    prefix, names, routed = config.prefix(i), config.norms, config.routed_at(i)
+    prefix, names, routed = config.prefix(i), config.norms_at(i), config.routed_at(i)
     mixer, share = config.mixers[i], share_of(peer)
 
     def norm(name: str) -> Tensor:
@@ -118,30 +152,41 @@ def build_block(
         return Scaled(config.residual_scale) if config.residual_scale != 1 else None
 
     def mlp() -> MLP:
-        gate = GeGLU() if config.traits.gelu else SwiGLU()
+        gate = GeGLU() if config.traits.gelu else ReLU2() if config.traits.relu2 else SwiGLU()
         linear = loader.adapted(prefix + config.traits.names.down, device, columns(share, config.inner_at(i)))
         down = ResidualLinear(linear, gate=gate, after=behind(names.mlp_out), fused=fused, peer=peer)
         return MLP(front(names.mlp_in, gate_up_parts(config, share, i)), down)
 
-    half = mlp() if routed is None else build_experts(loader, config, routed, prefix, device, joined, peer)
+    def feed() -> MLP | MoE:
+        return mlp() if routed is None else build_experts(loader, config, i, routed, device, joined, peer)
+
+    def whole(*mixing: Any, **more: Any) -> Block | HalfBlock:
+        if not config.feeds(i):
+            return HalfBlock(layer=i, mixing=Mixing(*mixing))
+        return Block(layer=i, **Mixing(*mixing)._asdict(), mlp=feed(), **more)
+
+    if isinstance(mixer, NoMixer):
+        return HalfBlock(layer=i, mlp=feed())
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
-        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused)
-        out = ResidualLinear(loader.linear(prefix + mixer.out, device), after=behind(names.attention_out), fused=fused)
-        return Block(layer=i, qkv=inputs, attention=recurrent, out=out, mlp=half)
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, share=share)
+        back = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
+        out = ResidualLinear(back, after=behind(names.attention_out), fused=fused, peer=peer)
+        return whole(inputs, recurrent, out)
     inner = config.attention[i].dim if config.latent is None else config.latent.value
     linear = loader.adapted(prefix + config.traits.names.out, device, columns(share, config.heads, inner))
     out = ResidualLinear(linear, after=behind(names.attention_out), fused=fused, peer=peer)
     if config.latent is not None:
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
-        heads, latent = build_latent(loader, config.latent, i, own, *place, joined=joined, fused=fused)
-        return Block(layer=i, qkv=heads, attention=latent, out=out, mlp=half)
+        at = config.attention_index(i)
+        heads, latent = build_latent(loader, config.latent, i, own, *place, index=at, joined=joined, fused=fused)
+        return whole(heads, latent, out)
     attention, after = build_attention(loader, config, i, tables, device, share)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)
     scale = loader.tensor(f"{prefix}layer_scalar", device) if config.traits.layer_scale else None
     end = build_end(loader, config, prefix, device) if config.per_layer[0] else None
-    return Block(layer=i, qkv=qkv, attention=attention, out=out, mlp=half, end=end, scale=scale)
+    return whole(qkv, attention, out, end=end, scale=scale)
 
 
 def build_end(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> PerLayerEnd:
@@ -208,13 +253,14 @@ def norm_weight(loader: Loader, config: LlamaConfig, name: str, device: torch.de
 def build_experts(
     loader: Loader,
     config: LlamaConfig,
+    i: int,
     routed: Routed,
-    prefix: str,
     device: torch.device,
     joined: bool,
     peer: Peer | None = None,
 ) -> MoE:
-    """The feed-forward half of the block of `prefix`, of routed experts; `joined` and `peer` as for `build_block`."""
+    """The feed-forward half of block `i`, of routed experts; `joined` and `peer` as for `build_block`."""
+    prefix = config.prefix(i)
     router, share = prefix + routed.router, share_of(peer)
     stored = loader.info(f"{router}.weight").dtype
     if routed.stacked(prefix, loader.quantization):
@@ -223,11 +269,12 @@ def build_experts(
         experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
     else:
         pairs, downs = routed.each
-        names = [(prefix + gate, prefix + up) for gate, up in pairs]
+        names = [tuple(prefix + name for name in one) for one in pairs]
         experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
+    around = [loader.linear(prefix + name, device) for name in routed.around]
     bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
-        norm=norm_weight(loader, config, f"{prefix}{config.norms.mlp_in}.weight", device),
+        norm=norm_weight(loader, config, f"{prefix}{config.norms_at(i).mlp_in}.weight", device),
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
         bias=None if bias is None else loader.float32(bias, device),
@@ -237,12 +284,14 @@ def build_experts(
         groups=routed.sigmoid,
         shared=build_shared(loader, routed, prefix, device, joined, share),
         peer=peer,
-        beside=build_beside(loader, config, prefix, device) if routed.beside else None,
+        beside=build_beside(loader, config, i, device) if routed.beside else None,
+        latent=(around[0], around[1]) if around else None,
     )
 
 
-def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch.device) -> Beside:
-    """What stands around the MLP and the experts of the block of `prefix`."""
+def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.device) -> Beside:
+    """What stands around the MLP and the experts of block `i`."""
+    prefix = config.prefix(i)
 
     def norm(name: str | None) -> Norm:
         return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
@@ -255,7 +304,7 @@ def build_beside(loader: Loader, config: LlamaConfig, prefix: str, device: torch
         scales=loader.float32(f"{prefix}router.per_expert_scale", device),
         dense_out=dense_out,
         routed_out=routed_out,
-        out=norm(config.norms.mlp_out),
+        out=norm(config.norms_at(i).mlp_out),
     )
 
 
@@ -266,7 +315,7 @@ def build_shared(
     if routed.shared is None:
         return None
     *pair, down = (prefix + name for name in routed.shared.linears)
-    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * 2
+    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * len(pair)
     half = loader.linear(down, device, columns(share, routed.shared.size))
     sides = loader.siblings(pair, device, joined=joined, parts=parts), half
     if not routed.shared.gated:
@@ -282,7 +331,10 @@ def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> 
     for rope, sizes in zip(config.ropes, config.attention, strict=True):
         if (rope, sizes.dim) in found:
             continue
-        if rope is None:
+        if rope is None and config.latent is not None:  # whose op rotates: by nothing
+            angles = torch.zeros(positions, sizes.dim // 2, device=device)
+            found[rope, sizes.dim] = angles.cos(), angles, None
+        elif rope is None:
             found[rope, sizes.dim] = None, None, None
         else:
             factors = rope.query_factors(positions, device)

@@ -16,7 +16,7 @@ from onegraph.models.families import FAMILIES, MISSING, ArchSpec, Norms
 from onegraph.models.fields import Fields, end_of_text, short
 from onegraph.models.heads import Heads
 from onegraph.models.latent_config import Latent
-from onegraph.models.mixers import Mixers, mixers_by_name
+from onegraph.models.mixers import Mixers, NoMixer
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
@@ -102,10 +102,11 @@ class LlamaConfig:
             known = ", ".join(FAMILIES)
             raise ValueError(f"model_type {short(family)} is not supported; supported: {known}")
         traits = FAMILIES[family]
-        fields = Fields(config, traits.defaults)
+        fields = Fields(traits.keys(config), traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
         quantization = parse_quantization(fields.get("quantization_config"))
-        quantization = wrapper.renamed(quantization) if nested else quantization
+        if quantization is not None and (nested or traits.renames):
+            quantization = quantization.renamed(lambda layers: _own_names(layers, nested, traits))
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
         latent = Latent.parse(fields, heads, kv_heads, layers) if traits.latent else None
@@ -190,10 +191,12 @@ class LlamaConfig:
         """What its family is made of."""
         return FAMILIES[self.model_type]
 
-    @property
-    def norms(self) -> Norms:
+    def norms_at(self, layer: int) -> Norms:
         """RMSNorms of a block."""
-        return self.traits.norms
+        others = self.traits.mixer_norms
+        if isinstance(self.mixers[layer], NoMixer):
+            return Norms(None, None, self.traits.norms.attention_in, None)
+        return self.traits.norms if others is None or self.mixers[layer] is None else others
 
     @property
     def qkv(self) -> tuple[str, ...]:
@@ -202,7 +205,11 @@ class LlamaConfig:
         if self.latent is not None:
             return self.latent.front
         joined = self.traits.joined
-        return ("self_attn.qkv_proj",) if joined else tuple(f"self_attn.{each}_proj" for each in "qkv")
+        return ("self_attn.qkv_proj",) if joined else self.traits.names.qkv
+
+    def feeds(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.traits.single or isinstance(self.mixers[layer], NoMixer)
 
     def qkv_at(self, layer: int) -> tuple[str, ...]:
         """Those of `qkv` that a layer has."""
@@ -227,7 +234,7 @@ class LlamaConfig:
     def steady(self) -> list[str]:
         """Linears that are never rounded, whatever a rate map says."""
         mixers = enumerate(self.mixers)
-        found = [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.steady]
+        found = [self.prefix(i) + name for i, mixer in mixers if mixer is not None for name in mixer.unrounded]
         if self.latent is not None:
             layers = range(self.layers)
             found += [self.prefix(i) + name for i in layers for name in self.latent.index_linears(i, self.hidden_size)]
@@ -260,8 +267,7 @@ class LlamaConfig:
         """What the decoder is made of, by the names of transformers' modules, which files have too."""
         d = self.hidden_size
         around: dict[str, tuple[Shape, Dtypes]]
-        around = {f"{name}.weight": ((d,), FLOATS) for name in self.norms if name is not None}
-        around |= {"layer_scalar": ((1,), FLOATS)} if self.traits.layer_scale else {}
+        around = {"layer_scalar": ((1,), FLOATS)} if self.traits.layer_scale else {}
         if size := self.per_layer[0]:
             shapes: tuple[Shape, ...] = (size, d), (d, size), (d,)
             around |= {f"{name}.weight": (shape, FLOATS) for name, shape in zip(PER_LAYER, shapes, strict=True)}
@@ -271,9 +277,10 @@ class LlamaConfig:
         single: list[str] = []
         for i in range(self.layers):
             prefix, routed, mixer = self.prefix(i), self.routed_at(i), self.mixers[i]
-            attention, inside, mlp = *self._attention_parts(i), self._mlp_parts(i)
+            (attention, inside), mlp = self._attention_parts(i), self._mlp_parts(i) if self.feeds(i) else {}
             mixing = attention if mixer is None else dict(mixer.linears(d))
             own = around | (inside if mixer is None else mixer.tensors)
+            own |= {f"{name}.weight": ((d,), FLOATS) for name in self.norms_at(i) if name is not None}
             if self.latent is not None:
                 mixing, own = mixing | self.latent.index_linears(i, d), own | self.latent.index_tensors(i, d)
             whole = routed is not None and routed.stacked(prefix, self.quantization)
@@ -344,15 +351,16 @@ class LlamaConfig:
             return rf"\.({'|'.join(map(re.escape, names))})$"
 
         found = {"embedding": Component(("embed",), r"embed_tokens$")}
-        for kind, mixer in {"self_attn": None, **mixers_by_name(self.mixers)}.items():
+        for mixer in dict.fromkeys((None, *(each for each in self.mixers if not isinstance(each, NoMixer)))):
             sides, out = (self.qkv, self.traits.names.out) if mixer is None else (mixer.inputs, mixer.out)
             blocks = [str(i) for i, each in enumerate(self.mixers) if each == mixer]
-            title = {"self_attn": "attention qkv", "linear_attn": "linear attention in", "conv": "convolution in"}[kind]
+            title, front = ("attention", "qkv") if mixer is None else (mixer.title, "in")
+            within = rf"\.({'|'.join(blocks)})"  # two kinds may name their linears alike
             if len(blocks) == self.layers:
-                blocks = ["*"]
-            found[title] = Component(tuple(f"blocks.{i}.qkv.linear" for i in blocks), of(*sides))
-            behind = f"{title.rpartition(' ')[0]} out"
-            found[behind] = Component(tuple(f"blocks.{i}.out.linear" for i in blocks), of(out))
+                blocks, within = ["*"], ""
+            paths = (tuple(f"blocks.{i}.{half}.linear" for i in blocks) for half in ("qkv", "out"))
+            found[f"{title} {front}"] = Component(next(paths), within + of(*sides))
+            found[f"{title} out"] = Component(next(paths), within + of(out))
         if self.routed is None or not all(self.routed.layers):
             found |= {
                 "mlp gate up": Component(("blocks.*.mlp.gate_up.linear",), of(*self.gate_up)),
@@ -378,7 +386,7 @@ class LlamaConfig:
 
     def family_name(self, name: str) -> str:
         """The text model's own name of a tensor."""
-        return wrapper.family_name(name) if self.nested else name
+        return _own_name(name, self.nested, self.traits)
 
     def _ignored(self, name: str) -> bool:
         spare = range(self.layers, self.layers + self.drafts)
@@ -387,6 +395,16 @@ class LlamaConfig:
         if borrowed is not None and int(borrowed[1]) < self.layers:
             other = other or self.attention[int(borrowed[1])].source is not None
         return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
+
+
+def _own_name(name: str, nested: bool, traits: ArchSpec) -> str:
+    """The family's own name of a tensor or layer of its files."""
+    return traits.own_name(wrapper.family_name(name) if nested else name)
+
+
+def _own_names(layers: Mapping[str, Any], nested: bool, traits: ArchSpec) -> dict[str, Any]:
+    kept = {name: what for name, what in layers.items() if not nested or not wrapper.is_other(name)}
+    return {_own_name(name, nested, traits): what for name, what in kept.items()}
 
 
 def _refuse_missing(config: Mapping[str, Any]) -> None:
@@ -476,6 +494,8 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
+    if traits.rope == "never":
+        return (None,) * layers
     if all(config.get(key) is None for key in ROPE_KEYS[:2]) and "rope_parameters" in traits.defaults:
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
     if traits.partial is not None:
@@ -499,6 +519,10 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
             raise ValueError(f"rope type {rope.kind!r} is not supported for {family}; give {traits.rope_kinds[0]!r}")
         return rope
 
+    said = config.get("rope_parameters")
+    if traits.rope == "given" and isinstance(said, Mapping) and said.get("rope_theta", 0) is None:
+        parse({"rope_parameters": said}, theta)  # the other keys are checked all the same
+        return (None,) * layers
     if family == "smollm3":
         rope = parse(config, theta)
         return tuple(rope if turns else None for turns in windows.rotated(fields, layers))

@@ -7,26 +7,26 @@ from torch import Tensor
 
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
-from onegraph.formats.fused import stack_names
 from onegraph.formats.int8 import INT8
 from onegraph.formats.weight import WHOLE, Part, Tensors, WeightFormat
 from onegraph.models.loader import Loader
 from onegraph.models.shares import ALL, TPShard
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
-from onegraph.ops.activation import Gate
+from onegraph.ops.activation import Gate, parts_of
 from onegraph.ops.weight import weight_ops
 
 
 def read_experts(
     loader: Loader,
-    gate_up: Sequence[tuple[str, str]],
+    gate_up: Sequence[tuple[str, ...]],
     down: Sequence[str],
     gate: Gate,
     device: torch.device,
     share: TPShard = ALL,
 ) -> Experts:
-    """Routed experts from the names of each one's gate, up and down; of one format, each put in place as it comes.
+    """Routed experts from the names of each one's gate and up (`ReLU2`: up alone), and down; of one format, each put in
+    place as it comes.
 
     share: of each expert's hidden units, those of a rank. Raises CheckpointError that names the first expert of another
     format.
@@ -34,7 +34,7 @@ def read_experts(
     format = loader.format_of(down[0])
     if weight_ops(format).experts is None:
         raise CheckpointError(f"{down[0]} is {format}, which routed experts cannot be run in; load another form of it")
-    for layer in (name for names in zip(gate_up, down, strict=True) for name in (*names[0], names[1])):
+    for layer in (name for front, last in zip(gate_up, down, strict=True) for name in (*front, last)):
         if loader.format_of(layer) is not format:
             raise CheckpointError(
                 f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
@@ -67,7 +67,7 @@ def read_stacks(
     first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank. Raises
     CheckpointError that names what is missing, or stored in another way than its partner.
     """
-    kinds = {name: stack_names(loader, name)[0] for name in (gate_up, down)}
+    kinds = {name: loader.stack(name)[0] for name in (gate_up, down)}
     biased = [f"{name}_bias" in loader for name in kinds]
     if len(set(kinds.values())) > 1 or len(set(biased)) > 1:
         kind = [f"{f} {'with' if b else 'without'} biases" for f, b in zip(kinds.values(), biased, strict=True)]
@@ -79,7 +79,7 @@ def read_stacks(
     rows, columns = list[Part](), list[Part]()
     if not share.whole:
         size = loader.parts.stacks[down].k
-        rows = [Part(rows=span) for span in share.pieces(size, size)]
+        rows = [Part(rows=span) for span in share.pieces(*[size] * parts_of(gate.alpha))]
         columns = [Part(columns=share.span(size))]
     if biases is not None and rows:
         first, second = biases
@@ -96,7 +96,7 @@ def _fused(
     loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part]
 ) -> Weight:
     """One weight [E, n, k]; of each matrix these parts, one behind the other, or all of it."""
-    format, names = stack_names(loader, name)
+    format, names = loader.stack(name)
     matrices = loader.matrices(name, device, transposed)
     made = _held(loader, format)
     if interleaved and not format.mixes_rows:

@@ -3,11 +3,13 @@
 Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
 """
 
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from onegraph.models import heads, mixers, windows
+from onegraph.models import heads, keys, mixers, windows
 from onegraph.models.fields import Fields
 from onegraph.models.heads import Heads
 from onegraph.models.mixers import Mixers
@@ -29,16 +31,18 @@ BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 BOTH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )  # fmt: skip
+_LFM2_NORMS = Norms("operator_norm", None, "ffn_norm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 class Names(NamedTuple):
-    """How files call the rest of a block, and the final norm: the linear behind attention, the norms of each head of
-    queries and of keys, the MLP's linears."""
+    """How files call the rest of a block, and the final norm: queries, keys and values, the linear behind attention,
+    norms of each head of queries and of keys, the MLP's linears."""
 
+    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    gate_up: tuple[str, str] = ("mlp.gate_proj", "mlp.up_proj")
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     norm: str = "model.norm"
 
@@ -53,6 +57,14 @@ _LFM2 = Names(
 )
 
 
+_NEMOTRON = Names(
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
     """A family, as the parts of its decoder are chosen by.
@@ -62,13 +74,16 @@ class ArchSpec:
             many as attention heads.
         windows: (fields, layers) -> how many latest keys each layer sees, 0 for all; reads whatever keys say it.
         qkv_bias, out_bias, mlp_bias: biases of linears.
-        norms: of a block. norm_offset: files hold their weights less 1, q_norm's and k_norm's too.
+        norms: of a block; mixer_norms: of one with a recurrent layer, where they are others. norm_offset: files hold
+            their weights less 1, q_norm's and k_norm's too.
         head_norm: RMSNorm of each head of q and k; whole_norm: of all heads of q together, and of k.
         sinks: each head has one more logit.
-        gelu: the MLP's gate is GeLU by tanh, not SiLU.
+        gelu: the MLP's gate is GeLU by tanh, not SiLU. relu2: it has none, and the square of relu.
+        single: a block is an MLP (`mixers.NoMixer`), or attention or a recurrent layer without one.
         joined: files hold q, k and v as one linear, and gate and up as one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
+        rope: whether attention rotates: always, never, or unless rope_theta is null in the config.
         two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
         latent: attention is `models.latent.Latent`.
         fixed: keys with the values that they may have. idle: keys that change nothing here.
@@ -83,6 +98,8 @@ class ArchSpec:
             end with an embedding of the token of their own (`nn.per_layer`).
         output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
         mtp: the key that counts draft layers, which files hold under `mtp.`.
+        keys: config.json -> the same under the keys that are read here, where files spell them otherwise
+            (`models/keys.py`). renames: patterns of what files' names have in place of ours, and ours.
     """
 
     defaults: Mapping[str, Any]
@@ -91,14 +108,18 @@ class ArchSpec:
     out_bias: Says = False
     mlp_bias: Says = False
     norms: Norms = BEFORE
+    mixer_norms: Norms | None = None
     norm_offset: bool = False
     head_norm: Says = False
     whole_norm: bool = False
     sinks: bool = False
     gelu: bool = False
+    relu2: bool = False
+    single: bool = False
     joined: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
+    rope: Literal["always", "never", "given"] = "always"
     two_ropes: bool = False
     query_scaling: bool = False
     mrope: bool = False
@@ -119,6 +140,14 @@ class ArchSpec:
     per_layer: bool = False
     output_gate: bool = False
     mtp: str | None = None
+    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = keys.usual
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def own_name(self, name: str) -> str:
+        """The name here of a tensor or layer of a file."""
+        for pattern, own in self.renames:
+            name = re.sub(pattern, own, name)
+        return name
 
 
 _GEMMA: dict[str, Any] = {
@@ -175,15 +204,12 @@ MISSING = {
         ("glm5_next", "glm5_next_text"), "linear attention and hyper-connections beside a sparse indexer"
     ),
     "kimi_k3": "Kimi Delta Attention, latent experts and residuals by attention",
-    "kimi_linear": "Kimi Delta Attention, with a decay for each channel of a key",
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
     ),
     "deepseek_v2": "experts chosen by softmax in groups",
-    "nemotron_h": "Mamba-2 layers, and blocks of one mixer each",
     "mamba2": "Mamba-2 layers",
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
-    "olmo_hybrid": "a gated delta rule with a convolution of its own for q, k and v",
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
     "gemma3n_text": "per-layer embeddings and alternating updates (AltUp)",
     "cohere2": "blocks whose attention and MLP run side by side",
@@ -358,7 +384,7 @@ FAMILIES: dict[str, ArchSpec] = {
             "tie_word_embeddings": True, "conv_L_cache": 3,
         },
         windows=windows.beside_mixers,
-        norms=Norms("operator_norm", None, "ffn_norm", None),
+        norms=_LFM2_NORMS,
         head_norm=True,
         names=_LFM2,
         eps="norm_eps",
@@ -368,6 +394,39 @@ FAMILIES: dict[str, ArchSpec] = {
             "block_norm_eps", "block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init",
             "conv_use_xavier_init",
         ),
+    ),
+    "lfm2_moe": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1e6,
+            "tie_word_embeddings": True, "conv_L_cache": 3, "moe_intermediate_size": 1792, "num_experts": 32,
+            "num_experts_per_tok": 4, "num_dense_layers": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        },
+        windows=windows.beside_mixers,
+        norms=_LFM2_NORMS,
+        head_norm=True,
+        names=_LFM2,
+        eps="norm_eps",
+        mixers=mixers.short_conv,
+        fixed={"use_expert_bias": (True,)},
+    ),
+    "olmo_hybrid": ArchSpec(
+        defaults={
+            "num_key_value_heads": None, "max_position_embeddings": 65536, "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        windows=windows.beside_mixers,
+        norms=AFTER,
+        mixer_norms=BEFORE,
+        whole_norm=True,
+        rope="given",
+        mixers=mixers.apart_delta,
+        keys=keys.olmo_hybrid,
+        idle=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+        renames=(
+            (r"\.attention_layer_norm\.", ".input_layernorm."),
+            (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
+        ),
+        **_BIASED,
     ),
     "ministral3": ArchSpec(
         defaults={
@@ -431,6 +490,60 @@ FAMILIES: dict[str, ArchSpec] = {
         latent=True,
         query_scaling=True,
         fixed={"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
+    ),
+    "kimi_linear": ArchSpec(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "q_lora_rank": None, "n_group": 1,
+            "topk_group": 1, "routed_scaling_factor": 2.446, "moe_intermediate_size": 1024, "mlp_layer_types": None,
+            "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 0,
+            "n_routed_experts": None, "num_experts": 256, "first_k_dense_replace": 1,
+        },
+        windows=windows.beside_mixers,
+        latent=True,
+        rope="never",
+        mixers=mixers.kimi_delta,
+        keys=keys.kimi_linear,
+        fixed={
+            "moe_router_activation_func": ("sigmoid",), "moe_layer_freq": (1,), "mla_use_nope": (True,),
+            "use_grouped_topk": (True,),
+        },
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.self_attn\.(f_[ab]_proj|dt_bias|A_log)\b", r".self_attn.forget_gate.\1"),
+        ),
+    ),
+    "nemotron_h": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
+            "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4,
+            "time_step_limit": [0.0, math.inf], "use_conv_bias": True, "n_routed_experts": 8, "norm_topk_prob": True,
+            "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+        },
+        windows=windows.beside_mixers,
+        norms=Norms("norm", None, None, None),
+        relu2=True,
+        single=True,
+        rope="never",
+        names=_NEMOTRON,
+        eps="layer_norm_epsilon",
+        mixers=mixers.single,
+        keys=keys.nemotron_h,
+        fixed={
+            "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "mamba_ssm_cache_dtype": ("float32",),
+            "residual_in_fp32": (False,), "mlp_bias": (False,), "mamba_proj_bias": (False,),
+        },
+        idle=(
+            "chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
+            "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap", "mtp_layers_block_type",
+            "mtp_hybrid_override_pattern", "n_shared_experts", "norm_eps",
+        ),
+        renames=(
+            (r"^backbone\.", "model."),
+            (r"^model\.embeddings\b", "model.embed_tokens"),
+            (r"^model\.norm_f\b", "model.norm"),
+        ),
+        **_BIASED,
     ),
     "qwen2_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),
     "qwen2_5_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),

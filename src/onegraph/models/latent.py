@@ -50,11 +50,12 @@ def build_latent(
     device: torch.device,
     share: TPShard,
     *,
+    index: int,
     joined: bool,
     fused: bool,
 ) -> tuple[LatentInputs, LatentAttention]:
     """What block `i` has of a rank's heads. norm: the block's in front, and its epsilon. joined: the up-projection is
-    absorbed, and linears of x are one where that is exact."""
+    absorbed, and linears of x are one where that is exact. index: by which a cache finds the layer."""
     prefix, parts = f"model.layers.{i}.", dict(latent_parts(latent, share))
     names = [prefix + name for name in latent.front]
     linear = loader.siblings(names, device, joined=joined, parts=[parts[name] for name in latent.front])
@@ -69,7 +70,7 @@ def build_latent(
     assert cos is not None
     assert sin is not None
     attention = LatentAttention(
-        index=i,
+        index=index,
         heads=last - first,
         nope=latent.nope,
         rope=latent.rope,

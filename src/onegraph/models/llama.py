@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.adapters import read_adapters
-from onegraph.models.blocks import Block, build_block, build_per_layer, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_layer, norm_weight, rotary_tables
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import check_ranks, head_part, share_of
-from onegraph.nn.attention import Attend, CausalAttention, PagedCache
+from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
@@ -67,7 +67,7 @@ class Llama(nn.Module):
         *,
         config: LlamaConfig,
         embed: Embedding,
-        blocks: list[Block],
+        blocks: list[Block | HalfBlock],
         norm: Tensor,
         lm_head: Linear,
         dtype: torch.dtype,
@@ -86,7 +86,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.register_buffer("norm", norm)
         self.lm_head = lm_head
-        link_indexers(block.attention for block in blocks)
+        link_indexers(block.attention for block in blocks if block.attention is not None)
         self.eval()
 
     @property
@@ -145,7 +145,7 @@ class Llama(nn.Module):
             embed = loader.embedding(device, embed_scale(config, dtype))
             lm_head = loader.head(embed, device, part)  # the largest: what it needs while it is read is free for blocks
             loader.forget()
-            blocks = []
+            blocks: list[Block | HalfBlock] = []
             for i in range(config.layers):
                 blocks.append(build_block(loader, config, i, tables, device, fused=fused, peer=peer))
                 loader.forget()
@@ -241,13 +241,13 @@ class Llama(nn.Module):
 
         Raises ValueError for codes where attention has what nothing that reads codes knows: `LlamaConfig.exact_cache`.
         """
-        if self.config.latent is not None and kv is None:
-            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         if kv is not None and (what := self.config.exact_cache) is not None:
             raise ValueError(
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
+        if self.config.latent is not None:
+            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         kv = self.settled(kv)
         spans = ((share_of(self.peer).span(kv_heads), dim) for kv_heads, dim in self.config.cached)
         shapes = [(last - first, dim) for (first, last), dim in spans]
@@ -274,23 +274,27 @@ class Llama(nn.Module):
     @property
     def recurrent(self) -> list[Recurrent]:
         """The layers that do not attend, in order."""
-        layers = (block.get_submodule("attention") for block in self.blocks)
+        layers = (getattr(block, "attention", None) for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Recurrent)]
 
-    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache], **sizes: Any) -> HybridCache:
+    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache | LatentCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
         return HybridCache(make(**sizes), self.recurrent, **about)
 
-    def _latent_cache(self, **sizes: Any) -> LatentCache:
-        """The latents of all layers, which each rank has whole."""
+    def _latent_cache(self, **sizes: Any) -> LatentCache | HybridCache:
+        """The latents of all layers that attend, which each rank has whole."""
         assert self.config.latent is not None
-        latent, index, layers = self.config.latent, self.config.latent.index, range(self.config.layers)
-        sizes |= {"layers": len(layers), "width": latent.width, "dtype": self.dtype}
+        latent, index = self.config.latent, self.config.latent.index
+        sizes |= {"layers": self.config.attention_layers, "width": latent.width, "dtype": self.dtype}
         if index is not None:
-            sizes |= {"indexers": {i: index.dim for i in layers if index.full[i]}, "top_k": index.top_k}
-        needed, tokens = LatentCache(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
+            own = {i: index.dim for i, full in enumerate(index.full) if full}
+            sizes |= {"indexers": own, "top_k": index.top_k}
+        make: Callable[..., LatentCache | HybridCache] = LatentCache
+        if self.recurrent:
+            make = partial(self._hybrid, LatentCache)
+        needed, tokens = make(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
         check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
-        return LatentCache(**sizes, device=self.device)
+        return make(**sizes, device=self.device)
 
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:
@@ -317,7 +321,8 @@ def biased_layers(model: Llama) -> list[int]:
     source = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 1, config.hidden_size, generator=source).to(model.device, model.dtype)
     found = []
-    for i, block in enumerate(model.blocks):
+    attending = (block for block in model.blocks if isinstance(getattr(block, "attention", None), Attention))
+    for i, block in enumerate(attending):
         qkv: Tensor = block.get_submodule("qkv")(Stream(x))[0]
         keys = qkv.float()[:, 0, -2 * heads * d : -heads * d].unflatten(1, (heads, d))
         bias = keys.mean(0)

@@ -10,7 +10,6 @@ import torch
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8PConfig
-from onegraph.formats.fused import stack_names
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
@@ -71,7 +70,7 @@ def packable(checkpoint: Checkpoint, rounded: bool) -> bool:
     """
     loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
     dense = [layer for layer in loader.layers() if loader.format_of(layer) is DENSE]
-    stacks = [stack_names(loader, name)[0] for name in loader.parts.stacks]
+    stacks = [loader.stack(name)[0] for name in loader.parts.stacks]
     experts = loader.parts.components.get("experts")
     if DENSE in stacks or (experts is not None and any(re.search(experts.layers, layer) for layer in dense)):
         return False

@@ -89,6 +89,10 @@ class Loader:
             return DENSE
         return self.quantization.format_of(layer, self)
 
+    def stack(self, name: str) -> tuple[WeightFormat, dict[str, str]]:
+        """`formats.fused.stack_names` of a stack of experts."""
+        return stack_names(self, name, self.quantization)
+
     @cached_property
     def tied(self) -> bool:
         """Whether the head is the embedding's own weight: tied by the config, neither of the two quantized, and no
@@ -121,7 +125,8 @@ class Loader:
         for layer, (n, k, bias) in self.layers().items():
             found |= self.format_of(layer).expected(self, layer, n, k, bias)
         for name, (experts, n, k, transposed, bias) in self.parts.stacks.items():
-            found |= expected_stack(self, name, experts, n, k, bias=bias, transposed=transposed)
+            form: dict[str, Any] = {"transposed": transposed, "quantization": self.quantization}
+            found |= expected_stack(self, name, experts, n, k, bias=bias, **form)
         return found | dict(self.parts.tensors)
 
     def check(self) -> None:
@@ -159,7 +164,7 @@ class Loader:
             format = DENSE if layer in self.decoded else self.format_of(layer)
             found[layer] = format.device_bytes(n, k, self.dtype, bias)
         for name, (experts, n, k, _, bias) in self.parts.stacks.items():
-            format = stack_names(self, name)[0]
+            format = self.stack(name)[0]
             found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
         return found
 
@@ -377,7 +382,7 @@ class Loader:
 
     def matrices(self, name: str, device: torch.device, transposed: bool) -> Iterator[Tensors]:
         """Those of a stack of experts, one at a time. Raises CheckpointError for values that no layer has."""
-        format, names = stack_names(self, name)
+        format, names = self.stack(name)
         stack = {key: self._whole(stored, device, None) for key, stored in names.items()}
         turned = transposed and format is DENSE
         for i in range(min(len(tensor) for tensor in stack.values())):

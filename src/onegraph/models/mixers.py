@@ -5,15 +5,17 @@ linears, mixes a token with those before it through a state of fixed size, and w
 linear. A record here says which linears and tensors that takes; `models/recurrent.py` makes the modules.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
 from onegraph.models.fields import Fields, short
-from onegraph.models.windows import FULL
+from onegraph.models.windows import FULL, LINEAR
 
-LINEAR, CONV = "linear_attention", "conv"
+CONV = "conv"
 Size = tuple[int, int, bool]  # of a linear: outputs, inputs, whether it has a bias
+Pieces = tuple[tuple[int, int], ...]  # that lie one behind the other: heads, and rows of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,19 @@ class GatedDelta:
         """That the convolution runs over: queries, keys, values."""
         return 2 * self.keys + self.values
 
+    title, decays = "linear attention", "linear_attn."  # in front of A_log and dt_bias
+    norm_eps: ClassVar[float | None] = None  # of the output norm, where it is not the model's
+
+    @property
+    def beta_scale(self) -> float:
+        """Multiplies beta."""
+        return 1.0
+
+    @property
+    def unrounded(self) -> tuple[str, ...]:
+        """Linears that are never rounded."""
+        return self.steady
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are queries, keys, values and output gates."""
@@ -64,6 +79,45 @@ class GatedDelta:
     @property
     def out(self) -> str:
         return "linear_attn.out_proj"
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """What ranks share out, each of which has as many."""
+        return {"key heads": self.k_heads, "value heads": self.v_heads}
+
+    def of_rank(self, ranks: int) -> Self:
+        """What one of so many ranks has."""
+        return replace(self, k_heads=self.k_heads // ranks, v_heads=self.v_heads // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        """Inputs of the output linear."""
+        return self.v_heads, self.v_dim
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        """Within a block, linears and tensors of which ranks have rows, and what these are; the others are whole."""
+        each: Pieces = ((self.v_heads, 1),)
+        decays = dict.fromkeys((f"{self.decays}A_log", f"{self.decays}dt_bias"), each)
+        keys, values = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim)
+        per = self.v_heads // self.k_heads
+        if self.grouped:
+            whole = (self.k_heads, 2 * self.k_dim + 2 * per * self.v_dim)
+            found: dict[str, Pieces] = {self.inputs[0]: (whole,), self.steady[0]: ((self.k_heads, 2 * per),)}
+        else:
+            found = {self.inputs[0]: (keys, keys, values), self.inputs[1]: (values,)}
+            found |= dict.fromkeys(self.steady, each)
+        return found | decays | dict.fromkeys(self.convs, (keys, keys, values))
+
+    @property
+    def convs(self) -> dict[str, int]:
+        """Within a block, the weights of the convolution that lie one behind the other, and the channels of each."""
+        return {"linear_attn.conv1d.weight": self.channels}
+
+    @property
+    def norm(self) -> str:
+        """Within a block, the weight of the output norm."""
+        return "linear_attn.norm.weight"
 
     @property
     def order(self) -> list[int] | None:
@@ -100,17 +154,13 @@ class GatedDelta:
     @property
     def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
         """Name within a block, shape and dtypes of everything else."""
-        shapes: dict[str, Shape] = {
-            "conv1d.weight": (self.channels, 1, self.width),
-            "A_log": (self.v_heads,),
-            "dt_bias": (self.v_heads,),
-            "norm.weight": (self.v_dim,),
-        }
-        return {f"linear_attn.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+        shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
+        shapes |= dict.fromkeys((f"{self.decays}A_log", f"{self.decays}dt_bias"), (self.v_heads,))
+        return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.v_dim,)}).items()}
 
     @classmethod
-    def parse(cls, fields: Fields, *, grouped: bool) -> "GatedDelta":
-        """Raises ValueError for sizes that do not go together."""
+    def parse(cls, fields: Fields, *, grouped: bool = False, **own: bool) -> Self:
+        """own: what a subclass adds. Raises ValueError for sizes that do not go together."""
         k_heads, v_heads = (fields.integer(f"linear_num_{each}_heads", high=4096) for each in ("key", "value"))
         if v_heads % k_heads:
             raise ValueError(f"linear_num_value_heads {v_heads} is not a multiple of linear_num_key_heads {k_heads}")
@@ -121,6 +171,127 @@ class GatedDelta:
             v_dim=fields.integer("linear_value_head_dim", high=1024),
             width=_width(fields, "linear_conv_kernel_dim"),
             grouped=grouped,
+            **own,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApartDelta(GatedDelta):
+    """`GatedDelta` as OLMo hybrid has it: a linear and a convolution each for queries, keys and values.
+
+    negative: beta is doubled, so that the state may have negative eigenvalues (Grazzi et al., arXiv 2411.12537).
+    """
+
+    negative: bool
+    norm_eps: ClassVar[float | None] = 1e-5  # whatever rms_norm_eps says
+
+    @property
+    def beta_scale(self) -> float:
+        return 2.0 if self.negative else 1.0
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(f"linear_attn.{each}_proj" for each in "qkvg")
+
+    @property
+    def steady(self) -> tuple[str, ...]:
+        return "linear_attn.b_proj", "linear_attn.a_proj"
+
+    @property
+    def out(self) -> str:
+        return "linear_attn.o_proj"
+
+    @property
+    def convs(self) -> dict[str, int]:
+        sizes = zip("qkv", (self.keys, self.keys, self.values), strict=True)
+        return {f"linear_attn.{each}_conv1d.weight": size for each, size in sizes}
+
+    @property
+    def norm(self) -> str:
+        return "linear_attn.o_norm.weight"
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        keys, values, each = (self.k_heads, self.k_dim), (self.v_heads, self.v_dim), (self.v_heads, 1)
+        found: dict[str, Pieces] = {}
+        for names, units in ((self.inputs, (keys, keys, values, values)), (self.convs, (keys, keys, values))):
+            found |= {name: (unit,) for name, unit in zip(names, units, strict=True)}
+        return found | dict.fromkeys((*self.steady, f"{self.decays}A_log", f"{self.decays}dt_bias"), (each,))
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        sizes = self.keys, self.keys, self.values, self.values
+        yield from ((name, (n, hidden, False)) for name, n in zip(self.inputs, sizes, strict=True))
+        yield from ((name, (self.v_heads, hidden, False)) for name in self.steady)
+        yield self.out, (hidden, self.values, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDelta:
+    """Kimi Delta Attention (arXiv 2510.26692): a decay for each channel of a key; decays and gates are of low rank.
+
+    number, dim: of heads of queries, keys and values alike. width: of the convolutions.
+    """
+
+    number: int
+    dim: int
+    width: int
+
+    title, out, norm = "delta attention", "self_attn.o_proj", "self_attn.o_norm.weight"
+    inputs = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+    decays = "self_attn.forget_gate."
+    steady = "self_attn.b_proj", f"{decays}f_a_proj", "self_attn.g_a_proj"
+    behind = f"{decays}f_b_proj", "self_attn.g_b_proj"  # of the low ranks of decay and gate; as steady as these
+
+    unrounded = *steady, *behind
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.number * self.dim
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"heads of delta attention": self.number}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, number=self.number // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.number, self.dim
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        whole = *self.inputs, *self.convs, *self.behind, f"{self.decays}dt_bias"
+        found: dict[str, Pieces] = dict.fromkeys(whole, ((self.number, self.dim),))
+        return found | dict.fromkeys((self.steady[0], f"{self.decays}A_log"), ((self.number, 1),))
+
+    @property
+    def convs(self) -> dict[str, int]:
+        """As `GatedDelta.convs`."""
+        return {f"self_attn.{each}_conv1d.weight": self.values for each in "qkv"}
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """As `GatedDelta.linears`."""
+        yield from ((name, (self.values, hidden, False)) for name in self.inputs)
+        yield from zip(self.steady, ((n, hidden, False) for n in (self.number, self.dim, self.dim)), strict=True)
+        yield from ((name, (self.values, self.dim, False)) for name in self.behind)
+        yield self.out, (hidden, self.values, False)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """As `GatedDelta.tensors`."""
+        shapes: dict[str, Shape] = {name: (size, 1, self.width) for name, size in self.convs.items()}
+        shapes |= {f"{self.decays}A_log": (1, 1, self.number, 1), f"{self.decays}dt_bias": (self.values,)}
+        return {name: (shape, FLOATS) for name, shape in (shapes | {self.norm: (self.dim,)}).items()}
+
+    @classmethod
+    def parse(cls, fields: Fields) -> "KimiDelta":
+        return cls(
+            number=fields.integer("linear_num_heads", high=4096),
+            dim=fields.integer("linear_head_dim", high=1024),
+            width=_width(fields, "linear_conv_kernel_dim"),
         )
 
 
@@ -132,7 +303,25 @@ class ShortConv:
     width: int
     bias: bool
 
-    inputs, steady, out = ("conv.in_proj",), (), "conv.out_proj"
+    title, inputs, out = "convolution", ("conv.in_proj",), "conv.out_proj"
+    steady = unrounded = ()
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"channels of the convolution": self.size}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, size=self.size // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.size, 1
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        one = (self.size, 1)
+        return {self.inputs[0]: (one,) * 3, "conv.conv.weight": (one,), "conv.conv.bias": (one,)}
 
     def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
         """As `GatedDelta.linears`."""
@@ -151,7 +340,108 @@ class ShortConv:
         return cls(size=size, width=_width(fields, "conv_L_cache"), bias=fields.flag("conv_bias"))
 
 
-Mixer = GatedDelta | ShortConv
+@dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Mamba2 as Nemotron-H has it: a `number` of heads of `size` numbers, B and C of `n` numbers for each of `groups`.
+
+    width: of the convolution; conv_bias: its own. bias: of the linears. dt_min: the least step.
+    """
+
+    number: int
+    size: int
+    groups: int
+    n: int
+    width: int
+    conv_bias: bool
+    bias: bool
+    dt_min: float
+
+    title, inputs, out = "Mamba-2", ("mixer.in_proj",), "mixer.out_proj"
+    steady = unrounded = ()
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
+        return {"Mamba-2 heads": self.number, "groups of Mamba-2 heads": self.groups}
+
+    def of_rank(self, ranks: int) -> Self:
+        return replace(self, number=self.number // ranks, groups=self.groups // ranks)
+
+    @property
+    def behind_heads(self) -> tuple[int, int]:
+        return self.number, self.size
+
+    @property
+    def cuts(self) -> dict[str, Pieces]:
+        x, group, each = (self.number, self.size), (self.groups, self.n), (self.number, 1)
+        found: dict[str, Pieces] = {self.inputs[0]: (x, x, group, group, each), "mixer.norm.weight": (x,)}
+        found |= dict.fromkeys(("mixer.conv1d.weight", "mixer.conv1d.bias"), (x, group, group))
+        return found | dict.fromkeys(("mixer.A_log", "mixer.D", "mixer.dt_bias"), (each,))
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.number * self.size
+
+    @property
+    def channels(self) -> int:
+        """That the convolution runs over: x, B, C."""
+        return self.inner + 2 * self.groups * self.n
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """As `GatedDelta.linears`: output gates | x | B | C | steps."""
+        yield self.inputs[0], (self.inner + self.channels + self.number, hidden, self.bias)
+        yield self.out, (hidden, self.inner, self.bias)
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """As `GatedDelta.tensors`."""
+        shapes: dict[str, Shape] = {"conv1d.weight": (self.channels, 1, self.width), "norm.weight": (self.inner,)}
+        shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
+        shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.number,))
+        return {f"mixer.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+
+    @classmethod
+    def parse(cls, fields: Fields) -> "Mamba":
+        """Raises ValueError for sizes that do not go together."""
+        heads, groups = fields.integer("mamba_num_heads", high=4096), fields.integer("n_groups", high=4096)
+        if heads % groups:
+            raise ValueError(f"mamba_num_heads {heads} is not a multiple of n_groups {groups}")
+        limit = fields.get("time_step_limit")
+        low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (-1.0, None)
+        given = isinstance(low, int | float) and 0 <= low < 1
+        if not given or high not in (float("inf"), {"__float__": "Infinity"}):
+            raise ValueError(f"time_step_limit is {short(limit)}; it must be two numbers, 0 to 1 and infinity")
+        return cls(
+            number=heads,
+            size=fields.integer("mamba_head_dim", high=1024),
+            groups=groups,
+            n=fields.integer("ssm_state_size", high=1024),
+            width=_width(fields, "conv_kernel"),
+            conv_bias=fields.flag("use_conv_bias"),
+            bias=fields.flag("use_bias"),
+            dt_min=float(low),
+        )
+
+
+@dataclass(frozen=True)
+class NoMixer:
+    """Of a block that is an MLP or experts alone."""
+
+    title, inputs, out, steady, unrounded = "", (), "", (), ()
+
+    def linears(self, hidden: int) -> Iterator[tuple[str, Size]]:
+        """None."""
+        return iter(())
+
+    @property
+    def tensors(self) -> dict[str, tuple[Shape, Dtypes]]:
+        """None."""
+        return {}
+
+
+RecurrentMixer = GatedDelta | KimiDelta | Mamba | ShortConv
+Mixer = RecurrentMixer | NoMixer
 Mixers = tuple[Mixer | None, ...]  # of each layer; None: attention
 
 
@@ -168,6 +458,32 @@ def gated_delta(fields: Fields, layers: int) -> Mixers:
 def grouped_gated_delta(fields: Fields, layers: int) -> Mixers:
     """The same with joint linears (Qwen3-Next)."""
     return _of(_by_interval(fields, layers), GatedDelta.parse(fields, grouped=True))
+
+
+def apart_delta(fields: Fields, layers: int) -> Mixers:
+    """All but each fourth layer, or as layer_types says; where none would attend, the last one does (OLMo hybrid)."""
+    kinds = _by_interval(fields, layers)
+    if fields.get("layer_types") is None and FULL not in kinds:
+        kinds[-1] = FULL
+    mixer = ApartDelta.parse(fields, negative=fields.flag("linear_allow_neg_eigval"))
+    return _of(kinds, mixer)
+
+
+def kimi_delta(fields: Fields, layers: int) -> Mixers:
+    """All but layers 4, 8, 12 and so on, or as layer_types says (Kimi Linear)."""
+    kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(layers)]
+    return _of(_kinds(fields, layers, LINEAR) or kinds, KimiDelta.parse(fields))
+
+
+def single(fields: Fields, layers: int) -> Mixers:
+    """As layers_block_type says; blocks that it calls mlp or moe have none (Nemotron-H)."""
+    found: dict[str, Mixer | None] = {LINEAR: Mamba.parse(fields), FULL: None, "mlp": NoMixer(), "moe": NoMixer()}
+    kinds = fields.get("layers_block_type")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) and k in found for k in kinds):
+        raise ValueError(f"layers_block_type is {short(kinds)}; it must list {layers} of {', '.join(found)}")
+    if FULL not in kinds:
+        raise ValueError(f"layers_block_type has no {FULL}; a model without a layer that attends is not supported")
+    return tuple(found[kind] for kind in kinds)
 
 
 def short_conv(fields: Fields, layers: int) -> Mixers:
@@ -213,8 +529,3 @@ def _of(kinds: list[str], mixer: Mixer) -> Mixers:
 
 def _width(fields: Fields, key: str) -> int:
     return fields.integer(key, low=2, high=16)
-
-
-def mixers_by_name(mixers: Mixers) -> Mapping[str, Mixer]:
-    """The mixers of a model by the first name within a block of what they are made of."""
-    return {mixer.out.partition(".")[0]: mixer for mixer in mixers if mixer is not None}

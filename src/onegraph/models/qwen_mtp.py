@@ -22,7 +22,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.rotated import RotatedConfig
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
-from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, HalfBlock, build_block, norm_weight, rotary_tables
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.config import EMBED, HEAD, LlamaConfig
 from onegraph.models.llama import Llama
@@ -97,7 +97,13 @@ class QwenDraft(nn.Module):
     norm: Tensor
 
     def __init__(
-        self, *, target: Llama | ChainedLlama, config: DraftConfig, fc: Linear, block: Block, norms: list[Tensor]
+        self,
+        *,
+        target: Llama | ChainedLlama,
+        config: DraftConfig,
+        fc: Linear,
+        block: Block | HalfBlock,
+        norms: list[Tensor],
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.vocab_size = config, target.dtype, config.vocab_size

@@ -1,51 +1,110 @@
 """The recurrent layers of a hybrid model from the tensors of a checkpoint."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from onegraph.formats.weight import Part
 from onegraph.models.loader import Loader
-from onegraph.models.mixers import GatedDelta, Mixer
+from onegraph.models.mixers import GatedDelta, KimiDelta, Mamba, RecurrentMixer
+from onegraph.models.shares import ALL, TPShard, mixer_parts, piece_spans
 from onegraph.nn.block import Normed
 from onegraph.nn.linear import ConcatLinear, Linear, join
-from onegraph.nn.recurrent import GatedDeltaNet, Inputs, Recurrent, Reordered, ShortConvolution
+from onegraph.nn.recurrent import (
+    GatedDeltaNet,
+    Inputs,
+    KimiDeltaAttention,
+    Mamba2Mixer,
+    Recurrent,
+    Reordered,
+    ShortConvolution,
+)
 
 
 def build_recurrent(
-    loader: Loader, mixer: Mixer, i: int, norm: Tensor, eps: float, device: torch.device, *, joined: bool, fused: bool
+    loader: Loader,
+    mixer: RecurrentMixer,
+    i: int,
+    norm: Tensor,
+    eps: float,
+    device: torch.device,
+    *,
+    joined: bool,
+    fused: bool,
+    share: TPShard = ALL,
 ) -> tuple[Inputs, Recurrent]:
-    """What stands in front of the recurrent layer of block `i`, behind a norm of weight `norm`, and the layer itself.
+    """What stands in front of the recurrent layer of block `i`, behind a norm of weight `norm`, and the layer itself;
+    of its heads a rank's share.
 
     joined: linears of one input become one where that is exact, in the order in which the layer reads their rows.
     fused: the norm runs inside a linear that can.
     """
-    prefix = f"model.layers.{i}."
-    main = [loader.linear(prefix + name, device) for name in mixer.inputs]
+    prefix, whole = f"model.layers.{i}.", mixer
+    mixer = whole.of_rank(share.ranks)
+
+    def linears(name: str) -> list[Linear]:
+        return [loader.linear(prefix + name, device, part) for part in mixer_parts(whole, name, share)]
+
+    def steady_linears(name: str) -> list[Linear]:
+        return [_dense(loader, prefix + name, device, part) for part in mixer_parts(whole, name, share)]
+
+    def tensor(name: str, dtype: torch.dtype | None = None) -> Tensor:
+        found = loader.tensor(prefix + name, device, dtype)
+        found = found.flatten() if name.endswith("A_log") else found
+        if name not in whole.cuts or share.whole:
+            return found
+        spans = piece_spans(whole.cuts[name], share)
+        return torch.cat([found[slice(*span)] for span in spans])
+
+    main = [linear for name in mixer.inputs for linear in linears(name)]
     order, steady = (mixer.order, mixer.steady_order) if isinstance(mixer, GatedDelta) else (None, None)
     linear, after = _in_order(main, order, joined)
     rates: Linear | None = None
     if mixer.steady:
-        own = [Linear(*loader.weight(prefix + name, device)) for name in mixer.steady]  # neither packed nor in int8
-        one, _ = _in_order([each.dense(loader.dtype) if each.format.coded else each for each in own], steady, True)
+        one, _ = _in_order([linear for name in mixer.steady for linear in steady_linears(name)], steady, True)
         assert isinstance(one, Linear)  # dense linears are joined in any order
         rates = one
     inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
-    if isinstance(mixer, GatedDelta):
-        name = f"{prefix}linear_attn."
-        return inputs, GatedDeltaNet(
+    if isinstance(mixer, GatedDelta | KimiDelta):
+        convs = [tensor(name).squeeze(1) for name in mixer.convs]
+        about: dict[str, Any] = {
+            "index": i,
+            "conv": torch.cat(convs) if len(convs) > 1 else convs[0],
+            "a_log": tensor(f"{mixer.decays}A_log", torch.float32),
+            "dt_bias": tensor(f"{mixer.decays}dt_bias", torch.float32),
+            "norm": tensor(mixer.norm),
+        }
+        if isinstance(mixer, KimiDelta):
+            decay, gate = (steady_linears(name)[0].tensors["weight"] for name in mixer.behind)
+            about |= {"heads": (mixer.number,) * 2, "dims": (mixer.dim,) * 2}
+            return inputs, KimiDeltaAttention(**about, eps=eps, decay=decay, gate=gate)
+        about |= {"heads": (mixer.k_heads, mixer.v_heads), "dims": (mixer.k_dim, mixer.v_dim)}
+        return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps, beta_scale=mixer.beta_scale)
+    if isinstance(mixer, Mamba):
+        return inputs, Mamba2Mixer(
             index=i,
-            heads=(mixer.k_heads, mixer.v_heads),
-            dims=(mixer.k_dim, mixer.v_dim),
-            conv=loader.tensor(f"{name}conv1d.weight", device).squeeze(1),
-            a_log=loader.float32(f"{name}A_log", device),
-            dt_bias=loader.float32(f"{name}dt_bias", device),
-            norm=loader.tensor(f"{name}norm.weight", device),
+            heads=(mixer.number, mixer.size),
+            groups=(mixer.groups, mixer.n),
+            conv=tensor("mixer.conv1d.weight").squeeze(1),
+            bias=tensor("mixer.conv1d.bias") if mixer.conv_bias else None,
+            a_log=tensor("mixer.A_log", torch.float32),
+            dt_bias=tensor("mixer.dt_bias", torch.float32),
+            skip=tensor("mixer.D", torch.float32),
+            norm=tensor("mixer.norm.weight"),
             eps=eps,
+            dt_min=mixer.dt_min,
         )
-    name = f"{prefix}conv.conv."
-    bias = loader.tensor(f"{name}bias", device) if mixer.bias else None
-    return inputs, ShortConvolution(index=i, conv=loader.tensor(f"{name}weight", device).squeeze(1), bias=bias)
+    bias = tensor("conv.conv.bias") if mixer.bias else None
+    return inputs, ShortConvolution(index=i, conv=tensor("conv.conv.weight").squeeze(1), bias=bias)
+
+
+def _dense(loader: Loader, name: str, device: torch.device, part: Part) -> Linear:
+    """A linear, or a part of its rows, that is never in codes, neither packed nor in int8."""
+    linear = Linear(*loader.weight(name, device))
+    linear = linear.dense(loader.dtype) if linear.format.coded else linear
+    return linear if part == Part() else linear.part(rows=part.rows)
 
 
 def _in_order(

@@ -16,10 +16,11 @@ from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
 from onegraph.models.fields import Fields, short
 from onegraph.models.parts import Component, Stack
-from onegraph.ops.activation import Gate, GeGLU, SwiGLU
+from onegraph.ops.activation import Gate, GeGLU, ReLU2, SwiGLU, parts_of
 from onegraph.ops.route import check_groups
 
-# Names within a block: the router; then gate, up and down of expert {}, or gate-up and down of all in one.
+# Names within a block: the router; then gate, up and down of expert {} (Nemotron-H: up and down), or gate-up and down
+# of all in one (gpt-oss).
 _USUAL = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 _NAMES = {
     "qwen3_moe": _USUAL,
@@ -37,6 +38,9 @@ _NAMES = {
     "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     "qwen3_5_moe_text": _USUAL,
     "qwen3_next": _USUAL,
+    "lfm2_moe": ("feed_forward.gate", *(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "kimi_linear": ("mlp.gate", *(f"mlp.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
+    "nemotron_h": ("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
     "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
 }
 # Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
@@ -47,14 +51,22 @@ _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
 _COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
 # whose configs have the keys of DeepSeek's
-_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa"
+_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h"
 _GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
 _SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
+_SHARED |= {"nemotron_h": "mixer.shared_experts"}
+_LATENT = "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"  # around routed experts of a size of their own
 # decoder_sparse_step and mlp_only_layers say which layers have experts
 _SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
-_OWN_SIZE = *_SPARSE, "qwen3_5_moe_text", "gemma4_text", *_DEEPSEEK  # whose experts have a size of their own
+_OWN_SIZE = (
+    *_SPARSE,
+    "qwen3_5_moe_text",
+    "gemma4_text",
+    "lfm2_moe",
+    *_DEEPSEEK,
+)  # whose experts have a size of their own
 # whose config says whether weights are normalised; in others they are
-_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", *_DEEPSEEK
+_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "lfm2_moe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -66,16 +78,18 @@ class Sigmoid(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """An expert that every token uses: its name within a block, its width, and whether a token's sigmoid scales it."""
+    """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and
+    whether it has up rows alone."""
 
     name: str
     size: int
     gated: bool
+    single: bool = False
 
     @property
-    def linears(self) -> tuple[str, str, str]:
+    def linears(self) -> tuple[str, ...]:
         """Gate, up and down."""
-        return f"{self.name}.gate_proj", f"{self.name}.up_proj", f"{self.name}.down_proj"
+        return tuple(f"{self.name}.{each}_proj" for each in ("gate", "up", "down")[self.single :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +108,7 @@ class Routed:
         in_stacks: this file holds all experts of a layer as one dense tensor, gate rows first (Qwen3.5). turned: it
             lies [E, k, n] (Qwen3-VL-MoE as published).
         beside: a block's MLP is the shared expert, with norms of its own (`nn.moe.Beside`, Gemma 4).
+        latent: size that the routed experts work at, between linears of their own; 0: that of the stream.
     """
 
     family: str
@@ -109,6 +124,7 @@ class Routed:
     in_stacks: bool = False
     turned: bool = False
     beside: bool = False
+    latent: int = 0
 
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
@@ -121,7 +137,7 @@ class Routed:
             return None
         count, glm = _count(family, fields), family in _DEEPSEEK
         top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
-        gate: Gate = GeGLU() if beside else SwiGLU()
+        gate: Gate = GeGLU() if beside else ReLU2() if family == "nemotron_h" else SwiGLU()
         if family == "gpt_oss":
             limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
             gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
@@ -129,8 +145,15 @@ class Routed:
         sparse = (True,) * layers
         if family in _SPARSE:
             sparse = _sparse(fields, layers)
-        elif glm:
-            dense = fields.integer("first_k_dense_replace", low=0, high=4096)
+        elif family == "nemotron_h":
+            kinds = fields.get("layers_block_type")
+            sparse = tuple(kind == "moe" for kind in kinds) if isinstance(kinds, list) else sparse
+            if not any(sparse):
+                fields.read("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
+                fields.read("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
+                return None
+        elif glm or family == "lfm2_moe":
+            dense = fields.integer("first_k_dense_replace" if glm else "num_dense_layers", low=0, high=4096)
             sparse = tuple(i >= dense for i in range(layers))
             if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
                 sparse = _listed(kinds, layers)
@@ -142,14 +165,11 @@ class Routed:
             top_k=top_k,
             normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
             gate=gate,
-            fused=len(_NAMES[family]) == 3,
-            sigmoid=_sigmoid(fields, count, top_k)
-            if glm and family != "mistral4"
-            else Sigmoid(1, 1, 1.0)
-            if family == "minimax_m2"
-            else None,
+            fused=family == "gpt_oss",
+            sigmoid=_sigmoid(family, fields, count, top_k),
             shared=_shared(family, fields),
             beside=beside,
+            latent=_latent_size(fields) if family == "nemotron_h" else 0,
         )
 
     @property
@@ -160,6 +180,8 @@ class Routed:
     @property
     def correction(self) -> str:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
+        if self.family == "lfm2_moe":
+            return "feed_forward.expert_bias"
         owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
         return f"{owner}.{_CORRECTION}"
 
@@ -171,9 +193,14 @@ class Routed:
     @property
     def whole(self) -> tuple[str, str]:
         """Within a block, gate-up and down of all experts, where they are one tensor each."""
-        gate_up, down = STACKS
+        gate_up, down = STACKS if self.parts == 2 else ("up_proj", STACKS[1])
         above = _NAMES[self.family][1].removesuffix(f".{gate_up}").partition(".{}")[0]
         return f"{above}.{gate_up}", f"{above}.{down}"
+
+    @property
+    def parts(self) -> int:
+        """Rows of the first product for each hidden unit: gate and up, or up alone."""
+        return parts_of(self.gate.alpha)
 
     def stacked(self, prefix: str, quantization: Quantization | None) -> bool:
         """Whether a file has the experts of the block `prefix` in one tensor each. Raises ValueError where gate-up and
@@ -187,24 +214,32 @@ class Routed:
         return self.fused or kinds != {None} or self.in_stacks
 
     @property
-    def each(self) -> tuple[list[tuple[str, str]], list[str]]:
+    def each(self) -> tuple[list[tuple[str, ...]], list[str]]:
         """Within a block, gate and up of each expert, and down of each, where they are not `stacked`."""
-        _, gate, up, down = _NAMES[self.family]
+        _, *front, down = _NAMES[self.family]
         experts = range(self.count)
-        return [(gate.format(e), up.format(e)) for e in experts], [down.format(e) for e in experts]
+        return [tuple(name.format(e) for name in front) for e in experts], [down.format(e) for e in experts]
 
     def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
         """Name within a block and size of experts that are not stacked: they may be in any format."""
+        hidden = self.latent or hidden
         for pair, down in zip(*self.each, strict=True):
             yield from ((name, (self.size, hidden, False)) for name in pair)
             yield down, (hidden, self.size, False)
 
+    @property
+    def around(self) -> tuple[str, ...]:
+        """Within a block, the linears around experts of a size of their own: in front, and behind their sum."""
+        return _LATENT if self.latent else ()
+
     def shared_linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
-        """Likewise of the expert beside them, if there is one."""
+        """Likewise of the expert beside them, if there is one, and of what is around them."""
         if self.shared is not None:
-            gate, up, down = self.shared.linears
-            yield from ((name, (self.shared.size, hidden, False)) for name in (gate, up))
+            *front, down = self.shared.linears
+            yield from ((name, (self.shared.size, hidden, False)) for name in front)
             yield down, (hidden, self.shared.size, False)
+        for name, size in zip(self.around, ((self.latent, hidden), (hidden, self.latent)), strict=False):
+            yield name, (*size, False)
 
     def tensors(self, hidden: int) -> dict[str, tuple[Shape, Dtypes]]:
         """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
@@ -219,9 +254,9 @@ class Routed:
 
     def stacks(self, hidden: int) -> dict[str, Stack]:
         """Experts in one tensor each, by the name within a block."""
-        gate_up, down = self.whole
+        (gate_up, down), hidden = self.whole, self.latent or hidden
         return {
-            gate_up: Stack(self.count, 2 * self.size, hidden, transposed=self.transposed, bias=self.fused),
+            gate_up: Stack(self.count, self.parts * self.size, hidden, transposed=self.transposed, bias=self.fused),
             down: Stack(self.count, hidden, self.size, transposed=self.transposed, bias=self.fused),
         }
 
@@ -259,7 +294,16 @@ def _count(family: str, fields: Fields) -> int:
     return counts.pop()
 
 
-def _sigmoid(fields: Fields, count: int, top_k: int) -> Sigmoid:
+def _latent_size(fields: Fields) -> int:
+    return 0 if fields.get("moe_latent_size") is None else fields.integer("moe_latent_size", high=2**18)
+
+
+def _sigmoid(family: str, fields: Fields, count: int, top_k: int) -> Sigmoid | None:
+    if family in ("minimax_m2", "lfm2_moe"):
+        key = "routed_scaling_factor"
+        return Sigmoid(1, 1, 1.0 if family == "minimax_m2" else fields.number(key, low=1e-6, high=1e6))
+    if family not in _DEEPSEEK or family == "mistral4":
+        return None
     groups, top_groups = (fields.integer(key, high=count) for key in ("n_group", "topk_group"))
     check_groups("n_group and topk_group", count, top_k, groups, top_groups)
     return Sigmoid(groups, top_groups, fields.number("routed_scaling_factor", low=1e-6, high=1e6))
@@ -270,6 +314,8 @@ def _shared(family: str, fields: Fields) -> Shared | None:
         return Shared("mlp", fields.integer("intermediate_size", high=2**22), False)
     if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
+    if family == "nemotron_h":
+        return Shared(_SHARED[family], fields.integer("moe_shared_expert_intermediate_size", high=2**22), False, True)
     if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Loader
+from onegraph.models.mixers import NoMixer, Pieces, RecurrentMixer
 from onegraph.nn.peers import Peer
 from onegraph.ops.ranks import MAX_RANKS, part_of
 
@@ -52,13 +53,14 @@ ALL = TPShard()
 def qkv_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """Within a block: the linears of `config.qkv_at`, by name, and of each the rows of a rank's heads."""
     heads, names = config.attention[layer], config.qkv_at(layer)
-    sizes = config.heads, heads.kv_heads, heads.kv_heads
+    queries = config.heads * (2 if config.traits.output_gate else 1)  # each head's gate lies behind it
+    sizes = queries, heads.kv_heads, heads.kv_heads
     return _rows(names, sizes if config.traits.joined else sizes[: len(names)], share, heads.dim)
 
 
 def gate_up_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """The same of `config.gate_up` and hidden units."""
-    return _rows(config.gate_up, (config.inner_at(layer),) * 2, share)
+    return _rows(config.gate_up, (config.inner_at(layer),) * (1 if config.traits.relu2 else 2), share)
 
 
 def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: TPShard, unit: int = 1) -> list[tuple[str, Part]]:
@@ -113,8 +115,28 @@ def attention_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tup
         from onegraph.models.latent import latent_parts
 
         return latent_parts(config.latent, share)
-    out = "self_attn.o_proj", columns(share, config.heads, config.attention[layer].dim)
+    out = config.traits.names.out, columns(share, config.heads, config.attention[layer].dim)
     return [*qkv_parts(config, share, layer), out]
+
+
+def piece_spans(pieces: Pieces, share: TPShard) -> list[Span]:
+    """Of rows that lie one piece behind the other, those of a rank: first and last of each."""
+    found, start = list[Span](), 0
+    for count, unit in pieces:
+        first, last = share.span(count)
+        found.append((start + first * unit, start + last * unit))
+        start += count * unit
+    return found
+
+
+def mixer_parts(mixer: RecurrentMixer, name: str, share: TPShard) -> list[Part]:
+    """What a rank has of a linear of a recurrent layer, by its name within the block, one part behind the other."""
+    if share.whole:
+        return [Part()]
+    if name == mixer.out:
+        return [columns(share, *mixer.behind_heads)]
+    spans = piece_spans(mixer.cuts[name], share) if name in mixer.cuts else None
+    return [Part()] if spans is None else [Part(rows=span) for span in spans]
 
 
 def check_shares(obstacle: Callable[[int], str], ranks: int) -> None:
@@ -137,8 +159,10 @@ def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
         return f"{config.model_type} norms all queries of a token together, which ranks would share"
     if len(set(config.attention)) > 1 or config.traits.layer_scale:
         return f"{config.model_type} has layers of several kinds, which ranks do not share"
-    if any(mixer is not None for mixer in config.mixers):
-        return f"{config.model_type} has recurrent layers, which ranks do not share"
+    for mixer in dict.fromkeys(config.mixers):
+        for what, count in {} if mixer is None or isinstance(mixer, NoMixer) else mixer.heads.items():
+            if count % ranks:
+                return f"{count} {what} cannot be split evenly"
     if config.heads % ranks:
         return f"{config.heads} attention heads cannot be split evenly"
     if config.kv_heads % ranks and ranks % config.kv_heads:
@@ -163,9 +187,16 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
     sizes = loader.layers()
     for i in range(config.layers):
         prefix, routed = f"model.layers.{i}.", config.routed_at(i)
-        parts = attention_parts(config, share, i)
-        if routed is None:
-            parts += [*gate_up_parts(config, share, i), ("mlp.down_proj", columns(share, config.inner_at(i)))]
+        parts, mixer = list[tuple[str, Part]](), config.mixers[i]
+        if mixer is None:
+            parts = attention_parts(config, share, i)
+        elif not isinstance(mixer, NoMixer):
+            names = *mixer.inputs, mixer.out  # what is never rounded is cut where it is dense
+            parts = [(name, part) for name in names for part in mixer_parts(mixer, name, share)]
+        if not config.feeds(i):
+            pass
+        elif routed is None:
+            parts += [*gate_up_parts(config, share, i), (config.traits.names.down, columns(share, config.inner_at(i)))]
         elif routed.shared is not None:
             rows = Part(rows=share.span(routed.shared.size))
             *pair, down = routed.shared.linears
@@ -179,18 +210,17 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
 def _expert_cuts(
     config: LlamaConfig, loader: Loader, share: TPShard, prefix: str
 ) -> Iterator[tuple[str, WeightFormat, int, int, Part]]:
-    from onegraph.formats.fused import stack_names
-
-    routed, size = config.routed, config.hidden_size
+    routed = config.routed
     assert routed is not None
+    size = routed.latent or config.hidden_size
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        for span in share.pieces(routed.size, routed.size):
-            yield gate_up, stack_names(loader, gate_up)[0], 2 * routed.size, size, Part(rows=span)
-        yield down, stack_names(loader, down)[0], size, routed.size, columns(share, routed.size)
+        for span in share.pieces(*[routed.size] * routed.parts):
+            yield gate_up, loader.stack(gate_up)[0], routed.parts * routed.size, size, Part(rows=span)
+        yield down, loader.stack(down)[0], size, routed.size, columns(share, routed.size)
         return
-    (gate, up), down = routed.each[0][0], routed.each[1][0]
-    for name in (gate, up):
+    front, down = routed.each[0][0], routed.each[1][0]
+    for name in front:
         yield prefix + name, loader.format_of(prefix + name), routed.size, size, Part(rows=share.span(routed.size))
     yield prefix + down, loader.format_of(prefix + down), size, routed.size, columns(share, routed.size)
 

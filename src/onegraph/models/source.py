@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import BlocksConfig
-from onegraph.models.blocks import Block, build_block, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, HalfBlock, build_block, norm_weight, rotary_tables
 from onegraph.models.config import EMBED, LlamaConfig
 from onegraph.models.llama import bounded, config_of, embed_scale, table_positions
 from onegraph.models.loader import Loader
@@ -69,7 +69,7 @@ class LlamaSource:
         """The linear or stack of experts whose weight the tensor `name` of the checkpoint is, or is a part of."""
         return layer_of(self.parsed, name)
 
-    def expert_layers(self, block: Block) -> list["DenseExperts"]:
+    def expert_layers(self, block: Block | HalfBlock) -> list["DenseExperts"]:
         """The routed experts of the block."""
         routed = self.parsed.routed
         if routed is None or not isinstance(block.mlp, MoE):
@@ -89,12 +89,12 @@ class LlamaSource:
         found: Tensor = embedding(tokens.to(self.device))
         return found
 
-    def load_block(self, i: int) -> Block:
+    def load_block(self, i: int) -> Block | HalfBlock:
         """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
         self._loader.checkpoint.forget()
         return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
 
-    def run_block(self, block: Block, hidden: Tensor) -> Tensor:
+    def run_block(self, block: Block | HalfBlock, hidden: Tensor) -> Tensor:
         """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
 
         Nothing is written in place, so that autograd can follow it where ops run their references.
@@ -102,16 +102,20 @@ class LlamaSource:
         result: Tensor = block(Stream(hidden), self._causal).total()
         return result
 
-    def linear_groups(self, block: Block) -> list[list[tuple[str, nn.Module]]]:
+    def linear_groups(self, block: Block | HalfBlock) -> list[list[tuple[str, nn.Module]]]:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
         mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
         sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
-        attention: Groups = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
-        if latent is not None:
+        attention: Groups = []
+        if block.qkv is not None and block.out is not None:
+            attention = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
+        if latent is not None and mixer is None and isinstance(block, Block):
             modules = {"q_b": block.qkv, "kv_b": block.attention}
             for name in latent.behind:
                 leaf = name.rpartition(".")[2].removesuffix("_proj")
                 attention.insert(-1, [(name, modules[leaf].get_submodule(leaf))])
+        if block.mlp is None:
+            return attention
         if not isinstance(block.mlp, MoE):
             return [
                 *attention,
@@ -121,8 +125,10 @@ class LlamaSource:
         routed, shared = self.parsed.routed, block.mlp.shared
         if routed is None or routed.shared is None or shared is None:
             return attention
-        gate, up, down = routed.shared.linears
-        return [*attention, _siblings((gate, up), shared.gate_up), [(down, shared.down)]]
+        *front, down = routed.shared.linears
+        around = zip(routed.around, (block.mlp.into, block.mlp.back), strict=False)
+        groups: Groups = [[each] for each in around]
+        return [*attention, *groups, _siblings(front, shared.gate_up), [(down, shared.down)]]
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> input of the head."""
@@ -189,12 +195,12 @@ def block_shapes(
     linears: those of `config.parts`."""
     prefix, routed, mixer, own = f"model.layers.{i}.", config.routed_at(i), config.mixers[i], config.traits.names
     half = (
-        (*config.gate_up, own.down)
+        (*config.gate_up, own.down)[: None if config.feeds(i) else 0]
         if routed is None
         else (name for name, _ in routed.shared_linears(config.hidden_size))
     )
-    behind = () if config.latent is None else config.latent.behind
-    front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, mixer.out)
+    behind = () if config.latent is None or mixer is not None else config.latent.behind
+    front = (*config.qkv_at(i), *behind, own.out) if mixer is None else (*mixer.inputs, *filter(None, (mixer.out,)))
     names = (*front, *half)
     shapes: dict[str, tuple[int, ...]] = {name: linears[prefix + name][:2] for name in names}
     stacks = {} if routed is None else routed.stacks(config.hidden_size)

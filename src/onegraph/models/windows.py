@@ -4,7 +4,7 @@ for all keys. Each raises ValueError where the config says what its family in tr
 from onegraph.models.fields import Fields, short
 
 MAX_POSITIONS = 2**24
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def none(fields: Fields, layers: int) -> tuple[int, ...]:

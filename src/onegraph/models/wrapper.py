@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.weight import Quantization
+from onegraph.models.families import FAMILIES
 from onegraph.models.fields import INERT, NEUTRAL, short, unused
 
 
@@ -146,15 +147,6 @@ def is_other(name: str) -> bool:
     return _OTHER.match(name) is not None
 
 
-def renamed(quantization: Quantization | None) -> Quantization | None:
-    """A multimodal checkpoint's quantization under the text model's own names."""
-    if quantization is None:
-        return None
-    return quantization.renamed(
-        lambda layers: {family_name(name): what for name, what in layers.items() if not is_other(name)}
-    )
-
-
 def skipped(names: Iterable[str]) -> dict[str, int]:
     """Tensors of a checkpoint that are not read, counted by the module that they are of."""
     found: dict[str, int] = {}
@@ -165,25 +157,17 @@ def skipped(names: Iterable[str]) -> dict[str, int]:
     return found
 
 
-class TextCheckpoint(Checkpoint):
-    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names.
+class RenamedCheckpoint(Checkpoint):
+    """A checkpoint under its family's names.
 
     Attributes:
         whole: the checkpoint as it is on disk. stored: a tensor's own name -> its name there. rest: names of tensors
-            that are not the text model's.
+            that are not the model's.
     """
 
-    def __init__(self, whole: Checkpoint) -> None:
-        self.whole = whole
-        self.rest = [name for name in whole.names if is_other(name)]
-        apart = set(self.rest)
-        self.stored = {family_name(name): name for name in whole.names if name not in apart}
-        tensors = {name: whole.info(stored) for name, stored in self.stored.items()}
-        super().__init__(whole.path, dict(text_config(whole.config)), tensors)
-        bodies = [body for body in _BODIES if any(name.startswith(body) for name in whole.names)]
-        self._body = bodies[0] if bodies else "model."
-        bare = any(name.startswith("lm_head.") for name in whole.names)
-        self._head = _HEAD if self._body == _BODIES[0] and not bare else "lm_head."
+    def __init__(self, whole: Checkpoint, config: dict[str, Any], stored: Mapping[str, str]) -> None:
+        self.whole, self.stored, self.rest = whole, stored, list[str]()
+        super().__init__(whole.path, config, {name: whole.info(there) for name, there in stored.items()})
 
     def close(self) -> None:
         self.whole.close()
@@ -196,17 +180,47 @@ class TextCheckpoint(Checkpoint):
         return self.whole._read(self.stored[name], dtype)
 
     def stored_name(self, name: str) -> str:
-        """Of a layer or tensor of the text model, the name that it has beside the other modalities."""
-        if name == "lm_head" or name.startswith("lm_head."):
-            return self._head[: -len("lm_head.")] + name
-        return re.sub(r"^model\.", self._body, name)
+        """Of a layer or tensor, the name that it would have there: that of what is beside it, part by part."""
+        parts = name.split(".")
+        return ".".join(self._parts.get(".".join(parts[: i + 1]), part) for i, part in enumerate(parts))
+
+    @cached_property
+    def _parts(self) -> dict[str, str]:
+        """The last part of each beginning of an own name -> what it is there."""
+        found: dict[str, str] = {}
+        for own, there in self.stored.items():
+            parts, others = own.split("."), there.split(".")
+            if len(parts) == len(others):
+                found |= {".".join(parts[: i + 1]): other for i, other in enumerate(others)}
+        return found
 
     def all_tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """What a whole multimodal checkpoint holds whose text model has the tensors `own`."""
+        """What a whole checkpoint holds whose tensors are `own`, by the names that files have."""
         for name, tensor in own:
             yield self.stored.get(name) or self.stored_name(name), tensor
         for name in self.rest:
             yield name, self.whole.tensor(name)
+
+
+class TextCheckpoint(RenamedCheckpoint):
+    """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names."""
+
+    def __init__(self, whole: Checkpoint) -> None:
+        rest = [name for name in whole.names if is_other(name)]
+        apart = set(rest)
+        stored = {family_name(name): name for name in whole.names if name not in apart}
+        super().__init__(whole, dict(text_config(whole.config)), stored)
+        self.rest = rest
+        bodies = [body for body in _BODIES if any(name.startswith(body) for name in whole.names)]
+        self._body = bodies[0] if bodies else "model."
+        bare = any(name.startswith("lm_head.") for name in whole.names)
+        self._head = _HEAD if self._body == _BODIES[0] and not bare else "lm_head."
+
+    def stored_name(self, name: str) -> str:
+        """Of a layer or tensor of the text model, the name that it has beside the other modalities."""
+        if name == "lm_head" or name.startswith("lm_head."):
+            return self._head[: -len("lm_head.")] + name
+        return re.sub(r"^model\.", self._body, name)
 
     def whole_config(self, quantization: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of that checkpoint. `quantization` is by the text model's names, which are those of `layers`
@@ -230,5 +244,10 @@ class TextCheckpoint(Checkpoint):
 
 
 def text_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """The text model of a checkpoint; the checkpoint itself where it is no multimodal one."""
-    return TextCheckpoint(checkpoint) if is_wrapper(checkpoint.config) else checkpoint
+    """The text model of a checkpoint under the names of its family; the checkpoint itself where it has no others."""
+    if is_wrapper(checkpoint.config):
+        return TextCheckpoint(checkpoint)
+    traits = FAMILIES.get(str(checkpoint.config.get("model_type")))
+    if traits is None or not traits.renames:
+        return checkpoint
+    return RenamedCheckpoint(checkpoint, checkpoint.config, {traits.own_name(name): name for name in checkpoint.names})

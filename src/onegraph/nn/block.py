@@ -15,7 +15,7 @@ from onegraph.formats.weight import WeightFormat
 from onegraph.nn.linear import ConcatLinear, Linear
 from onegraph.nn.lora import LoraLinear
 from onegraph.nn.peers import Peer
-from onegraph.ops.activation import GeGLU, SwiGLU
+from onegraph.ops.activation import Gate, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
 from onegraph.ops.values import normed_values
 
@@ -159,15 +159,16 @@ class InputLinear(nn.Module):
 class ResidualLinear(nn.Module):
     """A linear whose result joins the stream.
 
-    gate: what is in front of the linear, of x [..., 2k] = gate | up. after: what its result goes through before it
-    joins, a norm or a factor. peer: where the linear is one rank's part of the inputs, whose results add up.
+    gate: what is in front of the linear, of x [..., 2k] = gate | up, or [..., k] of `ReLU2`. after: what its result
+    goes through before it joins, a norm or a factor. peer: where the linear is one rank's part of the inputs, whose
+    results add up.
     """
 
     def __init__(
         self,
         linear: Linear | LoraLinear,
         *,
-        gate: SwiGLU | GeGLU | None = None,
+        gate: Gate | None = None,
         after: nn.Module | None = None,
         fused: bool = True,
         peer: Peer | None = None,

@@ -3,14 +3,15 @@
 from torch import Tensor, nn
 
 from onegraph.nn.linear import Weight
-from onegraph.ops.activation import Gate
+from onegraph.ops.activation import Gate, parts_of
 from onegraph.ops.weight import weight_ops
 
 
 class Experts(nn.Module):
-    """Routed SwiGLU experts: x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D].
+    """Routed experts: x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D].
 
-    gate_up: weights of all experts [E, 2F, D], gate rows, then up rows; down: [E, D, F], of the same format. Which
+    gate_up: weights of all experts [E, 2F, D], gate rows, then up rows, or [E, F, D] of up rows where the gate is
+    `ReLU2`; down: [E, D, F], of the same format. Which
     experts run is read on the device: no counts come to the host. gate: what stands between the two. biases: floats
     [E, 2F] and [E, D], added to the two products; kept as float32. Raises ValueError where sizes disagree, or the
     format has no experts.
@@ -24,8 +25,9 @@ class Experts(nn.Module):
         run = weight_ops(gate_up.format).experts
         if run is None or down.format is not gate_up.format:
             raise ValueError(f"experts of {gate_up.format} and {down.format} cannot be run; give both in one that can")
-        sizes = gate_up.count, gate_up.in_features, gate_up.out_features // 2
-        if gate_up.out_features % 2 or (down.count, down.out_features, down.in_features) != sizes:
+        parts = parts_of(gate.alpha)
+        sizes = gate_up.count, gate_up.in_features, gate_up.out_features // parts
+        if gate_up.out_features % parts or (down.count, down.out_features, down.in_features) != sizes:
             raise ValueError(
                 f"down is {down.count} x {down.out_features} x {down.in_features}; gate_up {gate_up.count} x "
                 f"{gate_up.out_features} x {gate_up.in_features} needs {' x '.join(map(str, sizes))}"

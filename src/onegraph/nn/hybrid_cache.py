@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onegraph.nn.attention import PagedCache
+from onegraph.nn.latent import LatentCache
 from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.state import RecurrentSlots, SequenceState, StateKind
 from onegraph.nn.turboquant import TurboQuantCache
@@ -17,7 +18,7 @@ SNAPSHOTS = 8  # copies of states at most, by which a prefix is shared
 
 
 class HybridCache(SequenceState):
-    """Keys and values of the layers that attend, exact or in codes, and slots of the others.
+    """Keys and values of the layers that attend, exact or in codes, or their latents, and slots of the others.
 
     Args:
         attention: the cache of the former, whose rows and block table are this one's.
@@ -31,7 +32,7 @@ class HybridCache(SequenceState):
 
     def __init__(
         self,
-        attention: PagedCache | TurboQuantCache,
+        attention: PagedCache | TurboQuantCache | LatentCache,
         recurrent: Sequence[Recurrent],
         *,
         device: torch.device | str,

@@ -77,6 +77,7 @@ class MoE(nn.Module):
         shared: an expert that every token uses besides.
         peer: where all experts are one rank's part of their hidden units, whose results add up.
         beside: `norm` is the shared expert's alone, the block's MLP; router and experts have norms of their own.
+        latent: linears in front of the routed experts and behind their sum, which work at a size of their own.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -101,8 +102,11 @@ class MoE(nn.Module):
         shared: SharedExpert | None = None,
         peer: Peer | None = None,
         beside: Beside | None = None,
+        latent: tuple[Linear, Linear] | None = None,
     ) -> None:
         super().__init__()
+        self.into: nn.Module = nn.Identity() if latent is None else latent[0]
+        self.back: nn.Module = nn.Identity() if latent is None else latent[1]
         if groups is not None:
             if bias is None:
                 raise ValueError("groups are given and no bias; scores by sigmoid need one for the choice: give zeros")
@@ -125,7 +129,7 @@ class MoE(nn.Module):
             return Stream(total, self._both(self.beside, x, total))
         flat = x.flatten(0, -2)
         logits = linear(flat.to(self.gate.dtype), self.gate, True)
-        out = self.experts(flat, *self.choose(logits)).view_as(x)
+        out = self.back(self.experts(self.into(flat), *self.choose(logits))).view_as(x)
         out = out if self.shared is None else out + self.shared(x)
         return Stream(total, out) if self.peer is None else Stream(self.peer.all_reduce(out, total))
 

@@ -5,7 +5,7 @@ text at position 0 begins with zeros whatever its slot holds, and to take back t
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from onegraph.nn.block import Normed, Stream
 from onegraph.nn.linear import Linear
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.gated_delta import gated_delta
-from onegraph.ops.linear import normed_linear
+from onegraph.ops.linear import linear, normed_linear
+from onegraph.ops.mamba2 import mamba2
 from onegraph.ops.short_conv import short_conv
 
 WAITING = 8  # records of a gated delta rule that may wait until they are applied to the state
@@ -69,6 +70,7 @@ class GatedDeltaNet(Recurrent):
     Args:
         heads: of keys and of values. dims: of a key and of a value.
         conv: weight [channels, width]. a_log, dt_bias: float32 [v_heads], of the decay. norm: weight [v_dim]; eps: its.
+        beta_scale: multiplies beta.
 
     It is called with queries | keys | values | output gates and with beta | decay, both [B, Q, ...].
     """
@@ -89,9 +91,10 @@ class GatedDeltaNet(Recurrent):
         dt_bias: Tensor,
         norm: Tensor,
         eps: float,
+        beta_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.index, self.heads, self.dims, self.eps = index, heads, dims, eps
+        self.index, self.heads, self.dims, self.eps, self.beta_scale = index, heads, dims, eps, beta_scale
         for name, tensor in (("conv", conv), ("a_log", a_log), ("dt_bias", dt_bias), ("norm", norm)):
             self.register_buffer(name, tensor)
 
@@ -115,7 +118,101 @@ class GatedDeltaNet(Recurrent):
         b, a = rates.chunk(2, dim=2)
         out: Tensor = gated_delta(
             qkv, z, b, a, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
-            rows.slots, rows.positions, rows.counts, WAITING,
+            rows.slots, rows.positions, rows.counts, WAITING, False, self.beta_scale,
+        )  # fmt: skip
+        return out
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Kimi Delta Attention (arXiv 2510.26692): `GatedDeltaNet` with a decay for each channel of a key, an output gate
+    by sigmoid, and both of low rank.
+
+    dt_bias: float32 [heads * dim]. decay, gate: weights [heads * dim, dim] behind the low ranks.
+
+    It is called with queries | keys | values and with beta | low rank of decays | that of gates.
+    """
+
+    decay: Tensor
+    gate: Tensor
+
+    def __init__(self, *, decay: Tensor, gate: Tensor, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("decay", decay)
+        self.register_buffer("gate", gate)
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        *others, (shape, kind) = super().state(dtype)
+        return [*others, ((*shape[:-1], self.dims[0]), kind)]
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        qkv, rates = inputs
+        b, low_a, low_z = rates.split((self.heads[1], self.decay.shape[1], self.gate.shape[1]), dim=2)
+        a, z = (linear(x.contiguous(), w, False) for x, w in ((low_a, self.decay), (low_z, self.gate)))
+        out: Tensor = gated_delta(
+            qkv, z, b, a, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
+            rows.slots, rows.positions, rows.counts, WAITING, True,
+        )  # fmt: skip
+        return out
+
+
+class Mamba2Mixer(Recurrent):
+    """Mamba2 (Dao and Gu, arXiv 2405.21060) behind a convolution, with an output gate and norm: `ops.mamba2.mamba2`.
+
+    Args:
+        heads: their number, and the size of x of one. groups: of B and C, and the size of either.
+        conv: weight [channels, width]; bias: [channels] or None. a_log, dt_bias, skip: float32 [heads].
+        norm: weight [heads size]; eps: its own. dt_min: the least step.
+
+    It is called with gates | x | B | C | steps.
+    """
+
+    conv: Tensor
+    bias: Tensor | None
+    a_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        heads: tuple[int, int],
+        groups: tuple[int, int],
+        conv: Tensor,
+        bias: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        norm: Tensor,
+        eps: float,
+        dt_min: float,
+    ) -> None:
+        super().__init__()
+        self.index, self.heads, self.groups, self.eps, self.dt_min = index, heads, groups, eps, dt_min
+        tensors = {"conv": conv, "bias": bias, "a_log": a_log, "dt_bias": dt_bias, "skip": skip, "norm": norm}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """As `GatedDeltaNet.state`, of B and dt x."""
+        (heads, size), (groups, n), (channels, width) = self.heads, self.groups, self.conv.shape
+        depth = WAITING + MAX_TOKENS
+        return [
+            ((width - 1 + MAX_TOKENS, channels), dtype),
+            ((heads, size, n), torch.float32),
+            ((heads,), torch.int32),
+            ((depth, groups, n), torch.float32),
+            ((depth, heads, size), torch.float32),
+            ((depth, heads, 1), torch.float32),
+        ]
+
+    def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
+        heads, size = self.heads
+        z, xbc, dt = inputs[0].split((heads * size, len(self.conv), heads), dim=2)
+        out: Tensor = mamba2(
+            xbc, z, dt, self.conv, self.bias, self.a_log, self.dt_bias, self.skip, self.norm, self.eps, *state,
+            rows.slots, rows.positions, rows.counts, WAITING, self.dt_min,
         )  # fmt: skip
         return out
 

@@ -11,8 +11,8 @@ FEW = 16  # tokens: so many share one launch of routed and shared experts, soone
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token uses: two linears around SwiGLU. Few tokens run it as experts of which there is one,
-    where its format has experts: SwiGLU is then in the first product's launch."""
+    """The expert that every token uses: linears around its gate. Few tokens run it as experts of which there is one,
+    where its format has experts: the gate is then in the first product's launch."""
 
     first: Tensor
     ones: Tensor

@@ -21,10 +21,26 @@ def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shi
     return (torch.nn.functional.silu(alpha * gate) / alpha * (up + shift)).to(gate_up.dtype)
 
 
+RELU2 = -1.0  # the alpha of `ReLU2`, which has no gate
+
+
+def parts_of(alpha: float) -> int:
+    """Numbers that the first product of an expert gives for each hidden unit."""
+    return 1 if alpha == RELU2 else 2
+
+
+def between(x: Tensor, limit: float, alpha: float, shift: float) -> Tensor:
+    """What stands between the two products of an expert, by the numbers of a `Gate`: [..., 2F], or [..., F] of `ReLU2`
+    -> [..., F], in its dtype."""
+    return x.relu().square() if alpha == RELU2 else swiglu.reference(x, limit, alpha, shift)
+
+
 def check_gate(op: str, limit: float, alpha: float, shift: float) -> None:
-    """Raises ValueError where they are no `SwiGLU`."""
+    """Raises ValueError where they are no `Gate`."""
     if not limit > 0:
         raise ValueError(f"{op}: limit is {limit}; it must be above 0, infinity for none")
+    if alpha == RELU2 and limit == math.inf and shift == 0:
+        return
     if not 0 <= alpha < math.inf or not math.isfinite(shift):
         raise ValueError(f"{op}: alpha is {alpha} and shift {shift}; both must be finite, alpha at least 0")
 
@@ -42,7 +58,7 @@ def _check_halves(op: str, gate_up: Tensor) -> None:
 
 def _check(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> None:
     _check_halves("swiglu", gate_up)
-    check_gate("swiglu", math.inf if limit is None else limit, alpha, shift)
+    check_gate("swiglu", math.inf if limit is None else limit, math.nan if alpha == RELU2 else alpha, shift)
 
 
 def _halves_case(shape: tuple[int, ...], spread: float = 2.0) -> Case:
@@ -164,4 +180,17 @@ class SwiGLU:
         return out
 
 
-Gate = SwiGLU | GeGLU  # what stands between the two products of an expert
+@dataclass(frozen=True)
+class ReLU2:
+    """The square of relu, without a gate (So et al., arXiv 2109.08668): the MLP of Nemotron-H has up rows alone."""
+
+    numbers = math.inf, RELU2, 0.0
+    limit, alpha, shift = numbers
+    plain = False
+
+    def __call__(self, up: Tensor) -> Tensor:
+        """[..., F] -> [..., F], in its dtype."""
+        return up.relu().square()
+
+
+Gate = SwiGLU | GeGLU | ReLU2  # what stands between the two products of an expert

@@ -12,9 +12,10 @@ be, random weights and cases. From it follow four ops, each with reference, fake
 
 `weight` stands for the tensors of a weight, codes first, `numbers` for integers of the format. Results have the dtype
 of x; with `float32`, float32. Group g of a grouped linear is x's group g times the weight's. Experts give the sum over
-k of weights * (down(swiglu(gate_up(x))) + bias), with `limit`, `alpha` and `shift` of `SwiGLU`; gate rows come first,
-then up rows. Which experts run is read on the device. A format with `expert_biases` takes a float32 bias [E, 2F] or
-None behind the tensors of gate_up, and [E, D] or None behind those of down.
+k of weights * (down(swiglu(gate_up(x))) + bias), with `limit`, `alpha` and `shift` of a `Gate`; gate rows come first,
+then up rows, or [E, F, D] up rows alone with alpha -1 (`ReLU2`). Which experts run is read on the device. A format with
+`expert_biases` takes a float32 bias [E, 2F] or None behind the tensors of gate_up, and [E, D] or None behind those of
+down.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import Dtypes, Shape, WeightFormat
-from onegraph.ops.activation import Gate, check_gate, swiglu
+from onegraph.ops.activation import Gate, between, check_gate, parts_of
 from onegraph.ops.checks import FLOATS, check_routes
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.weight import KernelArgs, WeightOps
@@ -130,7 +131,7 @@ class Coded:
                 x = x @ decoded.T if decoded.dim() == 2 else torch.einsum("pnk,pk->pn", decoded, x)
                 x = x if bias is None else x + bias
                 if layer is gate_up:  # rounded as between two launches
-                    x = swiglu.reference(x, *gate).to(dtype).float()
+                    x = between(x, *gate).to(dtype).float()
             return x
 
         if experts.numel() <= count:  # few tokens: the weights that they use
@@ -193,7 +194,7 @@ class Coded:
 
     def experts_on_gpu(self, x: Tensor, experts: Tensor, weights: Tensor, *rest: Any) -> Tensor:
         y, alpha = None, rest[-2]
-        if alpha and self._kernels.takes(x):  # no kernel here has GeLU, which is alpha 0
+        if alpha > 0 and self._kernels.takes(x):  # no kernel here has GeLU (alpha 0) or the square of relu (-1)
             (*first, first_bias), (*second, second_bias), numbers, gate = self._layers(rest)
             gate_up, down = self._weight(tuple(first), numbers), self._weight(tuple(second), numbers)
             if gate_up is not None and down is not None:
@@ -269,8 +270,9 @@ class Coded:
         gate_up, down = first[0], second[0]
         self._check_x(x, gate_up)
         count, rows, _ = gate_up.shape
-        wanted = (count, x.shape[1], rows // (2 * self.packed))
-        if rows % (2 * self.group) or rows % (2 * self.packed) or tuple(down.shape) != wanted:
+        parts = parts_of(gate[1])
+        wanted = (count, x.shape[1], rows // (parts * self.packed))
+        if rows % (parts * self.group) or rows % (parts * self.packed) or tuple(down.shape) != wanted:
             raise ValueError(f"down is {tuple(down.shape)}; gate_up {tuple(gate_up.shape)} needs {wanted}")
         check_routes(x, experts, weights)
         _check_bias("the bias of gate_up", first_bias, (torch.float32,), (count, rows), x.device)

@@ -6,7 +6,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from onegraph.ops.activation import check_gate, swiglu
+from onegraph.ops.activation import ReLU2, between, check_gate, parts_of
 from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -55,14 +55,14 @@ def _routed_experts(
             rows: Tensor = bias.index_select(0, chosen).unflatten(0, (tokens, top_k))
             return rows
 
-        hidden = swiglu.reference(biased(hidden, 0, own), *gate)
+        hidden = between(biased(hidden, 0, own), *gate)
         each = torch.einsum("tkdf,tkf->tkd", down.index_select(0, chosen).unflatten(0, (tokens, top_k)), hidden)
         return (biased(each, 1, own).float() * weights.unsqueeze(2)).sum(1).to(x.dtype)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(gate_up.shape[0]):  # many: every expert on all tokens, weighted by zero where not chosen
         gain = torch.where(experts == expert, weights, 0.0).sum(1, keepdim=True)
         row = itemgetter(expert)
-        hidden = swiglu.reference(biased(x @ gate_up[expert].t(), 0, row), *gate)
+        hidden = between(biased(x @ gate_up[expert].t(), 0, row), *gate)
         out += gain * biased(hidden @ down[expert].t(), 1, row).float()
     return out.to(x.dtype)
 
@@ -93,7 +93,7 @@ def _check_experts(
     shift: float,
 ) -> None:
     op = "routed_experts"
-    if x.dim() != 2 or x.dtype not in FLOATS or gate_up.dim() != 3 or gate_up.shape[1] % 2:
+    if x.dim() != 2 or x.dtype not in FLOATS or gate_up.dim() != 3 or gate_up.shape[1] % parts_of(alpha):
         raise ValueError(
             f"{op}: x is {x.dtype} {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}; they must be [T, D] of a float "
             "dtype and [E, 2F, D]"
@@ -101,7 +101,7 @@ def _check_experts(
     (count, dim), (many, width) = x.shape, gate_up.shape[:2]
     check_tensors(
         op, x.device, x=(x, x.dtype, (count, dim)), gate_up=(gate_up, x.dtype, (many, width, dim)),
-        down=(down, x.dtype, (many, dim, width // 2)), experts=(experts, INT32, (count, -1)),
+        down=(down, x.dtype, (many, dim, width // parts_of(alpha))), experts=(experts, INT32, (count, -1)),
         weights=(weights, torch.float32, tuple(experts.shape)),
         gate_up_bias=(gate_up_bias, torch.float32, (many, width)), down_bias=(down_bias, torch.float32, (many, dim)),
     )  # fmt: skip
@@ -123,14 +123,14 @@ def _route_case(name: str, tokens: int, experts: int, top_k: int, kind: str, sha
 
 
 def _experts_case(
-    name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int, *, biases: bool = False
+    name: str, tokens: int, experts: int, top_k: int, dim: int, wide: int, *, biases: bool = False, relu2: bool = False
 ) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         args = [
             torch.randn(tokens, dim, generator=generator).to(dtype),
             torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].to(INT32).contiguous(),
             torch.rand(tokens, top_k, generator=generator),
-            (torch.randn(experts, 2 * wide, dim, generator=generator) * 3 * dim**-0.5).to(dtype),
+            (torch.randn(experts, (2 - relu2) * wide, dim, generator=generator) * 3 * dim**-0.5).to(dtype),
             None,
             (torch.randn(experts, dim, wide, generator=generator) * wide**-0.5).to(dtype),
             None,
@@ -138,7 +138,7 @@ def _experts_case(
         if biases:
             args[4] = torch.randn(experts, 2 * wide, generator=generator)
             args[6] = torch.randn(experts, dim, generator=generator)
-        gate = (2.0, 1.702, 1.0) if biases else (5.0, 1.0, 0.0)
+        gate = ReLU2.numbers if relu2 else (2.0, 1.702, 1.0) if biases else (5.0, 1.0, 0.0)
         return *(a if a is None else a.to(device) for a in args), *gate
 
     return Case(name=name, make=make)
@@ -188,6 +188,7 @@ routed_experts = register(
         check=_check_experts,
         cases=(
             _experts_case("decode", 1, 16, 6, 96, 64), _experts_case("many", 19, 8, 2, 40, 24),
+            _experts_case("relu2", 5, 8, 2, 40, 24, relu2=True),
             _experts_case("biases", 1, 16, 4, 96, 64, biases=True),
             _experts_case("many biases", 19, 8, 2, 40, 24, biases=True),
         ),
@@ -203,4 +204,4 @@ routed_experts = register(
 )  # fmt: skip
 """x [T, D], experts int32 [T, k], weights float32 [T, k], gate_up [E, 2F, D], down [E, D, F], biases float32 [E, 2F]
 and [E, D] or None -> [T, D]: Σ_k weights_k (down_e swiglu(gate_up_e x + bias_e) + bias_e), the products rounded to x's
-dtype, summed in float32; limit, alpha and shift as `SwiGLU` has them."""
+dtype, summed in float32; limit, alpha and shift are the numbers of a `Gate`, of which `ReLU2` has up rows alone."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onegraph.formats.e8p import BITS, codebook, residual_dtype
 from onegraph.formats.rotated import hadamard_block
-from onegraph.ops.activation import GeGLU, check_gate, swiglu
+from onegraph.ops.activation import GeGLU, ReLU2, between, check_gate, parts_of
 from onegraph.ops.calls import E8PExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.e8p import e8p_decode
@@ -43,7 +43,7 @@ def _expert(x: Tensor, expert: Tensor, call: E8PExperts) -> Tensor:
         x, expert, call.gate_up, call.gate_up_residual, call, call.gate_up_in_scale, call.gate_up_out_scale,
         call.gate_up_bias,
     )  # fmt: skip
-    hidden = swiglu.reference(hidden, call.limit, call.alpha, call.shift)
+    hidden = between(hidden, call.limit, call.alpha, call.shift)
     down = call.down, call.down_residual, call, call.down_in_scale, call.down_out_scale, call.down_bias
     return _product(hidden, expert, *down)
 
@@ -70,14 +70,16 @@ def _check(call: E8PExperts) -> None:
         raise ValueError(
             f"{op}: x is {x.dtype} {tuple(x.shape)}; it must be a float32, bfloat16 or float16 [T, D], D % 8 == 0"
         )
-    if call.gate_up.dim() != 3 or call.gate_up.shape[1] % 16:
-        raise ValueError(f"{op}: gate_up is {tuple(call.gate_up.shape)}; it must be [E, 2F, D/8], F % 8 == 0")
+    parts = parts_of(call.alpha)
+    if call.gate_up.dim() != 3 or call.gate_up.shape[1] % (8 * parts):
+        rows = "2F" if parts == 2 else "F"
+        raise ValueError(f"{op}: gate_up is {tuple(call.gate_up.shape)}; it must be [E, {rows}, D/8], F % 8 == 0")
     (tokens, dim), (count, width, _) = x.shape, call.gate_up.shape
     rest = residual_dtype(call.bits)
     for name in ("gate_up_residual", "down_residual"):
         if (getattr(call, name) is None) != (rest is None):
             raise ValueError(f"{op}: {name} must be {'None' if rest is None else rest} at {call.bits} bits")
-    inner, outer = (count, width, dim // 8), (count, dim, width // 16)
+    inner, outer = (count, width, dim // 8), (count, dim, width // (8 * parts))
     check_tensors(
         op, x.device, x=(x, x.dtype, (tokens, dim)), codebook=(call.codebook, torch.int8, (512, 8)),
         gate_up=(call.gate_up, torch.int16, inner),
@@ -86,7 +88,7 @@ def _check(call: E8PExperts) -> None:
         gate_up_out_scale=(call.gate_up_out_scale, torch.float32, (count, width)),
         gate_up_bias=(call.gate_up_bias, torch.float32, (count, width)),
         down=(call.down, torch.int16, outer), down_residual=(call.down_residual, rest or torch.int16, outer),
-        down_in_scale=(call.down_in_scale, torch.float32, (count, width // 2)),
+        down_in_scale=(call.down_in_scale, torch.float32, (count, width // parts)),
         down_out_scale=(call.down_out_scale, torch.float32, (count, dim)),
         down_bias=(call.down_bias, torch.float32, (count, dim)),
     )  # fmt: skip
@@ -126,18 +128,18 @@ def _case(
             chosen[0, 1] = chosen[0, 0]
         gains = torch.rand(tokens, top_k, generator=g).to(device)
         layers: list[Tensor | None] = []
-        for n, k in ((2 * wide, dim), (dim, wide)):
+        for n, k in ((parts_of(gate[1]) * wide, dim), (dim, wide)):
             layers += random_weight(experts, n, k, bits, device, g)
             layers.append(torch.randn(experts, n, generator=g).to(device) if biases else None)
         return x, chosen.contiguous().to(device), gains, codebook(device), *layers, bits, *gate
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
-    name += " gelu" if gate == GELU else ""
+    name += {GELU: " gelu", RELU2: " relu2"}.get(gate, "")
     return Case(name=name + (" with biases" if biases else "") + (" crowded" if crowded else ""), make=make)
 
 
 GPT_OSS = (7.0, 1.702, 1.0)
-GELU = GeGLU.numbers
+GELU, RELU2 = GeGLU.numbers, ReLU2.numbers
 
 
 def _bytes(x: Tensor, experts: Tensor, weights: Tensor, codebook: Tensor, *rest: Any) -> int:
@@ -166,6 +168,7 @@ e8p_experts = register(
             _case(3, 2, 4, 72, 40, 4),
             _case(1, 4, 8, 320, 192, 4, gate=GELU),
             _case(5, 2, 5, 192, 256, 2, gate=GELU),
+            _case(5, 2, 5, 192, 256, 2, gate=RELU2),
             _case(0, 2, 4, 64, 64, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onegraph.formats.nvfp4 import GROUP
 from onegraph.formats.weight import Dtypes, Shape
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import ReLU2, SwiGLU
 from onegraph.ops.coded import Coded
 from onegraph.ops.nvfp4 import decode_e2m1, times_scales
 from onegraph.ops.samples import Sample
@@ -71,6 +71,7 @@ CODED = Coded(
             _ANY.experts(3, 2, 4, 128, 64, SwiGLU(1.0)),
             _ANY.experts(1, 2, 8, 256, 256, SwiGLU(7.0, 1.702, 1.0)),
             _ANY.experts(5, 2, 4, 128, 64, SwiGLU(alpha=1.702, shift=1.0)),
+            _ANY.experts(5, 2, 4, 128, 64, ReLU2()),
             _ANY.experts(16, 6, 24, 256, 64, _V4),
             _ANY.experts(13, 2, 3, 256, 128, _V4),
         ),

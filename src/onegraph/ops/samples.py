@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.weight import Shape
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate, ReLU2, parts_of
 from onegraph.ops.registry import Case
 
 Weights = Callable[[Shape, torch.device | str, torch.Generator], tuple[Tensor | None, ...]]
@@ -50,7 +50,7 @@ class Sample:
         return self._case(f"{'x'.join(map(str, batch))}x{groups}x{k}->{n}", make)
 
     def experts(
-        self, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate: SwiGLU, *, biases: bool | None = None
+        self, tokens: int, top_k: int, experts: int, dim: int, wide: int, gate: Gate, *, biases: bool | None = None
     ) -> Case:
         """biases: None of a format whose experts take none."""
 
@@ -59,11 +59,12 @@ class Sample:
             chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().contiguous().to(device)
             gains = torch.rand(tokens, top_k, generator=g).to(device)
             layers: list[Tensor | None] = []
-            for n, k in ((2 * wide, dim), (dim, wide)):
+            for n, k in ((parts_of(gate.alpha) * wide, dim), (dim, wide)):
                 layers += self.make((experts, n, k), device, g)
                 if biases is not None:
                     layers.append(torch.randn(experts, n, generator=g).to(device) if biases else None)
             return x, chosen, gains, *layers, *self.numbers, *gate.numbers
 
         name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}" + (" with biases" if biases else "")
+        name += " relu2" if isinstance(gate, ReLU2) else ""
         return self._case(name, make)

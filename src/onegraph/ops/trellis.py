@@ -120,7 +120,7 @@ def _embedding(ids: Tensor, codes: Tensor, in_scale: Tensor, out_scale: Tensor, 
     flat = ids.reshape(-1)
     q = decode_rows(codes, bits, flat).float()
     rows: Tensor = hadamard.reference(q, hadamard_block(q.shape[1])) * in_scale * out_scale[flat].unsqueeze(1)
-    return rows.reshape(*ids.shape, -1)
+    return rows.reshape(*ids.shape, q.shape[1])
 
 
 def _check_embedding(ids: Tensor, codes: Tensor, in_scale: Tensor, out_scale: Tensor, bits: int) -> None:
@@ -147,7 +147,7 @@ trellis_embedding = register(
         fake=lambda ids, codes, in_scale, out_scale, bits: in_scale.new_empty((*ids.shape, codes.shape[1] // bits)),
         kernel=None,  # a few rows a step: the reference's gathers are captured with the rest
         check=_check_embedding,
-        cases=tuple(_embedding_case((2, 3), 1008, 576, b) for b in BITS),
+        cases=(*(_embedding_case((2, 3), 1008, 576, b) for b in BITS), _embedding_case((0,), 48, 64, 3)),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5},  # the result is float32 always
         bytes_moved=lambda ids, codes, *rest: (
             nbytes(ids) + ids.numel() * (nbytes(codes) // codes.shape[0] + codes.shape[1] // rest[-1] * 4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.trellis import BITS, TILE, UNIT
-from onegraph.ops.activation import check_gate, swiglu
+from onegraph.ops.activation import between, check_gate, parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -29,7 +29,7 @@ def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
         for layer in layers:
             x = linear(x, *(one(tensor, expert) for tensor in layer), call.bits, None, None, False, True)
             if layer is layers[0]:
-                x = swiglu.reference(x, call.limit, call.alpha, call.shift).to(call.x.dtype)
+                x = between(x, call.limit, call.alpha, call.shift).to(call.x.dtype)
         return x
 
     count, (tokens, top_k) = call.gate_up.shape[0], call.experts.shape
@@ -56,15 +56,15 @@ def _check(call: TrellisExperts) -> None:
     if x.dtype not in FLOATS or x.dim() != 2:
         raise ValueError(f"{op}: x is {x.dtype} {tuple(x.shape)}; it must be a float32, bfloat16 or float16 [T, D]")
     (tokens, dim), (count, tiles, _) = x.shape, call.gate_up.shape
-    width = tiles * TILE
+    width, parts = tiles * TILE, parts_of(call.alpha)
     check_tensors(
         op, x.device, x=(x, x.dtype, (tokens, dim)),
         gate_up=(call.gate_up, torch.int16, (count, tiles, dim * call.bits)),
         gate_up_in_scale=(call.gate_up_in_scale, torch.float32, (count, dim)),
         gate_up_out_scale=(call.gate_up_out_scale, torch.float32, (count, width)),
         gate_up_bias=(call.gate_up_bias, torch.float32, (count, width)),
-        down=(call.down, torch.int16, (count, dim // TILE, width // 2 * call.bits)),
-        down_in_scale=(call.down_in_scale, torch.float32, (count, width // 2)),
+        down=(call.down, torch.int16, (count, dim // TILE, width // parts * call.bits)),
+        down_in_scale=(call.down_in_scale, torch.float32, (count, width // parts)),
         down_out_scale=(call.down_out_scale, torch.float32, (count, dim)),
         down_bias=(call.down_bias, torch.float32, (count, dim)),
     )  # fmt: skip

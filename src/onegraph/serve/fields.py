@@ -28,6 +28,14 @@ def read_object(body: bytes) -> dict[str, Json]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def listed(fields: Mapping[str, Json], name: str) -> list[Json]:
+    """The field, which is a list. Raises APIError."""
+    value = fields[name]
+    if not isinstance(value, list):
+        raise APIError(f"{name}: got {shown(value)}; allowed is a list", param=name)
+    return value
+
+
 def check_fields(fields: Mapping[str, Json], known: Mapping[str, Check]) -> None:
     if unknown := sorted(fields.keys() - known.keys()):
         raise APIError(f"{unknown[0]} is not known here; allowed are {', '.join(sorted(known))}", param=unknown[0])

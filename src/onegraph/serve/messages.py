@@ -9,7 +9,7 @@ from typing import Any
 
 from onegraph.serve.blocks import Block, BlockStream, Ending, blocks_of, event
 from onegraph.serve.errors import APIError
-from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, read_object, shown
+from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, listed, read_object, shown
 from onegraph.serve.protocol import CompletionRequest, parse_fields
 
 Json = Any  # what json.loads gives
@@ -53,7 +53,7 @@ def parse(body: bytes, *, count: bool = False) -> tuple[CompletionRequest, Messa
     if own.get("stop_sequences"):
         chat["stop"] = own["stop_sequences"]
     if own.get("tools"):
-        chat["tools"] = [_tool(i, tool) for i, tool in enumerate(own["tools"])]
+        chat["tools"] = [_tool(i, tool) for i, tool in enumerate(listed(own, "tools"))]
         chat |= _tool_choice(own.get("tool_choice", {"type": "auto"}))
     config = own.get("output_config", {})
     wanted = own.get("output_format", config.get("format") if isinstance(config, dict) else None)

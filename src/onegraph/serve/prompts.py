@@ -32,14 +32,14 @@ LANES = (1 << 15, 1 << 19, 1 << 40)  # characters of a request that the lane tak
 
 @dataclass(frozen=True)
 class Read:
-    """A request as the engine takes it: its answers, how many tokens its prompts have, what each answer echoes, which
-    control tokens are text in them, and how answers are read."""
+    """A request as the engine takes it: its answers, how many tokens its prompts have, what each answer echoes, how
+    answers are read, and which control tokens are text in them."""
 
     sequences: list[Sequence]
     tokens: int
     echoes: list[Echo | None]
-    keep: frozenset[int]
     form: AnswerForm
+    keep: frozenset[int]
 
 
 class _Lane:
@@ -143,9 +143,10 @@ class Prompts:
                 for text, prompt in zip(asked.prompts if asked.messages is None else [""], prompts, strict=True)
                 for _ in range(base.n)
             ]
-            keep = frozenset(lane.tokenizer.control_tokens.values()) - stops if asked.special else form.keep
-            sequences = [llm.engine.request(*row) for row in rows]
-            return Read(sequences, sum(map(len, prompts)), echoes, keep, form)
+            keep = form.keep
+            if asked.special:
+                keep |= frozenset(lane.tokenizer.control_tokens.values()) - stops
+            return Read([llm.engine.request(*row) for row in rows], sum(map(len, prompts)), echoes, form, keep)
         except TooLong as error:
             message = f"{error}; shorten the prompt to {context - 1} tokens or less"
             raise APIError(message, param=_field("prompt", asked), code="context_length_exceeded") from None

@@ -105,6 +105,13 @@ class Reply:
         return used | {"total_tokens": self.prompt_tokens + self.tokens}
 
 
+def _mean(pieces: list[Piece]) -> float:
+    """The mean log-probability of an answer's own tokens."""
+    count = sum(piece.tokens for piece in pieces)
+    told = [token.logprob or 0.0 for piece in pieces for token in piece.logprobs]
+    return sum(told[-count:]) / max(1, count)
+
+
 def chat_calls(parts: Sequence[CallPart], *, whole: bool) -> list[dict[str, Any]]:
     """As OpenAI's `tool_calls` has them: of a stream's piece with the number of each call, and what is new of it."""
     found: dict[int, dict[str, Any]] = {}
@@ -115,13 +122,6 @@ def chat_calls(parts: Sequence[CallPart], *, whole: bool) -> list[dict[str, Any]
             call["function"] = {"name": part.name, "arguments": call["function"]["arguments"]}
         call["function"]["arguments"] += part.arguments
     return list(found.values())
-
-
-def _mean(pieces: list[Piece]) -> float:
-    """The mean log-probability of an answer's own tokens."""
-    count = sum(piece.tokens for piece in pieces)
-    told = [token.logprob or 0.0 for piece in pieces for token in piece.logprobs]
-    return sum(told[-count:]) / max(1, count)
 
 
 def dumps(value: Any) -> bytes:

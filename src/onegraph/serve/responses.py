@@ -15,7 +15,7 @@ from typing import Any
 
 from onegraph.serve.blocks import Block, BlockStream, Ending, blocks_of, event
 from onegraph.serve.errors import APIError
-from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, equal, read_object, shown
+from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, equal, listed, read_object, shown
 from onegraph.serve.protocol import CompletionRequest, parse_fields
 
 Json = Any  # what json.loads gives
@@ -34,10 +34,10 @@ class Conversations:
         self._limit, self._bytes = limit, 0
         self._kept: OrderedDict[str, tuple[list[Json], int]] = OrderedDict()
 
-    def find(self, name: str) -> list[Json]:
+    def find(self, name: Json) -> list[Json]:
         """Raises APIError."""
-        if name not in self._kept:
-            message = f"previous_response_id: {name!r} is not known; it was not stored, or newer ones replaced it"
+        if not isinstance(name, str) or name not in self._kept:
+            message = f"previous_response_id: {shown(name)} is not known; it was not stored, or newer ones replaced it"
             raise APIError(message, status=404, param="previous_response_id", code="previous_response_not_found")
         self._kept.move_to_end(name)
         return self._kept[name][0]
@@ -74,7 +74,7 @@ def parse(body: bytes, kept: Conversations) -> tuple[CompletionRequest, Response
         chat["max_tokens"] = own["max_output_tokens"]
     chat |= _format(own.get("text", {}))
     if own.get("tools"):
-        chat["tools"] = [_tool(i, tool) for i, tool in enumerate(own["tools"])]
+        chat["tools"] = [_tool(i, tool) for i, tool in enumerate(listed(own, "tools"))]
         choice = own.get("tool_choice", "auto")
         named = isinstance(choice, dict) and choice.get("type") == "function"
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice

@@ -13,31 +13,41 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import onegraph.integrations.hf  # noqa: F401  registers the method
-from models import save_e8p
+from models import TILED, save_e8p, save_rotated
 from onegraph.api.verify import verify
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.digests import SUMS, format_sums, read_sums, sha256
-from onegraph.formats.e8p import E8P
+from onegraph.formats.e8p import E8P, E8PConfig
 from onegraph.formats.files import CheckpointError
+from onegraph.formats.trellis import TrellisConfig
+from onegraph.integrations.hf.experts import CodedStack
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 from onegraph.models.llama import Llama
+from test_e8p_experts import checkpoint_of
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModel, AutoModelForCausalLM, CompileConfig  # noqa: E402
 
 TOKENS = torch.tensor([[5, 17, 99, 4, 3, 2, 1, 0, 130, 7]])
 CASES = {
-    "tied, head kept": ("smollm2", {"bits": 4}),
-    "tied, both ends coded": ("smollm2", {"bits": 3, "lm_head": 4, "embed_tokens": 2}),
-    "tied, embedding coded": ("smollm2", {"bits": 4, "embed_tokens": 4}),
-    "tied, head coded": ("smollm2", {"bits": 2, "lm_head": 3}),
-    "biases, mixed rates": ("qwen2", {"bits": 2, "layers": {"model.layers.1.self_attn.k_proj": 16}}),
-    "all biases": ("llama_bias_mha", {"bits": 3, "layers": {"model.layers.0.mlp.up_proj": 4}}),
-    "norms of q and k": ("qwen3", {"bits": 4}),
-    "SmolLM3": ("smollm3", {"bits": 4}),
+    "tied, head kept": ("smollm2", E8PConfig(bits=4)),
+    "tied, both ends coded": ("smollm2", E8PConfig(bits=3, lm_head=4, embed_tokens=2)),
+    "tied, embedding coded": ("smollm2", E8PConfig(bits=4, embed_tokens=4)),
+    "tied, head coded": ("smollm2", E8PConfig(bits=2, lm_head=3)),
+    "biases, mixed rates": ("qwen2", E8PConfig(bits=2, layers={"model.layers.1.self_attn.k_proj": 16})),
+    "all biases": ("llama_bias_mha", E8PConfig(bits=3, layers={"model.layers.0.mlp.up_proj": 4})),
+    "norms of q and k": ("qwen3", E8PConfig(bits=4)),
+    "SmolLM3": ("smollm3", E8PConfig(bits=4)),
+    "trellis": ("qwen2", TrellisConfig(bits=3, layers={"model.layers.1.mlp.up_proj": 8}, lm_head=1, embed_tokens=6)),
 }
+
+
+def save_case(case: str, path: Path) -> Any:
+    """The checkpoint of a case, and the dense model of its numbers."""
+    variant, config = CASES[case]
+    return save_rotated(config, variant, path, **(TILED if config.format == "trellis" else {}))
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -58,14 +68,13 @@ def damage(path: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_loads_and_equals_what_the_codes_stand_for(case: str, tmp_path: Path) -> None:
-    variant, rates = CASES[case]
-    dense = save_e8p(variant, tmp_path / "model", rates=rates)
+    config, dense = CASES[case][1], save_case(case, tmp_path / "model")
     model = load(tmp_path / "model")
     assert model.is_quantized
     coded = {name for name, module in model.named_modules() if isinstance(module, CodedLinear | CodedEmbedding)}
-    assert ("lm_head" in coded) == ("lm_head" in rates)
-    assert ("model.embed_tokens" in coded) == ("embed_tokens" in rates)
-    assert not coded & {name for name, bits in rates.get("layers", {}).items() if bits == 16}
+    assert ("lm_head" in coded) == (config.lm_head is not None)
+    assert ("model.embed_tokens" in coded) == (config.embed_tokens is not None)
+    assert not coded & {name for name, bits in config.layers.items() if bits == 16}
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS).logits, dense(TOKENS).logits, rtol=1e-4, atol=1e-4)
     assert greedy(model) == greedy(dense)
@@ -73,8 +82,7 @@ def test_loads_and_equals_what_the_codes_stand_for(case: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("case", CASES)
 def test_saving_and_loading_round_trips_bit_for_bit(case: str, tmp_path: Path) -> None:
-    variant, rates = CASES[case]
-    save_e8p(variant, tmp_path / "model", rates=rates)
+    save_case(case, tmp_path / "model")
     model = load(tmp_path / "model")
     model.save_pretrained(tmp_path / "again")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
@@ -208,13 +216,20 @@ def test_half_precision_is_near_single(dtype: torch.dtype, error: float, tmp_pat
     assert (found.float() - exact).norm() / exact.norm() < error
 
 
-@pytest.mark.parametrize("case", ["tied, both ends coded", "biases, mixed rates"])
+@pytest.mark.parametrize("case", ["tied, both ends coded", "biases, mixed rates", "trellis"])
 def test_tokens_are_those_of_our_engine(case: str, tmp_path: Path) -> None:
-    variant, rates = CASES[case]
-    save_e8p(variant, tmp_path / "model", rates=rates)
+    save_case(case, tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         engine = Engine(Llama.load(checkpoint), max_batch=1, max_context=64, page_size=8)
     assert greedy(load(tmp_path / "model")) == engine.generate(TOKENS.tolist(), SamplingParams(max_tokens=12))[0]
+
+
+def test_experts_in_tiles(tmp_path: Path) -> None:
+    dense = checkpoint_of("mixtral", tmp_path / "model", 3, written=TrellisConfig, **TILED)
+    model = load(tmp_path / "model")
+    assert isinstance(model.model.layers[0].mlp.experts.down_proj, CodedStack)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, dense(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 def quantized_smollm2() -> Path | None:

@@ -17,10 +17,13 @@ if importlib.util.find_spec("vllm") is None:
 from test_fused import ranks
 from test_generate import PROMPTS, ours, serving, tokens_of
 
-from models import Decoder, e8p_tensors
+from models import Decoder, e8p_tensors, trellis_tensors
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.e8p import E8P
 from onegraph.formats.fused import STACKS, stacked
+from onegraph.formats.rotated import RotatedFormat
+from onegraph.formats.trellis import TRELLIS, TrellisConfig
+from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.config import OnegraphConfig
 from onegraph.models.llama import Llama
 from onegraph.ops.activation import SwiGLU
@@ -28,11 +31,12 @@ from onegraph.ops.weight import weight_ops
 from test_e8p_experts import checkpoint_of
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
-CASES = {
-    "qwen3_moe": (4, {}),  # its second layer has none
-    "mixtral": (3, {"intermediate_size": 64}),
-    "qwen2_moe": (2, {"hidden_size": 192}),
-    "glm4_moe_groups": (4, {"num_hidden_layers": 3}),
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "some layers have none": ("qwen3_moe", 4, {}),
+    "Mixtral": ("mixtral", 3, {"intermediate_size": 64}),
+    "a shared expert": ("qwen2_moe", 2, {"hidden_size": 192}),
+    "sigmoids, in groups": ("glm4_moe_groups", 4, {"num_hidden_layers": 3}),
+    "trellis": ("mixtral", 3, {"written": TrellisConfig, "intermediate_size": 64}),
 }
 PREFIX = "model.layers.0.mlp.experts"
 
@@ -63,10 +67,9 @@ def our_logprobs(path: Path, text: list[int]) -> Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(text[1:]).unsqueeze(1)).squeeze(1)
 
 
-@pytest.mark.parametrize("variant", CASES)
-def test_tokens_and_logits_are_our_engines(variant: str, tmp_path: Path) -> None:
-    """Softmax and sigmoid routers, in groups, with shared experts, and layers without any."""
-    bits, sizes = CASES[variant]
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_logits_are_our_engines(case: str, tmp_path: Path) -> None:
+    variant, bits, sizes = CASES[case]
     path = tmp_path / "m"
     checkpoint_of(variant, path, bits, **SIZES | sizes)
     with serving(path) as llm:
@@ -130,20 +133,21 @@ def config_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     return SimpleNamespace(**known | {"num_experts": COUNT} | changes, moe_parallel_config=SimpleNamespace(**parallel))
 
 
-def layer_of(moe: Any, placed: Tensor | None = None) -> tuple[Any, Any]:
+def layer_of(moe: Any, placed: Tensor | None = None, format: WeightFormat = E8P[4]) -> tuple[Any, Any]:
     from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
 
-    method, layer = OnegraphExpertsMethod(moe, PREFIX, E8P[4], weighted_inputs=False), Layer(placed)
+    method, layer = OnegraphExpertsMethod(moe, PREFIX, format, weighted_inputs=False), Layer(placed)
     here = COUNT if placed is None else int((placed >= 0).sum())
     method.create_weights(layer, here, D, F // moe.moe_parallel_config.tp_size, torch.float32)
     return method, layer
 
 
-def file_of() -> dict[str, Tensor]:
+def file_of(format: RotatedFormat = E8P[4]) -> dict[str, Tensor]:
     """Both stacks by their names within the layer."""
     found: dict[str, Tensor] = {}
+    make = e8p_tensors if format in E8P.values() else trellis_tensors
     for seed, (name, n, k) in enumerate(zip(STACKS, (2 * F, D), (D, F), strict=True)):
-        found |= stacked(E8P[4], name, [e8p_tensors(n, k, 4, 100 * seed + e)[0] for e in range(COUNT)])
+        found |= stacked(format, name, [make(n, k, format.rate, 100 * seed + e)[0] for e in range(COUNT)])
     return found
 
 
@@ -159,10 +163,9 @@ def loaded(method: Any, layer: Any, file: dict[str, Tensor]) -> Any:
     return method.apply(layer, *routed(), None, None)
 
 
-@pytest.fixture(scope="module")
-def whole() -> Tensor:
+def computed(format: RotatedFormat) -> Tensor:
     """What the experts compute, by the op on the file's own tensors."""
-    file, format, given = file_of(), E8P[4], []
+    file, given = file_of(format), []
     for name in STACKS:
         one = [format.fold({key: file[f"{name}.{key}"][e] for key in format.stored}) for e in range(COUNT)]
         given.append({key: torch.stack([each[key] for each in one]) for key in format.fields})
@@ -173,24 +176,26 @@ def whole() -> Tensor:
     return run(format, x, chosen, gains, given[0] | tables, given[1] | tables, SwiGLU(), None)
 
 
-def test_shares_of_experts_add_up(monkeypatch: pytest.MonkeyPatch, whole: Tensor) -> None:
-    parts = []
+@pytest.mark.parametrize("format", [E8P[4], TRELLIS[3]], ids=repr)
+def test_shares_of_experts_add_up(format: RotatedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, file = [], file_of(format)
     for rank in range(2):
-        method, layer = layer_of(config_of(monkeypatch, tp_rank=rank, tp_size=2))
+        method, layer = layer_of(config_of(monkeypatch, tp_rank=rank, tp_size=2), format=format)
         before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-        parts.append(loaded(method, layer, file_of()))
+        parts.append(loaded(method, layer, file))
         assert before == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-        assert 2 * layer.down_proj_codes.numel() == file_of()["down_proj.codes"].numel()
+        assert 2 * layer.down_proj_codes.numel() == file["down_proj.codes"].numel()
     assert float(parts[0].abs().max()) > 0.01
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sum(parts), computed(format), rtol=1e-4, atol=1e-4)
 
 
-def test_experts_that_are_shared_out_add_up(monkeypatch: pytest.MonkeyPatch, whole: Tensor) -> None:
+@pytest.mark.parametrize("format", [E8P[4], TRELLIS[3]], ids=repr)
+def test_experts_that_are_shared_out_add_up(format: RotatedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     for placed in ([0, -1, 1, -1, 2], [-1, 0, -1, 1, -1]):
-        method, layer = layer_of(config_of(monkeypatch), torch.tensor(placed, dtype=torch.int32))
-        parts.append(loaded(method, layer, file_of()))
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4)
+        method, layer = layer_of(config_of(monkeypatch), torch.tensor(placed, dtype=torch.int32), format)
+        parts.append(loaded(method, layer, file_of(format)))
+    torch.testing.assert_close(sum(parts), computed(format), rtol=1e-4, atol=1e-4)
 
 
 def test_a_share_that_cuts_a_rotation_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from models import save_e8p, smollm2_gguf
+from models import TILED, save_e8p, save_rotated, smollm2_gguf
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.e8p import E8P
+from onegraph.formats.trellis import TrellisConfig
 from onegraph.models.llama import Llama
 from test_llama_quantized import quantized
 
@@ -102,6 +103,16 @@ def test_families(variant: str, tmp_path: Path) -> None:
     """Norms and scales of Gemma's own around the linears; what Phi-3's files hold as one linear."""
     rates, sizes = FAMILIES[variant]
     save_e8p(variant, tmp_path / "m", rates=rates, **sizes)
+    with serving(tmp_path / "m") as llm:
+        assert tokens_of(llm, PROMPTS, 12) == ours(tmp_path / "m", PROMPTS, 12)
+
+
+def test_trellis(tmp_path: Path) -> None:
+    """Ends and linears in tiles, of several rates in one layer of vLLM's; some left dense."""
+    layers = {"self_attn.q_proj": 2, "self_attn.v_proj": 8, "mlp.up_proj": 16}
+    rates = {f"model.layers.0.{name}": rate for name, rate in layers.items()}
+    config = TrellisConfig(bits=3, layers=rates, lm_head=4, embed_tokens=6)
+    save_rotated(config, "qwen3", tmp_path / "m", **TILED)
     with serving(tmp_path / "m") as llm:
         assert tokens_of(llm, PROMPTS, 12) == ours(tmp_path / "m", PROMPTS, 12)
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from test_e8p_experts import checkpoint_of
+from test_quant_experts import made, write_tokenizer
+from test_qwen_mtp import save as save_mtp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,7 +88,9 @@ def graphs(mode: str, compiled: bool = True, tokens: list[int] | None = None) ->
     return {"compilation_config": sizes if compiled else sizes | {"mode": 0}}
 
 
-def served(path: Path, variants: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+def served(
+    path: Path, variants: Mapping[str, dict[str, Any]], folder: Path, batches: list[list[list[int]]] = BATCHES
+) -> dict[str, Any]:
     """What each variant's engine answers."""
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
@@ -94,7 +98,7 @@ def served(path: Path, variants: Mapping[str, dict[str, Any]], folder: Path) -> 
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else which requests share a step is a matter of timing
     running = {}
     for name, settings in variants.items():
-        given = [json.dumps({"model": str(path)} | settings), json.dumps(BATCHES), str(folder / name)]
+        given = [json.dumps({"model": str(path)} | settings), json.dumps(batches), str(folder / name)]
         with (folder / f"{name}.log").open("w") as log:
             command = [sys.executable, "-c", PROGRAM, *given]
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -221,6 +225,53 @@ def test_experts_in_graphs_give_what_eager_gives(tmp_path: Path) -> None:
         # Scoring a whole text rounds otherwise than its steps did, and a router's near-tie then takes another expert.
         assert statistics.median(off) < 0.02
         assert sum(value > 0.1 for value in off) < len(off) / 20
+
+
+SHORT = [[TEXT[:n]] for n in range(1, 2 + K)] + [[TEXT[n : 2 * n + 1] for n in range(1 + K)]]  # as a round of drafts is
+DRAFTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+    "mtp": {"method": "mtp"},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3.5 in E8P with its draft layer: heads of 256, a quarter of which rotates; heads of the delta rule of 128."""
+    path = tmp_path_factory.mktemp("hybrid")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 256, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 304}
+    save_mtp("qwen3_5", path, **sizes, max_position_embeddings=1024)
+    write_tokenizer(path / "model")
+    made(path, layers={"*": 4})
+    return path / "out"
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("cache", ["exact", "codes"])
+def test_hybrids_in_full_graphs_give_what_eager_gives(cache: str, draft: str, hybrid: Path, tmp_path: Path) -> None:
+    """Linears of recurrent layers in codes, with and without codes in the cache of the layers that attend, under full
+    graphs; prompts of 1 to K + 1 tokens, which a verify pass would be taken for, and batches that are padded."""
+    settings = TURBOQUANT if cache == "codes" else {}
+    tokens, padded = [1, 2, 4, 8], [8]
+    if DRAFTS[draft]:
+        settings = settings | {"speculative_config": DRAFTS[draft] | {"num_speculative_tokens": K}}
+        tokens, padded = ROUNDS, ROUNDS[-1:]
+    variants = {
+        "eager": {"enforce_eager": True},
+        "captured": graphs("FULL_DECODE_ONLY", compiled=False, tokens=tokens),
+        "padded": graphs("FULL_DECODE_ONLY", compiled=False, tokens=padded),
+    }
+    batches = [*SHORT, *BATCHES]
+    found = served(hybrid, {name: settings | each for name, each in variants.items()}, tmp_path, batches)
+    assert [row["tokens"] for row in found["captured"]] == [row["tokens"] for row in found["eager"]]
+    alike(found["padded"], found["eager"])
+    for name in ("captured", "padded") if DRAFTS[draft] else ():
+        replays = json.loads((tmp_path / f"{name}.replays").read_text())
+        assert replays.count(1 + K) > 12, "rounds with drafts were not replayed whole"
+    if cache == "exact":
+        for row in found["captured"]:
+            near(row["decoded"], row["again"])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -10,6 +10,8 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P
 from onegraph.formats.mxfp4 import MXFP4
 from onegraph.formats.nvfp4 import NVFP4
+from onegraph.formats.rotated import RotatedFormat
+from onegraph.formats.trellis import TRELLIS
 from onegraph.formats.weight import WeightFormat
 from onegraph.integrations.vllm.shards import Shard, Slots
 from onegraph.ops.weight import weight_ops
@@ -66,6 +68,8 @@ FORMATS = {
     "three": (E8P[3], E8P[3], E8P[3]),
     "another": (MXFP4, E8P[4], DENSE),
     "floats": (MXFP4, MXFP4, MXFP4),
+    "tiles": (TRELLIS[3], TRELLIS[3], TRELLIS[3]),
+    "tiles of several rates": (TRELLIS[1], E8P[4], TRELLIS[8]),
 }
 
 
@@ -103,6 +107,24 @@ def test_one_linear_of_the_file_where_vllm_counts_three(format: WeightFormat) ->
         loaded(slots, [tensors], [None])
 
 
+@pytest.mark.parametrize("formats", [(E8P[3], E8P[3]), (TRELLIS[3], DENSE)], ids=str)
+def test_two_linears_of_the_file_where_vllm_counts_four(formats: tuple[WeightFormat, ...]) -> None:
+    """Qwen3.5's in_proj_qkvz: queries, keys and values are one linear of the checkpoint, output gates another."""
+    sizes, k, names = (256, 256, 512), 256, ("b.in_proj_qkv", "b.in_proj_z")
+    layers = [stored(n, k, format, i) for i, (n, format) in enumerate(zip((sum(sizes), 512), formats, strict=True))]
+    x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
+    qkv, z = (whole(tensors, format, x) for tensors, format in zip(layers, formats, strict=True))
+    for rank in range(2):
+        parts = dict(zip(names, formats, strict=True))
+        slots = Slots(parts, [128, 128, 256, 256], k, Shard(rank, 2), torch.float32)
+        got = outputs(slots, loaded(slots, layers, [(0, 1, 2), 3]), x)
+        own = [part.chunk(2, dim=1)[rank] for part in qkv.split(sizes, dim=1)]
+        torch.testing.assert_close(got[0], torch.cat(own, dim=1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got[1], z.chunk(2, dim=1)[rank], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"b.in_proj_qkv: vLLM makes 3 linears of it, the checkpoint has 2"):
+        Slots(dict(zip(names, formats, strict=True)), [128, 128, 256], k, Shard(), torch.float32)
+
+
 def test_pieces_that_cut_a_rotation_block() -> None:
     tensors = stored(384, 64, E8P[4], 0)
     slots = Slots({"gate_up_proj": E8P[4]}, [64, 128], 64, Shard(0, 2), torch.float32)
@@ -133,7 +155,7 @@ def test_what_is_one_layer_is_one_launch(formats: tuple[WeightFormat, ...], same
             scale.copy_(scales[0])
         slots = Slots(dict(zip("abc", formats, strict=True)), sizes, 256, Shard(), torch.float32)
         module = loaded(slots, layers, ["q", "k", "v"])
-        rotated = isinstance(formats[0], type(E8P[4]))
+        rotated = isinstance(formats[0], RotatedFormat)
         exact = len(set(formats)) == 1 and (not rotated or (same_input and sizes[-1] == 128))
         assert slots.joined(module) == exact
         if exact:
@@ -170,6 +192,19 @@ def test_vocabulary_is_padded_and_cut(by_row: bool) -> None:
         assert len(slots.kernel_args(module, None, rows=count)["codes"]) == count
 
 
+def test_tiles_of_a_vocabulary_are_padded_and_cut() -> None:
+    tensors, ids = stored(144, 64, TRELLIS[5], 0), torch.arange(144)
+    whole = TRELLIS[5].fold(dict(tensors))
+    for used in ((0, 96), (96, 144), (144, 144)):
+        slots = Slots({"embed": TRELLIS[5]}, [96], 64, Shard(1, 3, vocabulary=used, by_row=True), torch.float32)
+        module: Any = loaded(slots, [tensors], [None])
+        run, given = slots.parts[0].ops.embedding, slots.kernel_args(module, None)
+        assert run is not None
+        own = ids[slice(*used)]
+        assert torch.equal(run(TRELLIS[5], own - used[0], given), run(TRELLIS[5], own, whole))
+        assert not given["out_scale"][len(own) :].any()
+
+
 def refusal(
     parts: dict[str, WeightFormat], rows: list[int], k: int, share: Shard, tensors: dict[str, Tensor], shard: Any
 ) -> str:
@@ -193,6 +228,10 @@ def test_what_does_not_divide_is_refused_by_name() -> None:
     )
     head = Shard(0, 4, vocabulary=(0, 192))
     assert "lm_head: rows 0:192 of 768 cut" in refusal({"lm_head": e8p}, [192], 64, head, stored(768, 64, e8p, 0), None)
+    tiles, within = stored(144, 64, TRELLIS[3], 0), Shard(1, 8, vocabulary=(24, 48), by_row=True)
+    told = refusal({"embed": TRELLIS[3]}, [24], 64, within, tiles, None)
+    assert told.startswith("embed: a linear of 24 x 64 cannot be stored as trellis at 3 bits; tiles have 16 outputs")
+    assert told.endswith("or keep this layer unquantized")
     assert refusal({"up": MXFP4}, [8], 32, Shard(0, 3), stored(24, 96, MXFP4, 0), None) == "nothing was refused"
 
 
@@ -211,6 +250,13 @@ def test_what_a_checkpoint_may_not_hold() -> None:
     assert "a.residual is in the checkpoint; e8p at 2 bits has no" in refusal(
         mixed, [128, 128], 64, Shard(), tensors, "q"
     )
+    one, two = (stored(128, 128, TRELLIS[bits], 0) for bits in (1, 2))
+    for codes, named in (
+        (two["codes"], "in_scale has shape (128,)"),
+        (one["codes"][:, 2:], "codes has shape (8, 126)"),
+    ):
+        told = refusal({"up": TRELLIS[1]}, [128], 128, Shard(0, 2), one | {"codes": codes}, None)
+        assert told.startswith(f"up.{named}, which is no tensor of trellis at 1 bit with as many inputs as the others")
     with pytest.raises(ValueError, match="vLLM makes 3 linears of it, the checkpoint has 2"):
         Slots({"q": E8P[4], "kv": E8P[4]}, [64, 64, 64], 64, Shard(), torch.float32)
     with pytest.raises(ValueError, match="groups of 8"):

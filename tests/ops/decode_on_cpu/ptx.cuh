@@ -47,7 +47,8 @@ static u32 transpose(u32 x) {  // a row of eight in four lanes
 }
 
 // A cluster runs twice: first each block up to where it waits for what the others send, then with that.
-static std::vector<std::pair<u32, float2>> mail_of[SIZE];
+struct Pair { u32 to; float2 v; };
+static List<Pair> mail_of[SIZE];
 static bool delivered;
 static u32 to_come;
 static u32 cluster_rank() { return blockIdx.x % SIZE; }

@@ -66,7 +66,7 @@ static void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 }
 
 struct Meeting { int count, opened; };
-static std::map<int, Meeting> meetings;
+static Map<int, Meeting> meetings;
 static void some_meet(int barrier, int threads) {
   Meeting& at = meetings[barrier];
   const int before = at.opened;
@@ -80,7 +80,7 @@ static void some_meet(int barrier, int threads) {
 
 // As tests/ops/e8p_decode_on_cpu/host.py writes them.
 struct __attribute__((aligned(64))) TensorMap { const u8* from; long long rows, row_bytes, box_bytes, box_rows, slices, unused[10]; };
-static std::map<u32, int> missing;  // bytes, by barrier
+static Map<u32, int> missing;  // bytes, by barrier
 static void expect(u32 barrier, int bytes) { missing[barrier] += bytes; }
 static void wait_barrier(u32 barrier, u32) {
   meet(WARP);
@@ -110,7 +110,7 @@ static void box(u32 to, const TensorMap& m, int column, int row, u32 barrier) { 
 
 // The cluster. An address of another block has its rank above bit 20.
 struct Mail { u32 to, barrier; float v[4]; int count; };
-static std::vector<Mail> sent;
+static List<Mail> sent;
 static bool first_round;
 static u32 at_rank(u32 local, u32 rank) { return local | rank << 20; }
 static u32 at_rank(const void* local, u32 rank) { return at_rank(address(local), rank); }

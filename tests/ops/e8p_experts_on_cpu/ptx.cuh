@@ -69,7 +69,8 @@ static uint2 stream8(const u8* p) {
 }
 
 static int rank_now, expected_mail;
-static std::vector<std::pair<u32, float4>> mail;
+struct Letter { u32 to; float4 v; };
+static List<Letter> mail;
 static void make_barrier(u32, int) {}
 static void expect(u32, int bytes) { expected_mail = bytes; }  // the last one: of what the cluster sends
 static void wait_barrier(u32, u32) { meet(BLOCK); }

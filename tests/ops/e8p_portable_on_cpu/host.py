@@ -15,7 +15,7 @@ from h200 import H200
 from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.e8p import codebook
 from onegraph.ops import e8p as ops
-from onegraph.ops.cuda import build, e8p_portable
+from onegraph.ops.cuda import build, e8p_portable, rotated_portable
 from onegraph.ops.cuda.e8p_common import Linear
 
 FOLDER = Path(sys.argv[1])
@@ -33,7 +33,7 @@ class Case:
     k: int
     bits: int
     with_: str = ""
-    plan: e8p_portable.PortableTiling | None = None
+    plan: e8p_portable.E8PTiling | None = None
     half: bool = False
 
     @property
@@ -43,19 +43,19 @@ class Case:
     @property
     def passes(self) -> list[int]:
         """Tokens of each."""
-        count = -(-self.tokens // e8p_portable.AT_ONCE)
+        count = -(-self.tokens // rotated_portable.AT_ONCE)
         return [self.tokens * (i + 1) // count - self.tokens * i // count for i in range(count)]
 
-    def chosen(self, tokens: int) -> e8p_portable.PortableTiling:
+    def chosen(self, tokens: int) -> e8p_portable.E8PTiling:
         return self.plan or PLANNED(self.n, self.k, self.bits, tokens, SMALL)
 
     def defines(self, tokens: int) -> tuple[str, ...]:
-        made = e8p_portable.defines(self.chosen(tokens), self.n, self.k, self.bits, self.half, self.around)
+        made = self.chosen(tokens).defines(self.n, self.k, self.bits, self.half, self.around)
         return flags(made | {"START": 1024, "FOLLOWS": made["TOKENS"] % 2})
 
 
-PLANNED = e8p_portable.plan
-PLAN = e8p_portable.PortableTiling  # ahead, tokens, turns, strips, parts, unit, across, down, hold
+PLANNED = e8p_portable.E8PTiling.plan
+PLAN = e8p_portable.E8PTiling  # ahead, tokens, turns, strips, parts, unit, across, down, hold
 CASES = [
     # as planned for 6 SMs: every rate, both dtypes, odd numbers of tokens, blocks of 64 rows and columns, all fusions
     Case(1, 192, 576, 2, "norm"),
@@ -113,7 +113,7 @@ def kernels(_: build.Source, device: None, *defines: tuple[str, int]) -> dict[st
 
 build.device = lambda index: SMALL
 launch_on_cpu(kernels)
-e8p_portable.ARRIVED = Counters
+rotated_portable.ARRIVED = Counters
 
 
 def check(case: Case) -> None:
@@ -133,7 +133,7 @@ def check(case: Case) -> None:
         x.float(), codes, residual, codebook(), *scales, given, bits, more, eps, silu, True
     )
 
-    e8p_portable.plan = lambda n, k, bits, tokens, device: case.chosen(tokens)
+    e8p_portable.E8PTiling.plan = lambda n, k, bits, tokens, device: case.chosen(tokens)
     results = []
     for order in (1, 7919):  # a prime, so that all come
         step = order
@@ -152,9 +152,9 @@ def check(case: Case) -> None:
     print(f"{bits} bits, {tokens} tokens, {turned}{who}, {rounds} rounds, {len(case.passes)} passes", flush=True)
 
 
-def alike(n: int, k: int, bits: int, most: e8p_portable.PortableTiling | None = None) -> list[Case]:
+def alike(n: int, k: int, bits: int, most: e8p_portable.E8PTiling | None = None) -> list[Case]:
     """A case for each number of tokens that a kernel is compiled for, cut as 16 are: as planned, or as `most`."""
-    own = {t: e8p_portable.like_most(n, k, bits, t, SMALL) for t in e8p_portable.CLASSES}
+    own = {t: e8p_portable.E8PTiling.like_most(n, k, bits, t, SMALL) for t in rotated_portable.CLASSES}
     plans = {t: plan if most is None else replace(most, tokens=t) for t, plan in own.items()}
     return [Case(tokens, n, k, bits, "norm add", plan) for tokens, plan in plans.items()]
 
@@ -167,7 +167,7 @@ def check_alike(cases: list[Case]) -> None:
     scales = ops.random_scales(n, k, torch.device("cpu"), g)
     x, more = (torch.randn(16, size, generator=g).bfloat16() for size in (k, n))
     for case in cases:
-        e8p_portable.like_most = lambda *_, plan=case.plan: plan
+        e8p_portable.E8PTiling.like_most = lambda *_, plan=case.plan: plan
         for first in {0, 16 - case.tokens}:
             part = slice(first, first + case.tokens)
             y = torch.full((case.tokens, n), float("nan"), dtype=torch.bfloat16)

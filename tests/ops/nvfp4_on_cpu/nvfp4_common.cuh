@@ -40,16 +40,25 @@ static void __attribute__((noinline)) go(Place& from, Place& to) {
   if (to.begun) _longjmp(to.at, 1);
   setcontext(&to.begin);
 }
+struct Copy {
+  u8* to;
+  const u8* from;
+  size_t bytes;
+  bool inside;
+  int group;  // how many there are before its own
+  void arrive() const { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+};
 struct Fiber {
   Place place;
-  bool done = false;
-  Wait wait = NONE;
-  std::vector<std::function<void()>> open;                 // copies since the last commit
-  std::vector<std::vector<std::function<void()>>> groups;  // committed, not arrived
+  bool done;
+  Wait wait;
+  List<Copy> copies;      // from the `arrived`-th on not arrived
+  int arrived, committed; // copies; groups
   u32 fragments[6];
 };
-static std::vector<Fiber> fibers;
-static std::vector<std::vector<char>> stacks;  // of the fibers, kept from block to block
+static Fiber fibers[1024];
+static int fibers_now;
+static char stacks[1024][32768];
 static Place scheduler;
 static int current;
 static struct { struct { operator int() const { return current; } } x; } threadIdx;
@@ -58,7 +67,8 @@ static void fail(const char* why) {
   printf("%s, thread %d of block %d %d %d\n", why, current, blockIdx.x, blockIdx.y, blockIdx.z);
   exit(1);
 }
-static std::vector<std::pair<const u8*, size_t>> readable;
+struct Readable { const u8* start; size_t size; };
+static List<Readable> readable;
 static void check_read(const void* p, size_t bytes) {
   for (auto& [start, size] : readable)
     if ((const u8*)p >= start && (const u8*)p + bytes <= start + size) return;
@@ -95,21 +105,20 @@ static u32 load_pair(const u8* p) {
 static void copy(u8* to, const u8* from, size_t bytes, bool inside) {
   if ((uintptr_t)to % bytes || (inside && (uintptr_t)from % bytes)) fail("a copy that is not aligned");
   if (inside) check_read(from, bytes);
-  const auto arrive = [=] { inside ? memcpy(to, from, bytes) : memset(to, 0, bytes); };
-  if (apart) arrive();
-  else fibers[current].open.push_back(arrive);
+  Fiber& own = fibers[current];
+  const Copy made = {to, from, bytes, inside, own.committed};
+  if (apart) made.arrive();
+  else own.copies.push_back(made);
 }
 static void copy16(u8* to, const u8* from, bool inside) { copy(to, from, 16, inside); }
 static void copy4(u8* to, const u8* from, bool inside) { copy(to, from, 4, inside); }
-static void commit() {
-  Fiber& own = fibers[current];
-  own.groups.push_back(std::move(own.open));
-  own.open.clear();
-}
+static void commit() { ++fibers[current].committed; }
 template <int N> static void wait_but() {
-  auto& groups = fibers[current].groups;
-  for (; groups.size() > N; groups.erase(groups.begin()))
-    for (auto& arrive : groups.front()) arrive();
+  Fiber& own = fibers[current];
+  List<Copy>& copies = own.copies;
+  for (; own.arrived < copies.size() && copies.items[own.arrived].group < own.committed - N; ++own.arrived)
+    copies.items[own.arrived].arrive();
+  if (own.arrived == copies.size()) copies.clear(), own.arrived = 0;
 }
 
 static u32 prmt(u32 a, u32 b, u32 selector) {
@@ -169,7 +178,7 @@ template <bool WIDE> static void write(u16* y, long long at, float v) {
   else y[at] = narrow(v);
 }
 
-template <class T> static T of_lanes(T own, const std::function<T(int)>& result) {
+template <class T, class Result> static T of_lanes(T own, const Result& result) {
   static_assert(sizeof(T) == 4);
   memcpy(fibers[current].fragments, &own, 4);
   meet(WARP);
@@ -197,8 +206,14 @@ static float shuffle_xor(float own, int mask) {
 // The copy engine. Boxes arrive only where somebody waits for a barrier that nothing else keeps from opening.
 struct TensorMap { const u8* start; int rows, row_bytes, box_rows, box_bytes, box_slices; };
 struct alignas(8) Barrier { u8 bytes[8]; };
-struct Phase { int all, missing, opened, expected, asked; std::vector<std::function<void()>> copies; };
-static std::map<Barrier*, Phase> phases;
+struct Box {
+  u8* to;
+  TensorMap map;
+  int row, slice, column;
+  void arrive() const;
+};
+struct Phase { int all, missing, opened, expected, asked; List<Box> boxes; };
+static Map<Barrier*, Phase> phases;
 static void make_barrier(Barrier* b, u32 arrivals) { phases[b] = {(int)arrivals, (int)arrivals, 0, 0, 0, {}}; }
 static void barriers_made() {}
 static void arrive(Barrier* b) {
@@ -213,8 +228,9 @@ static void wait_barrier(Barrier* b, u32 parity) {
     Phase& p = phases[b];
     if (p.asked > p.expected && !p.missing) fail("a barrier that gets more bytes than it waits for");
     if (!p.missing && p.asked == p.expected) {
-      for (auto& arrival : p.copies) arrival();
-      p = {p.all, p.all, p.opened + 1, 0, 0, {}};
+      for (const Box& one : p.boxes) one.arrive();
+      p.missing = p.all, ++p.opened, p.expected = p.asked = 0;
+      p.boxes.clear();
     } else {
       if (turn > 100000) fail("a barrier that never opens");
       meet(POLL);
@@ -225,15 +241,17 @@ static void wait_barrier(Barrier* b, u32 parity) {
 static void copy_box(u8* to, const TensorMap& m, int row, int slice, Barrier* b, int column = 0) {
   if ((uintptr_t)to % 128) fail("a box that is not aligned");
   phases[b].asked += m.box_slices * m.box_rows * m.box_bytes;
-  phases[b].copies.push_back([=] {
-    for (int i = 0; i < m.box_slices * m.box_rows * m.box_bytes; ++i) {
-      const int r = row + i / m.box_bytes % m.box_rows, s = slice + i / (m.box_bytes * m.box_rows), byte = i % m.box_bytes;
-      uintptr_t at = (uintptr_t)to + i;
-      if (m.box_bytes == 128) at ^= (at >> 7 & 7) << 4;  // swizzled
-      const int in_row = s * m.box_bytes + column + byte;
-      *(u8*)at = r < m.rows && in_row < m.row_bytes ? m.start[(size_t)r * m.row_bytes + in_row] : 0;
-    }
-  });
+  phases[b].boxes.push_back({to, m, row, slice, column});
+}
+void Box::arrive() const {
+  const int bytes = map.box_bytes;
+  for (int i = 0; i < map.box_slices * map.box_rows * bytes; ++i) {
+    const int r = row + i / bytes % map.box_rows, s = slice + i / (bytes * map.box_rows), byte = i % bytes;
+    uintptr_t at = (uintptr_t)to + i;
+    if (bytes == 128) at ^= (at >> 7 & 7) << 4;  // swizzled
+    const int in_row = s * bytes + column + byte;
+    *(u8*)at = r < map.rows && in_row < map.row_bytes ? map.start[(size_t)r * map.row_bytes + in_row] : 0;
+  }
 }
 static void some_meet(int barrier, int threads) { meet(SOME); }
 static void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
@@ -281,14 +299,15 @@ static void run_block(int threads) {
   apart = drawn >> 31, backwards = drawn >> 30 & 1, blank = apart ? 0 : 0xFF;
   drawn = drawn * 1664525 + 1013904223;
   memset(shared, blank, sizeof shared);
-  fibers.clear();
-  fibers.resize(threads);
-  while ((int)stacks.size() < threads) stacks.emplace_back(32768);
+  if ((fibers_now = threads) > 1024) fail("more threads than a block has");
   for (int i = 0; i < threads; ++i) {
-    ucontext_t& begin = fibers[i].place.begin;
+    Fiber& own = fibers[i];
+    own.place.begun = own.done = false, own.wait = NONE;
+    own.copies.clear(), own.arrived = own.committed = 0;
+    ucontext_t& begin = own.place.begin;
     getcontext(&begin);
-    begin.uc_stack.ss_sp = stacks[i].data();
-    begin.uc_stack.ss_size = stacks[i].size();
+    begin.uc_stack.ss_sp = stacks[i];
+    begin.uc_stack.ss_size = sizeof stacks[i];
     makecontext(&begin, thread, 0);
   }
   for (int left = threads; left;) {
@@ -312,13 +331,14 @@ static void run_block(int threads) {
         again = apart && first.wait == WARP;
       }
     }
-    const auto some_wait = [](const Fiber& f) { return !f.done && f.wait == SOME; };
-    if (threads > 32 && std::all_of(fibers.begin(), fibers.end() - 32, some_wait)) {
+    bool some_wait = threads > 32;
+    for (int i = 0; i < threads - 32; ++i) some_wait &= !fibers[i].done && fibers[i].wait == SOME;
+    if (some_wait) {
       for (int i = 0; i < threads - 32; ++i) fibers[i].wait = NONE;
       continue;
     }
     if (moved || !left) continue;
     if (left != threads || fibers[0].wait == SOME) fail("some threads ended, others wait for them");
-    for (Fiber& f : fibers) f.wait = NONE;
+    for (int i = 0; i < threads; ++i) fibers[i].wait = NONE;
   }
 }

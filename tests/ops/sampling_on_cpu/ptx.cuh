@@ -15,7 +15,7 @@ static long long __double_as_longlong(double v) {
   memcpy(&bits, &v, 8);
   return bits;
 }
-template <class T> static T of_place(T own, const std::function<int(int)>& place) {  // of another lane of the warp
+template <class T, class Lane> static T of_place(T own, const Lane& place) {  // of another lane of the warp
   static_assert(sizeof(T) <= sizeof fibers[0].fragments);
   memcpy(fibers[current].fragments, &own, sizeof own);
   meet(WARP);
@@ -42,7 +42,7 @@ static int __syncthreads_count(int own) {
   fibers[current].fragments[0] = own != 0;
   meet(BLOCK);
   int count = 0;
-  for (const Fiber& f : fibers) count += f.fragments[0];
+  for (int i = 0; i < fibers_now; ++i) count += fibers[i].fragments[0];
   meet(BLOCK);
   return count;
 }

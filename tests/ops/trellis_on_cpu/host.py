@@ -16,7 +16,7 @@ from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.rotated import hadamard_block
 from onegraph.formats.trellis import TILE, UNIT, decode
 from onegraph.ops import e8p, trellis
-from onegraph.ops.cuda import build, trellis_dequantize, trellis_portable
+from onegraph.ops.cuda import build, rotated_portable, trellis_dequantize, trellis_portable
 from onegraph.ops.cuda.trellis_common import Linear
 from onegraph.ops.hadamard import hadamard, rotate_rows
 
@@ -40,8 +40,8 @@ class Case:
         return tuple(name in self.with_ for name in ("norm", "silu", "bias", "add", "wide"))
 
     def defines(self) -> dict[str, int]:
-        plan = trellis_portable.plan(self.n, self.k, self.bits, min(self.tokens, 16), SMALL)
-        return trellis_portable.defines(plan, self.n, self.k, self.bits, self.half, self.around)
+        plan = trellis_portable.TrellisTiling.plan(self.n, self.k, self.bits, min(self.tokens, 16), SMALL)
+        return plan.defines(self.n, self.k, self.bits, self.half, self.around)
 
 
 CASES = [
@@ -97,7 +97,7 @@ def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> di
 
 build.device = lambda index: SMALL
 launch_on_cpu(kernels)
-trellis_portable.ARRIVED = Counters
+rotated_portable.ARRIVED = Counters
 
 
 def scales(n: int, k: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

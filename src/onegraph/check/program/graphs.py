@@ -19,6 +19,7 @@ from onegraph.check.rules.errors import NOT_PERMITTED, ON_DEFAULT
 from onegraph.check.simulate import frames, memory
 from onegraph.check.simulate.device import plain_of
 from onegraph.check.simulate.graphs import user_frame
+from onegraph.check.simulate.recording import put_back
 from onegraph.check.simulate.records import UNWRITTEN, Step
 from onegraph.check.simulate.state import Snapshot
 
@@ -56,7 +57,7 @@ class Recorder:
         number = len(world.captures) + 1
         home = user_frame(frame)
         at = frames.place(home.f_code, home.f_lasti)
-        capture = Capture(number, Step(number), at, pool=pool, generators=generators, mode=mode)
+        capture = Capture(number, Step(number, graph=True), at, pool=pool, generators=generators, mode=mode)
         capture.chain = frames.chain_from(home, world.stop)
         capture.stream = torch.cuda.current_stream()
         capture.modes = _modes()
@@ -79,6 +80,7 @@ class Recorder:
             raise RuntimeError("capture_end() without a capture that began in this thread")
         step = capture.step
         world.end(step)
+        put_back(world, step)
         step.memory_end = len(step.memory)
         capture.nodes = world.first_node, compat.next_node_number()
         self._cold(capture)

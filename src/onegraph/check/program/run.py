@@ -1,5 +1,6 @@
 """`onegraph check --run`: a program against the simulated machine, and a report on everything that it captured."""
 
+import gc
 import inspect
 import re
 import time
@@ -37,6 +38,7 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
     world = ProgramWorld(launch.call_program.__code__, roots, gpus)
     comparison = EagerComparison(world)
     rng, ended = torch.get_rng_state(), ""
+    gc.freeze()  # what exists already is no part of the program: its collections, and those of copies, leave it shared
     try:
         with launch.as_program(words), machine(world, Recorder(world, comparison)):
             world.streams.start_on(torch.cuda.default_stream(), 64)  # work outside of captures
@@ -49,6 +51,7 @@ def run_program(words: Sequence[str], *, gpus: int = 1) -> Report:
             world.threads.raise_refused()
     finally:
         torch.set_rng_state(rng)
+        gc.unfreeze()
     if not (world.captures or world.calls):
         raise CheckError(f"{target}: {ended or NO_CAPTURES + MODES}")
     report = _report(target, world, comparison)

@@ -1,14 +1,16 @@
 """Names that modules took from torch before a simulation began: `from torch.cuda import current_stream`."""
 
+import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -19,6 +21,7 @@ def rebound(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """While the context lasts, every global of a module that is the first of a pair is the second one. Afterwards all
     are what they were; what a factory imported meanwhile took the stand-in, which belongs to one simulation, and gets
     the first name that it stood for."""
+    held = _held(pairs)
     before = _rebind({id(real): stand_in for real, stand_in in pairs})
     try:
         yield
@@ -27,20 +30,41 @@ def rebound(pairs: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         for module, name, value in before:
             if id(vars(module).get(name)) in ours:
                 setattr(module, name, value)
-        _rebind({id(stand_in): real for real, stand_in in reversed(pairs)})
+        if _held(pairs) != held:  # something took one: to look at every global takes longer than a small step
+            _rebind({id(stand_in): real for real, stand_in in reversed(pairs)})
+
+
+def holders(wanted: Set[int], modules: Iterable[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
+    """(module, name, value) of the globals that are objects of these identities."""
+    found = []
+    for module in modules:
+        values = vars(module)
+        if not wanted.isdisjoint(map(id, values.values())):  # of fifty thousand globals few are wanted
+            found += [(module, name, value) for name, value in values.items() if id(value) in wanted]
+    return found
+
+
+def modules_of(mine: Callable[[str], bool]) -> Iterator[ModuleType]:
+    """Imported modules whose file `mine` says yes to."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(module, ModuleType) and isinstance(path, str) and mine(path):
+            yield module
+
+
+def _held(pairs: Sequence[tuple[Any, Any]]) -> list[int]:
+    return [sys.getrefcount(stand_in) for _, stand_in in pairs]
 
 
 def _rebind(others: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
     """Globals by identity become others; what they were."""
-    found = [(m, name, value) for m in _modules() for name, value in vars(m).items() if id(value) in others]
+    found = holders(others.keys(), modules_of(_may_take))
     for module, name, value in found:
         setattr(module, name, others[id(value)])
     return found
 
 
-def _modules() -> Iterator[ModuleType]:
-    """Modules of the user and of libraries, torch's own and this package's left out."""
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if isinstance(module, ModuleType) and isinstance(path, str) and not path.startswith((_TORCH, frames.HERE)):
-            yield module
+@functools.cache
+def _may_take(path: str) -> bool:
+    """Whether a file is the user's or a library's: not torch's own, this package's or the standard library's."""
+    return not path.startswith((_TORCH, frames.HERE)) and package_of(path) != ""

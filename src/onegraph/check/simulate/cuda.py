@@ -148,7 +148,7 @@ def machine(world: World, recorder: graphs.Recorder | None = None) -> Iterator[N
                     stack.enter_context(_swapped(module, name, value))
         for name in ("synchronize", "current_stream", "set_stream"):
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
-                stack.enter_context(_swapped(torch.accelerator, name, stand_ins[name]))
+                stack.enter_context(_swapped(torch.accelerator, name, functools.partial(stand_ins[name])))
         if torch.version.cuda is None:
             stack.enter_context(_swapped(torch.version, "cuda", _CUDA))
         stack.enter_context(_swapped(torch.cuda.nvtx, compat.NVTX, _NoRanges()))
@@ -268,7 +268,8 @@ def _compile(world: World, real: Any) -> Any:
             world.see("CG307", "torch.compile is called inside the step", hazards.NOT_PERMITTED)
         if world.phase not in ("build", "step"):
             return real(*args, **kwargs)
-        own = kwargs.get("mode") in _OWN_GRAPHS or (kwargs.get("options") or {}).get("triton.cudagraphs", False)
+        own = kwargs.get("mode") in _OWN_GRAPHS or kwargs.get("backend") == "cudagraphs"
+        own = own or (kwargs.get("options") or {}).get("triton.cudagraphs", False)
 
         def compiled(function: Any) -> Any:
             """Runs as it is written, and is known to be compiled while it does."""

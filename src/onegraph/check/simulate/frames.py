@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onegraph.check.constructs import parsed, walked
 from onegraph.check.places import package_of
 from onegraph.check.report import Frame, relative
 
@@ -182,7 +183,7 @@ def called(code: CodeType, lasti: int) -> str:
     module = tree(code.co_filename)
     if at is None or module is None:
         return ""
-    for node in ast.walk(module):
+    for node in walked(module):
         here = isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == at
         if isinstance(node, ast.Call) and here:
             return getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -236,10 +237,8 @@ def frames(calls: Chain, roots: Roots) -> tuple[Frame, ...]:
 
 @functools.lru_cache(maxsize=512)
 def tree(path: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
-        return None
+    """The tree of a file, None where it is no Python."""
+    return parsed("".join(linecache.getlines(path)))
 
 
 def parted(common: Chain | None, ours: Chain | None, theirs: Chain | None) -> CodeLocation | None:
@@ -317,7 +316,7 @@ def _inside(module: ast.Module, code: CodeType) -> list[ast.AST]:
     """Nodes of the function that `code` was compiled from, without those of functions nested in it."""
     found: list[ast.AST] = []
     root: ast.AST = module
-    for node in ast.walk(module):
+    for node in walked(module):
         if isinstance(node, _FUNCTIONS):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             named = isinstance(node, ast.Lambda) or node.name == code.co_name

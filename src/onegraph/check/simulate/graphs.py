@@ -20,7 +20,7 @@ from onegraph.check import compat
 from onegraph.check.rules.errors import NOT_PERMITTED
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import guarded
-from onegraph.check.simulate.recording import keep_one
+from onegraph.check.simulate.recording import keep_one, put_back
 from onegraph.check.simulate.records import OpRecord, Step, tensors_in, written
 from onegraph.check.simulate.replay import REFUSALS, again, refresh
 from onegraph.check.simulate.world import World
@@ -71,7 +71,7 @@ class StepRecorder:
             world.see("CG307", "the step captures a graph of its own: no capture can hold another one", NESTED)
         names = ("phase", "step", "current", "reference", "stop", "first_node", "asked_capturing")
         outer = {name: getattr(world, name) for name in names} | {"streams": dict(vars(world.streams))}
-        graph = OwnGraph(Step(world.captured_step), outer, len(world.raw_findings))
+        graph = OwnGraph(Step(world.captured_step, graph=True), outer, len(world.raw_findings))
         self.open.append(graph)
         world.phase, world.step, world.reference = "step", world.captured_step, None
         world.stop, world.asked_capturing = guarded.__code__, []
@@ -84,6 +84,7 @@ class StepRecorder:
             raise RuntimeError("capture_end() without a capture that began in this thread")
         world, graph = self.world, self.open.pop()
         world.end(graph.step)
+        put_back(world, graph.step)
         made = {number for number, nbytes, _ in graph.step.memory if nbytes >= 0}
         for record in list(world.storages.records.values()):
             if record.number in made:  # memory of that graph, which any step may use

@@ -163,7 +163,8 @@ def _sorted(
 
 def _memory(world: Machine, made: _Launch) -> interpret.Memory:
     """Storages that were there before this step are kept as they were, for the referee to go back to."""
-    replayed = world.phase == "step" and world.current is not None and world.step > world.captured_step
+    current = world.current if world.phase == "step" else None
+    replayed = current is not None and (current.graph or world.step > world.captured_step)
     undo = id(made.kernel) not in world.kernels.proven
 
     def first_write(whole: Tensor) -> None:

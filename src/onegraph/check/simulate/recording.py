@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.check import compat
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.machine import Machine
@@ -63,6 +64,14 @@ def keep_one(world: Machine, target: Tensor) -> None:
         return
     whole = flat_bytes(target)
     world.current.before[key] = (whole, whole.clone())
+
+
+def put_back(world: Machine, step: Step) -> None:
+    """The capture of a graph has ended: on a GPU it runs nothing, so what its ops wrote is as it was."""
+    with compat.no_torch_function(), world.off(), torch.inference_mode():
+        for whole, before in step.before.values():
+            whole.copy_(before)
+    step.before.clear()
 
 
 def record(

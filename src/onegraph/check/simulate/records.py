@@ -110,6 +110,7 @@ class Step:
     marked: dict[int, tuple[int, int]] = field(default_factory=dict)  # storage number -> where it became unknown
     memory: list[tuple[int, int, int]] = field(default_factory=list)  # storage, its bytes or -1 freed, ops before
     memory_end: int | None = None  # how much of that was inside of the step; None: all
+    graph: bool = False  # a graph that the program itself captures: what it writes is put back
 
     def freed(self, number: int) -> None:
         """The last tensor of a storage that this step made is gone."""

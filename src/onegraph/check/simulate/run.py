@@ -15,10 +15,11 @@ from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
-from onegraph.check.simulate.compare import StorageTable
+from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.cuda import machine
 from onegraph.check.simulate.device import DeviceTensor, plain_of, storage_of
 from onegraph.check.simulate.findings import Findings, home_of
+from onegraph.check.simulate.follow import BAKED
 from onegraph.check.simulate.kernels import Code
 from onegraph.check.simulate.records import OpRecord, RawFinding, Step, same
 from onegraph.check.simulate.replay import replay as run_again
@@ -178,17 +179,27 @@ class _Simulation(StepCheck):
                     self.world.phase = "idle"
                     del self.world.raw_findings[seen:]
                 self.numbers.pop(index, None)
-                if index in self.steps and self.verdicts[index].stale:
+                if index in self.steps and self.verdicts[index].stale and self._tells(varied, index):
                     self.varied[index] = varied
                     if not varied.said:
                         del self.verdicts[index]
                     break  # the smallest that differs
                 self._forget(index)
 
-    def qualified(self, raw: RawFinding) -> RawFinding:
+    def _tells(self, varied: Variation, index: int) -> bool:
+        """Whether a step on a variation differs by more than the number that was put in."""
+        if not varied.trivial:
+            return True
+        captured = self.steps[self.world.captured_step]
+        found, branches = differences(captured, [self.steps[index]], self.verdicts, self._table(captured), {})
+        return any(raw.code not in BAKED for raw in (*found, *(raw for _, raw in branches)))
+
+    def qualified(self, raw: RawFinding) -> RawFinding | None:
         varied = self.varied.get(raw.step)
         if varied is None:
             return raw
+        if varied.trivial and raw.code in BAKED:
+            return None
         where = f"{varied.name} {varied.text}"
         severity = raw.severity if varied.said else min(raw.severity, Severity.WARNING, key=lambda s: s.rank)
         values = tuple(value.replace(f"step {raw.step}", where) for value in raw.values)
@@ -361,6 +372,10 @@ class _Simulation(StepCheck):
             dead = outside - self._alive()
         return dead
 
+    def _table(self, captured: Step) -> StorageTable:
+        alive = self._alive() - self._dead(captured)
+        return StorageTable(self.names, alive, self.world.storages.made, self.returned)
+
     # the report
 
     def _report(self, step: Callable[..., Any], seconds: float) -> Report:
@@ -370,7 +385,7 @@ class _Simulation(StepCheck):
             raise CheckError(f"{NOTHING} ({NO_GPU_YET}, and a device chosen then is the CPU)")
         later = [self.steps[i] for i in range(world.captured_step + 1, self.count) if i in self.steps]
         later += [self.steps[i] for i in self.varied if i in self.steps]
-        table = StorageTable(self.names, self._alive() - self._dead(captured), world.storages.made, self.returned)
+        table = self._table(captured)
         findings = Findings(world, self.roots, self.steps, self.names, home_of(step, self.factory))
         raw = (*world.raw_findings, *compiled.skips(world.calls, world.captured_step))
         self.conclude(findings, raw, captured, later, table, self.refreshed)
@@ -379,7 +394,7 @@ class _Simulation(StepCheck):
         report.facts["memory"] = memory.facts(captured, self.roots.place)
         if unknown := told({source: self.roots.line(chain) for source, chain in world.unknowns.sources.items()}):
             report.facts["unknown"] = unknown
-        if words := nameless(compat.ops()):
+        if words := nameless(compat.ops):
             report.facts["declared"] = words
         if self.probe_ended:
             report.facts["probe ended"] = self.probe_ended

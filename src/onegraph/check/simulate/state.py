@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onegraph.check.constructs import walked
 from onegraph.check.containers import slots
 from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
@@ -213,7 +214,7 @@ def assignment_of(name: str, codes: list[types.CodeType]) -> frames.CodeLocation
         if module is None:
             continue
         end = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
-        for node in ast.walk(module):
+        for node in walked(module):
             line = getattr(node, "lineno", 0)
             for changed in _changed(node, last) if code.co_firstlineno <= line <= end else ():
                 at = frames.CodeLocation(

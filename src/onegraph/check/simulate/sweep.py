@@ -38,6 +38,11 @@ class Variation(NamedTuple):
     value: Any
     said: bool
 
+    @property
+    def trivial(self) -> bool:
+        """A Python number that nobody says changes: that a graph holds it is no news, what is chosen by it may be."""
+        return not self.said and not isinstance(self.value, Tensor)
+
 
 def variations(step: Callable[..., Any], inputs: Callable[[int], Any], given: Any) -> Iterator[list[Variation]]:
     """For each leaf that looks like metadata, what to put in its place. `given`: (arguments, keywords).

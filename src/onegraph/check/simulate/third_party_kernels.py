@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onegraph.check.places import package_of
-from onegraph.check.simulate import kernels
+from onegraph.check.simulate import aliases, kernels
 from onegraph.check.simulate.interpret import changed
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.tables import LAUNCHES, SIMULATED_MAKERS
@@ -15,25 +15,20 @@ from onegraph.check.tables import LAUNCHES, SIMULATED_MAKERS
 @contextmanager
 def stand_ins(world: Machine) -> Iterator[None]:
     """While this lasts, the launches of libraries that are imported already go to `world`."""
-    changes = []
+    changes, by_identity = [], {}
     for table, make in ((LAUNCHES, _launcher), (SIMULATED_MAKERS, _maker)):
         for whole in table:
             module, _, name = whole.rpartition(".")
             owner = sys.modules.get(module)
             real = getattr(owner, name, None)
             if real is not None:
-                stand_in = make(world, whole)
-                changes += [(owner, name, stand_in), *_imported(real, stand_in)]
+                by_identity[id(real)] = stand_in = make(world, whole)
+                changes.append((owner, name, stand_in))
+    if by_identity:  # `from cuda.core import launch` in modules of the user's
+        imported = aliases.holders(by_identity.keys(), aliases.modules_of(lambda path: package_of(path) is None))
+        changes += [(module, name, by_identity[id(value)]) for module, name, value in imported]
     with changed(changes):
         yield
-
-
-def _imported(real: Any, stand_in: Any) -> Iterator[tuple[Any, str, Any]]:
-    """`from cuda.core import launch` in modules of the user's."""
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if isinstance(path, str) and package_of(path) is None:
-            yield from ((module, name, stand_in) for name, value in list(vars(module).items()) if value is real)
 
 
 def _launcher(world: Machine, name: str) -> Any:

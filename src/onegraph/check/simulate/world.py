@@ -325,7 +325,7 @@ class World:
                 text = "work is launched by another thread, whose stream is not captured"
                 self.see("CG309", text, SILENT, chain=chain)
         mine = {id(t.inner): t for t in virtual}
-        if live and writes and self.current is not None and self.step > self.captured_step:
+        if live and writes and self.current is not None and (self.current.graph or self.step > self.captured_step):
             recording.keep(self, args, kwargs, writes)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)

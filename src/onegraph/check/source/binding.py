@@ -95,7 +95,8 @@ def set_attribute(
             obj.attributes[name] = new
 
         machine.stored(("attribute", id(obj), name), node, old, value, setter, obj, moved)
-    if machine.at.between and isinstance(value, Tensor) and isinstance(old, Tensor):
+    record = names.is_record(machine, obj.cls) and any(obj is known for known in machine.step.given)
+    if machine.at.between and isinstance(value, Tensor) and isinstance(old, Tensor) and not record:
         value = replace(value, moving=True)
     if machine.at.conditions and machine.at.in_step and name in obj.attributes:
         value = join(old, value)

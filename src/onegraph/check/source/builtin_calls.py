@@ -22,12 +22,15 @@ from onegraph.check.source.values import (
     Unknown,
     Value,
     join,
+    read_at,
     tensors,
     varies,
 )
 
 READERS = {"int": "int", "float": "float", "bool": "bool", "complex": "complex", "str": "str", "repr": "str"}
 COMPARERS = frozenset(["max", "min", "sorted", "any", "all"])
+UNROLLED = 4
+"""Rounds of a loop over known numbers that are read one by one."""
 
 
 def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
@@ -59,7 +62,7 @@ def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, nod
                 return Const(len(first.items))
             return Plain("int", varying=varies(first) if isinstance(first, Plain) else False)
         case "range":
-            return Plain("range", varying=any(varies(a) for a in args))
+            return _range(args)
         case "abs" | "round" | "pow" | "divmod" | "sum" if isinstance(first, Tensor):
             return machine.tensor(first.device, sure=first.sure)
         case "sum" if isinstance(first, Seq) and tensors(first):
@@ -78,7 +81,7 @@ def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, nod
                 columns = [a.items or () for a in args if isinstance(a, Seq)]
                 rows = tuple(Seq("tuple", row, in_step=True) for row in zip(*columns, strict=False))
                 return Seq("iterator", rows, in_step=True)
-            return Seq("iterator", None, Seq("tuple", tuple(iterate(a) for a in args), in_step=True), True)
+            return Seq("zip", None, Seq("tuple", tuple(iterate(a) for a in args), in_step=True), True)
         case "next":
             return _next(machine.at, first)
         case "dict":
@@ -118,7 +121,16 @@ def _extreme(machine: Machine, args: list[Value], node: ast.AST) -> Value:
     if found and isinstance(args[0], Seq):
         machine.report("CG101", node, f"`{short(node)}` compares device tensors on the host", sure=found[0].sure)
         return found[0]
-    return Plain(varying=any(varies(a) for a in args))
+    return Plain(varying=any(varies(a) for a in args), read=read_at(*args))
+
+
+def _range(args: list[Value]) -> Value:
+    """A short one is known; of one that begins with a constant the number of rounds may change, the numbers do not."""
+    numbers = [a.value for a in args if isinstance(a, Const) and isinstance(a.value, int)]
+    if len(numbers) == len(args) and all(numbers[2:]) and len(known := range(*numbers)) <= UNROLLED:
+        return Seq("range", tuple(map(Const, known)), in_step=True)
+    moving = any(varies(a) for a in args)
+    return Plain("range" if len(args) == 1 or not varies(args[0]) else "moving range", varying=moving)
 
 
 def _sequence(at: Position, name: str, args: list[Value]) -> Value:

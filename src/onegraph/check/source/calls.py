@@ -162,7 +162,7 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
         return UNKNOWN  # recursion: one round tells what there is to see
     marks = names.decorators(func.node) if not isinstance(func.node, ast.Lambda) else set()
     key = None
-    if machine.at.presume:
+    if machine.at.presume and machine.at.inside is None:
         key = (
             machine.at.in_step,
             id(func.node),
@@ -176,6 +176,8 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
     variables: dict[str, Value] = {}
     scope = Scope(func.file, variables, func.scope, machine.at.in_step)
     frame = Call(name, func.file, func.node, scope=scope)
+    if "contextmanager" in marks:
+        frame.inside, machine.at.inside = machine.at.inside, None
     machine.at.entered.add(id(func.node))
     cached = bool(marks & {"cache", "lru_cache"})
     work = machine.step.tensor_work
@@ -248,12 +250,22 @@ def instantiate(
             obj.attributes[name] = keywords[name]
         elif presumed:
             obj.attributes[name] = parameters.annotated(machine.at, statement.annotation)
-        elif isinstance(statement.value, ast.Constant):
-            obj.attributes[name] = Const(statement.value.value)
+        elif statement.value is not None:
+            obj.attributes[name] = _default(machine, statement.value)
     post = names.member_value(machine, obj, cls, "__post_init__")
     if isinstance(post, Func):
         call_function(machine, post, [], {}, node)
     return obj
+
+
+def _default(machine: Machine, node: ast.expr) -> Value:
+    """What a field of a dataclass holds where it is not given."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "field":
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if (maker := given.get("default_factory")) is not None:
+            return apply(machine, machine.evaluate(maker), [], {}, node)
+        node = given.get("default", node)
+    return UNKNOWN if isinstance(node, ast.Call) else machine.evaluate(node)
 
 
 def summary(machine: Machine, cls: Class) -> Value:

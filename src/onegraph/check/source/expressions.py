@@ -6,6 +6,7 @@ One recursion: every kind of expression of Python's grammar, by `evaluate`.
 import ast
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from onegraph.check.source import binding, calls, names, operations, tensors
@@ -24,6 +25,7 @@ from onegraph.check.source.values import (
     is_plain,
     join,
     join_all,
+    read_at,
     truth,
     varies,
 )
@@ -130,12 +132,8 @@ def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op:
     if is_plain(left) and is_plain(right):
         kinds = {type(v.value).__name__ if isinstance(v, Const) else getattr(v, "kind", "") for v in (left, right)}
         kind = "float" if "float" in kinds or isinstance(op, ast.Div) else kinds.pop() if len(kinds) == 1 else ""
-        return Plain(kind, varying=varies(left) or varies(right), read=_read(left) or _read(right))
+        return Plain(kind, varying=varies(left) or varies(right), read=read_at(left, right))
     return UNKNOWN
-
-
-def _read(value: Value) -> str:
-    return value.read if isinstance(value, Plain) else ""
 
 
 def _unary(machine: Machine, node: ast.UnaryOp) -> Value:
@@ -191,7 +189,7 @@ def _conditional(machine: Machine, node: ast.IfExp) -> Value:
         )
     result = join(body, other)
     if moving and isinstance(result, Plain) and body != other:
-        return Plain(result.kind, varying=True)
+        return replace(result, varying=True)
     return result
 
 
@@ -233,11 +231,14 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
     call.scope = Scope(machine.at.file, {}, outer, machine.at.in_step)
     conditional = False
     count: int | None = None
+    work = machine.step.tensor_work
     try:
         for generator in node.generators:
             iterable = evaluate(machine, generator.iter)
             if len(node.generators) == 1 and isinstance(iterable, Seq) and iterable.items is not None:
                 count = len(iterable.items)
+                if isinstance(node, ast.ListComp | ast.GeneratorExp) and not generator.ifs and 0 < count <= 4:
+                    return _unrolled(machine, node, generator.target, iterable.items)
             binding.bind(machine, generator.target, iterate(iterable))
             for test in generator.ifs:
                 condition(machine, test, "if")
@@ -247,6 +248,9 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
             evaluate(machine, node.key)
             return Dict(None, evaluate(machine, node.value), machine.at.in_step)
         element = evaluate(machine, node.elt)
+        if machine.at.in_step and machine.step.tensor_work > work and rounds_vary(iterable):
+            text = f"`{short(generator.iter)}` changes from step to step: so does the number of rounds"
+            machine.report("CG201", generator.iter, text)
     finally:
         machine.at.conditions -= conditional
         call.scope = outer
@@ -254,6 +258,23 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
     if count is not None and count <= 8:
         return Seq(kind, (element,) * count, in_step=machine.at.in_step)
     return Seq(kind, None, element, machine.at.in_step)
+
+
+def _unrolled(
+    machine: Machine, node: ast.ListComp | ast.GeneratorExp, target: ast.expr, items: tuple[Value, ...]
+) -> Value:
+    made = []
+    for item in items:
+        binding.bind(machine, target, item)
+        made.append(evaluate(machine, node.elt))
+    return Seq("list" if isinstance(node, ast.ListComp) else "iterator", tuple(made), in_step=machine.at.in_step)
+
+
+def rounds_vary(iterable: Value) -> bool:
+    """Whether a loop over this runs another number of rounds from step to step; `zip` is as long as its shortest."""
+    if isinstance(iterable, Seq) and iterable.kind == "zip" and isinstance(iterable.element, Seq):
+        return all(varies(value) for value in iterable.element.items or ())
+    return varies(iterable)
 
 
 def _joined(machine: Machine, node: ast.JoinedStr) -> Value:
@@ -279,8 +300,11 @@ def _walrus(machine: Machine, node: ast.NamedExpr) -> Value:
 
 
 def _through(machine: Machine, node: Any) -> Value:
-    if node.value is not None:
-        evaluate(machine, node.value)
+    value = evaluate(machine, node.value) if node.value is not None else Const(None)
+    frame = machine.at.stack[-1]
+    if isinstance(node, ast.Yield) and frame.inside is not None:
+        inside, frame.inside = frame.inside, None
+        inside(value)
     return UNKNOWN
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import BinaryIO
 
+from onegraph.check.constructs import tree_of
 from onegraph.check.report import CheckError
 
 PROJECT_FILES = "pyproject.toml", "setup.py", "setup.cfg", ".git"
@@ -78,7 +79,7 @@ def parse(path: str, module: str = "", text: str | None = None) -> SourceFile:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes are the author's business
-            tree = ast.parse(text, path)
+            tree = tree_of(text)
     except SyntaxError as error:
         raise Unreadable(f"{path}:{error.lineno or 1}: syntax error: {error.msg}") from None
     except (RecursionError, MemoryError):

@@ -43,6 +43,9 @@ def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST)
         whose = func.kind.removeprefix(_KERNEL)
     elif isinstance(func, Ext):
         whose = LAUNCHES.get(func.name, whose)
+    given = tuple(given)
+    for value in given:
+        machine.used(value, node)
     if machine.at.in_step:
         machine.step.tensor_work += 1
     if whose != "compiled" or any(t.on_device for v in given for t in tensors(v)):

@@ -4,12 +4,13 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from onegraph.check.report import Finding, Origin, Severity
 from onegraph.check.rules import RULES, fix
 from onegraph.check.source.files import Project
 from onegraph.check.source.state import Found, Key, Knowledge, Position, StepState, place
-from onegraph.check.source.values import Func, Keywords, Seq, Tensor, Value, tensors
+from onegraph.check.source.values import Func, Keywords, Seq, Tensor, Value, sites, tensors
 
 
 class Machine(ABC):
@@ -108,12 +109,13 @@ class Machine(ABC):
             self.report("CG210", node, f"`{name}` is changed by Python in every step; a replay does not change it")
 
     def seen(self, key: Key, value: Value, node: ast.AST | None = None) -> None:
-        """The step reads something that existed before it."""
-        if not self.at.reporting or key in self.step.grown:
+        """The step reads something that existed before it: a finding at its first use, else here."""
+        if not self.at.reporting or self.at.quiet or key in self.step.grown or not self.step.carried_over(value):
             return
-        if self.step.carried_over(value):
-            text = f"`{key[2]}` is bound to another storage in every step; this reads what the last step left in it"
-            self.report("CG205", node or self.at.stack[-1].node, text)
+        text = f"`{key[2]}` is bound to another storage in every step; this reads what the last step left in it"
+        for site in sites(value):
+            later = self.remember(node or self.at.stack[-1].node)
+            self.step.left.setdefault(site, (text, partial(later, "CG205", text)))
 
     def used(self, value: Value, node: ast.AST) -> None:
         """An op takes this argument: a list that outlives the step, or an input of changing shape."""
@@ -121,8 +123,12 @@ class Machine(ABC):
             text = f"`{short(node)}` reads tensors that the last step left in a list"
             self.report("CG205", node, text)
         for tensor in tensors(value):
+            text, _ = self.step.left.pop(tensor.site, ("", None))
             if tensor.moving and tensor.on_device:
-                self.report("CG205", node, f"`{short(node)}` takes a tensor that lies somewhere else in every step")
+                text = f"`{short(node)}` takes a tensor that lies somewhere else in every step"
+            if text and tensor.site not in self.step.left_seen and self.at.reporting:
+                self.step.left_seen |= {tensor.site} - {0}
+                self.report("CG205", node, text)
             if tensor.ragged and tensor.site not in self.step.ragged_seen and self.at.reporting:
                 self.step.ragged_seen.add(tensor.site)
                 self.report("CG208", node, f"`{short(node)}` takes an input whose shape changes from step to step")

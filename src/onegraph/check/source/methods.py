@@ -20,6 +20,7 @@ from onegraph.check.source.values import (
     Seq,
     Tensor,
     Value,
+    read_at,
     tensors,
     varies,
 )
@@ -81,12 +82,15 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
                 return replace(receiver, note=device or receiver.note)
             return UNKNOWN
         case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
-            moving = name == "launch-moving" or any(varies(a) for a in (*args, *keywords.values()))
-            on_device = [t for a in (*args, *keywords.values()) for t in tensors(a) if t.on_device]
+            given = (*args, *keywords.values())
+            for value in given:
+                machine.used(value, node)
+            moving = name == "launch-moving" or any(varies(a) for a in given)
+            on_device = [t for a in given for t in tensors(a) if t.on_device]
             if machine.at.in_step:
                 machine.step.tensor_work += 1
             if moving and on_device:
-                scalar(machine, node, UNKNOWN, on_device[0], "a kernel's argument or grid")
+                scalar(machine, node, Plain(read=read_at(*given)), on_device[0], "a kernel's argument or grid")
             return Const(None)
         case Dict():
             return _dict_method(receiver, name, args)

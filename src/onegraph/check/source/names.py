@@ -346,6 +346,6 @@ def iterate(value: Value) -> Value:
             return tensors.view(value, rank=rank)
         case Dict():
             return Plain("str") if value.entries else UNKNOWN
-        case Plain(kind="shape") | Plain(kind="range"):
-            return Plain("int", varying=value.varying)
+        case Plain(kind="shape" | "range" | "moving range"):
+            return Plain("int", varying=value.varying and value.kind != "range")
     return UNKNOWN

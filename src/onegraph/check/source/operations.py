@@ -161,7 +161,8 @@ def _identity(left: Value, right: Value, positive: bool) -> Value:
     if isinstance(right, Const) and right.value is None:
         if isinstance(left, Const):
             return Const((left.value is None) is positive)
-        if isinstance(left, Plain | Unknown) or (isinstance(left, Tensor) and left.optional):
+        unsure = isinstance(left, Plain) and left.kind not in ("int", "float", "shape")
+        if unsure or isinstance(left, Unknown) or (isinstance(left, Tensor) and left.optional):
             return Plain("bool", varying=varies(left))
         return Const(not positive)
     if isinstance(left, Const) and isinstance(right, Const):

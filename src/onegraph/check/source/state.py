@@ -38,7 +38,8 @@ class Exhausted(Exception):
 
 @dataclass
 class Call:
-    """One frame of the abstract call stack. `node` is what is being read in it."""
+    """One frame of the abstract call stack. `node` is what is being read in it; `inside`, of a context manager's
+    function, reads the block that its `yield` runs."""
 
     name: str
     file: SourceFile
@@ -46,6 +47,7 @@ class Call:
     returns: list[Value] = field(default_factory=list)
     scope: Scope | None = None
     extra_conditions: int = 0
+    inside: Callable[[Value], None] | None = None
 
 
 @dataclass
@@ -97,6 +99,7 @@ class Position:
     entered: set[int] = field(default_factory=set)
     budget: int = BUDGET
     spent: int = 0
+    inside: Callable[[Value], None] | None = None  # the block of the `with` whose context manager is being made
 
     @property
     def scope(self) -> Scope:
@@ -152,6 +155,9 @@ class StepState:
     cats: dict[int, Callable[[str, str], None]] = field(default_factory=dict)
     pinned_copies: dict[int, Callable[[str, str], None]] = field(default_factory=dict)
     ragged_seen: set[int] = field(default_factory=set)
+    # by storage, what the step before left and this one has read but not used: how to say so, and to report the read
+    left: dict[int, tuple[str, Callable[[], None]]] = field(default_factory=dict)
+    left_seen: set[int] = field(default_factory=set)
     swapped: set[int] = field(default_factory=set)
     second_device: bool = False
     moving: set[Key] = field(default_factory=set)
@@ -161,6 +167,7 @@ class StepState:
     _changes: dict[int, set[Key]] = field(default_factory=dict)
     _setters: dict[Key, Callable[[Value], None]] = field(default_factory=dict)
     _values: dict[Key, Value] = field(default_factory=dict)
+    _found: dict[Key, Value] = field(default_factory=dict)  # what the first step found there
     _numbers: dict[Key, dict[int, float]] = field(default_factory=dict)
     _alive: list[object] = field(default_factory=list)
 
@@ -176,6 +183,8 @@ class StepState:
     ) -> None:
         """The step bound `key` anew: see `Machine.stored`."""
         self._alive.append(owner)
+        if self.run == 0:
+            self._found.setdefault(key, old)
         self._setters[key] = setter
         self._values[key] = new
         if isinstance(new, Const) and isinstance(new.value, int | float):
@@ -191,6 +200,12 @@ class StepState:
 
     def next_run(self) -> None:
         """Between two runs of the step: after the second, what changed in both becomes a moving value."""
+        for site, (_, report) in self.left.items():
+            if site not in self.left_seen:
+                report()
+        if self.run == 0:  # what a step sets and puts back does not change from step to step
+            put_back = {k for k, v in self._found.items() if isinstance(v, Const) and v == self._values[k]}
+            self._changes[0] = self._changes.get(0, set()) - put_back
         self.run += 1
         self.pinned_copies.clear()
         if self.run < 2:

@@ -158,7 +158,8 @@ def _set_elsewhere(machine: Machine, node: ast.expr, work: Sequence[ast.stmt]) -
         if not isinstance(read, ast.Attribute) or not isinstance(read.ctx, ast.Load):
             continue
         with machine.at.aside(machine.at.stack[-1], in_step=machine.at.in_step):
-            owner, value = evaluate(machine, read.value), evaluate(machine, read)
+            owner = evaluate(machine, read.value)
+        value = owner.attributes.get(read.attr, UNKNOWN) if isinstance(owner, Obj) else UNKNOWN
         if not isinstance(owner, Obj) or owner.in_step or not is_plain(value) or varies(value):
             continue
         line = _assigned_at(machine, owner.cls.file, read.attr)
@@ -174,8 +175,11 @@ def _assigned_at(machine: Machine, file: SourceFile, name: str) -> int:
     """The first line, of a file and the one that is read, in a function that no step enters, that assigns an attribute;
     0 where none does. What makes an object runs before every step."""
     for line, first, function in assignments(file.tree).get(name, ()):
-        within = any(path == file.path and begin <= line <= end for path, begin, end in machine.found.read)
-        if not within and function not in _MAKERS and first:
+        if (
+            first
+            and function not in _MAKERS
+            and not any(path == file.path and begin <= line <= end for path, begin, end in machine.found.read)
+        ):
             return line
     return 0
 
@@ -190,7 +194,9 @@ def assignments(tree: ast.Module) -> dict[str, list[tuple[int, bool, str]]]:
 
     def walk(node: ast.AST, function: str, inner: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
+                continue  # most nodes of a file: what is only read
+            if isinstance(child, ast.Attribute):
                 found.setdefault(child.attr, []).append((child.lineno, inner, function))
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 walk(child, child.name, bool(function) or isinstance(node, ast.ClassDef))
@@ -299,7 +305,7 @@ def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
             bind(machine, node.target, element)
             block(machine, node.body)
             merge(variables, before)
-    if machine.at.in_step and machine.step.tensor_work > work and varies(iterable):
+    if machine.at.in_step and machine.step.tensor_work > work and expressions.rounds_vary(iterable):
         machine.report(
             "CG201", node.iter, f"`{short(node.iter)}` changes from step to step: so does the number of rounds"
         )
@@ -334,8 +340,25 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     )
     entered = False
     wrong: tuple[str, str] | None = None
+    through: bool | None = None
+    depth = len(machine.at.stack)
+
+    def inside(given: Value) -> None:
+        """The block of a context manager of the user's, where its function yields."""
+        nonlocal through
+        manager = machine.at.stack[depth:]
+        del machine.at.stack[depth:]
+        if (names_ := node.items[-1].optional_vars) is not None:
+            bind(machine, names_, given)
+        through = _guarded(machine, node.body, wrong)
+        machine.at.stack.extend(manager)
+
     for item in node.items:
+        machine.at.inside = inside if item is node.items[-1] and isinstance(item.context_expr, ast.Call) else None
         value = evaluate(machine, item.context_expr)
+        machine.at.inside = None
+        if through is not None:
+            break
         if item.optional_vars is not None:
             bind(machine, item.optional_vars, value if isinstance(value, ExtObj | Obj) else UNKNOWN)
         wrong = tensors.stream_hazard(machine.at, item.context_expr, value) or wrong
@@ -343,19 +366,25 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     if entered and not machine.at.in_step:
         machine.capture(node, begins=True)
         machine.at.conditions = 0  # whether it is captured or not, what is captured is known
-    through = True
-    for statement in node.body:
+    if through is None:
+        through = _guarded(machine, node.body, wrong)
+    if entered and not in_step:
+        machine.at.conditions += conditions
+    machine.at.default_device, machine.at.in_step, machine.at.explicit = device, in_step, explicit
+    return through
+
+
+def _guarded(machine: Machine, body: Sequence[ast.stmt], wrong: tuple[str, str] | None) -> bool:
+    """The block of a `with`. wrong: (code, message) of the first statement in it that works on the device."""
+    for statement in body:
         work = machine.step.tensor_work
         through = execute(machine, statement)
         if wrong is not None and machine.step.tensor_work > work:
             machine.report(wrong[0], getattr(statement, "value", None) or statement, wrong[1])
             wrong = None
         if not through:
-            break
-    if entered and not in_step:
-        machine.at.conditions += conditions
-    machine.at.default_device, machine.at.in_step, machine.at.explicit = device, in_step, explicit
-    return through
+            return False
+    return True
 
 
 def try_block(machine: Machine, node: ast.Try | ast.TryStar) -> bool:

@@ -19,6 +19,7 @@ from onegraph.check.source.values import (
     Tensor,
     Value,
     is_plain,
+    read_at,
     tensors,
     varies,
 )
@@ -126,11 +127,11 @@ def method(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywo
     if name in tables.PLAIN_METHODS:
         kind = "shape" if name in ("size", "stride") and not args else "int"
         return Plain(kind)
+    for value in (tensor, *args):
+        machine.used(value, node)
     handled = _moves(machine, tensor, name, args, keywords, node)
     if handled is not None:
         return handled
-    for value in (tensor, *args):
-        machine.used(value, node)
     if tensor.on_device:
         _arguments(machine, tensor, name, args, keywords, node)
         handled = _shapes(machine, tensor, name, args, keywords, node)
@@ -209,7 +210,8 @@ def _arguments(
             cpu_operand(machine, node, value, tensor)
         elif varies(value):
             if name in tables.SHAPE_ARGUMENTS:
-                machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
+                text = f"the shape of `{short(node)}` changes from step to step"
+                machine.report("CG208", node, text, sure=tensor.sure and not read_at(value))
             else:
                 scalar(machine, node, value, tensor)
         elif name in tables.SIZE_ARGUMENTS:

@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.state import Position
+from onegraph.check.source.state import Call, Position
 from onegraph.check.source.values import (
     UNKNOWN,
     Const,
@@ -18,6 +18,7 @@ from onegraph.check.source.values import (
     Unknown,
     Value,
     is_plain,
+    read_at,
     tensors,
     varies,
 )
@@ -88,14 +89,14 @@ def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
 
 
 def scalar(machine: Machine, node: ast.AST, value: Value, tensor: Tensor, what: str = "a kernel's argument") -> None:
-    """A Python value that changes from step to step reaches a device op."""
-    read = next((p.read for p in [value] if isinstance(p, Plain) and p.read), "")
+    """A Python value that changes from step to step reaches a device op. Reading it from the device is the cause."""
+    read = read_at(value)
     values = (f"read from the device at {read}",) if read else ()
     machine.report(
         "CG202",
         node,
         f"`{short(node)}` bakes in a Python value that changes from step to step as {what}",
-        sure=tensor.sure,
+        sure=tensor.sure and not read,
         values=values,
     )
 
@@ -124,6 +125,7 @@ def written(machine: Machine, tensor: Tensor, source: Value, *, accumulates: boo
 
 def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
     """`tensor[...]` as a value."""
+    machine.used(tensor, node)
     rank, basic = _index(machine, node, tensor, store=None)
     if basic:
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -210,7 +212,7 @@ def _slice(machine: Machine, part: ast.Slice, tensor: Tensor) -> None:
         return
     if len(moving) == 1:
         text = f"slice bound `{short(moving[0][0])}` changes from step to step, and the shape with it"
-        machine.report("CG208", moving[0][0], text, sure=tensor.sure)
+        machine.report("CG208", moving[0][0], text, sure=tensor.sure and not read_at(moving[0][1]))
     else:
         scalar(machine, moving[0][0], moving[0][1], tensor, "an offset")
 
@@ -257,26 +259,31 @@ def stream_hazard(at: Position, node: ast.expr, value: Value) -> tuple[str, str]
         return "CG304", "the step works on the default stream, which cannot be captured"
     if value.note == "current" or not isinstance(node, ast.Call) or not node.args:
         return None
-    function = _function_source(at)
-    if function is None:
-        return None
     stream = ast.unparse(node.args[0])
+    found = [_waits(function, stream) for call in at.stack if (function := _function_source(call)) is not None]
+    if not found:
+        return None
+    forked, joined = map(any, zip(*found, strict=True))  # a caller may fork and join it by the same name
+    if not forked:
+        return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
+    if not joined and not _joined_elsewhere(at, node.args[0]):
+        return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
+    return None
+
+
+def _waits(function: ast.AST, stream: str) -> tuple[bool, bool]:
+    """Whether a function lets this stream wait, and whether it lets another one wait."""
     forked = joined = False
     for inner in ast.walk(function):
         if not (isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)):
             continue
         if inner.func.attr in ("wait_stream", "wait_event"):
             mine = ast.unparse(inner.func.value) == stream
-            forked = forked or mine
-            joined = joined or not mine
+            forked, joined = forked or mine, joined or not mine
         elif inner.func.attr == "wait":  # event.wait(stream)
             waits = bool(inner.args) and ast.unparse(inner.args[0]) == stream
             forked, joined = forked or waits, joined or not waits
-    if not forked:
-        return "CG303", f"`{stream}` has not waited for the captured stream: its work is not part of the capture"
-    if not joined and not _joined_elsewhere(at, node.args[0]):
-        return "CG305", f"nothing waits for `{stream}`: its work is not joined when capture ends"
-    return None
+    return forked, joined
 
 
 def _joined_elsewhere(at: Position, stream: ast.expr) -> bool:
@@ -303,11 +310,11 @@ def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
         machine.at.in_step = False
 
 
-def _function_source(at: Position) -> ast.AST | None:
-    """The function being read."""
-    line = getattr(at.stack[-1].node, "lineno", 0)
+def _function_source(call: Call) -> ast.AST | None:
+    """The function being read in a frame."""
+    line = getattr(call.node, "lineno", 0)
     best: ast.AST | None = None
-    for node in ast.walk(at.file.tree):
+    for node in ast.walk(call.file.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
             best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
     return best
@@ -315,7 +322,7 @@ def _function_source(at: Position) -> ast.AST | None:
 
 def _on_other_device(at: Position) -> bool:
     """True where the function names a GPU other than the first, or goes through several."""
-    function = _function_source(at)
+    function = _function_source(at.stack[-1])
     if function is None:
         return False
     for node in ast.walk(function):

@@ -22,6 +22,7 @@ from onegraph.check.source.values import (
     Tensor,
     Value,
     is_plain,
+    read_at,
     tensors,
     varies,
 )
@@ -177,9 +178,9 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
         elif last == "arange" and any(varies(a) for a in args):
             scalar(machine, node, next(a for a in args if varies(a)), Tensor(device), "a bound")
         elif any(varies(a) for a in args):
-            machine.report("CG208", node, f"the shape of `{short(node)}` changes from step to step")
-    pinned = keywords.get("pin_memory")
-    is_pinned = isinstance(pinned, Const) and pinned.value is True
+            text = f"the shape of `{short(node)}` changes from step to step"
+            machine.report("CG208", node, text, sure=not read_at(*args))
+    is_pinned = keywords.get("pin_memory") == Const(True)
     if is_pinned:
         machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
     _generator(machine, last, keywords, node)
@@ -219,7 +220,8 @@ def _from_host(machine: Machine, last: str, args: list[Value], keywords: Keyword
         rank = rank_of("tensor", [data])
     moving = device == "cpu" and varies(data)
     whole = isinstance(data, Seq) and bool(data.items) and all(_is_int(v) for v in data.items or ())
-    return machine.tensor(device, sure=not presumed, rank=rank, varying=moving, integer=whole or _is_int(data))
+    integer, pinned = whole or _is_int(data), keywords.get("pin_memory") == Const(True)
+    return machine.tensor(device, sure=not presumed, pinned=pinned, rank=rank, varying=moving, integer=integer)
 
 
 def _is_int(value: Value) -> bool:
@@ -294,7 +296,8 @@ def _waits(
     found = found or (last == "histc" and not (len(args) > 3 or {"min", "max"} & set(keywords)))
     found = found or (last == "normal" and len([a for a in args[:2] if isinstance(a, Tensor)]) == 2)
     if found or always is not None:
-        machine.report("CG105", node, f"`{short(node)}` waits for the device in its host code", sure=sure and found)
+        code = "CG101" if last in tables.VALUE_READS else "CG105"
+        machine.report(code, node, f"`{short(node)}` waits for the device in its host code", sure=sure and found)
 
 
 def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:

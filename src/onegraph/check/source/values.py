@@ -249,7 +249,7 @@ def join(a: Value, b: Value) -> Value:
             if "capturing" in kinds:  # a guarded question whether the stream is captured is still that question
                 return Plain("capturing")
             moving = (isinstance(a, Plain) and a.varying) or (isinstance(b, Plain) and b.varying)
-            return Plain(kinds.pop() if len(kinds) == 1 else "", varying=moving)
+            return Plain(kinds.pop() if len(kinds) == 1 else "", varying=moving, read=read_at(a) or read_at(b))
         case (Seq(), Seq()) if a.kind == b.kind:
             inside = a.in_step and b.in_step
             if a.items is not None and b.items is not None and len(a.items) == len(b.items):
@@ -302,6 +302,16 @@ def varies(value: Value, depth: int = 3) -> bool:
         case Dict() if depth and value.entries is not None:
             return any(varies(v, depth - 1) for _, v in value.entries)
     return False
+
+
+def read_at(*values: Value) -> str:
+    """Where the host read the first of these values, or of those in it, from the device; "" for none."""
+    for value in values:
+        inner = value.items or (value.element,) if isinstance(value, Seq) else ()
+        found = value.read if isinstance(value, Plain) else read_at(*inner)
+        if found:
+            return found
+    return ""
 
 
 def tensors(value: Value, depth: int = 3) -> list[Tensor]:

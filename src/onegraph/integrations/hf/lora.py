@@ -1,7 +1,7 @@
 """LoRA of peft on coded layers: the codes stay as they are, and the adapter is trained beside them.
 
-peft chooses a layer's class by a list inside it and has no entry point for other kinds. So its last choice is wrapped,
-when peft is imported: now, or later.
+peft chooses a layer's class by a list inside it and has no entry point for other kinds. So its last choice is wrapped
+when peft is imported: now, or at a later import.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class CodedLinear(_Coded):
             bias = None if self.bias is None else self.bias.to(self.dense.dtype)
             return nn.functional.linear(x, self.dense, bias)
         if torch.is_grad_enabled() and x.requires_grad:
-            out: Tensor = _Trained.apply(x, self)
+            out: Tensor = _Trained.apply(x, self)  # type: ignore[no-untyped-call, unused-ignore]
             return out
         return self.run(x)
 

@@ -207,9 +207,9 @@ def _swap_experts(module: Any, full: str, config: Quantization, tensors: _Header
             continue
         held = getattr(module, leaf)
         count, n, k = (held.transpose(1, 2) if module.is_transposed else held).shape
-        wanted = expected_stack(tensors, name, count, n, k, bias=False)
+        wanted = expected_stack(tensors, name, count, n, k, bias=False, quantization=config)
         _check(wanted, tensors)
-        format, stored = stored_names(tensors, name)
+        format, stored = stored_names(tensors, name, config)
         suffixes = {key: each.removeprefix(f"{name}.") for key, each in stored.items()}
         found = {each.removeprefix(f"{name}."): (shape, tensors[each].dtype) for each, (shape, _) in wanted.items()}
         delattr(module, leaf)

@@ -77,6 +77,7 @@ class Stack:
         for at in range(len(self.experts)):
             self.slots.settle({suffix: tensor[at] for suffix, tensor in own.items()}, random)
         self.slots.loaded.clear()
+        self.slots.sizes.clear()
         self.slots.add_constants(layer, device)
 
     def kernel_args(self, layer: Any) -> Tensors:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from onegraph.formats.weight import Part as Cut
 from onegraph.ops.weight import WeightOps, weight_ops
 
 SHARD_IDS: Mapping[Any, int] = {"q": 0, "k": 1, "v": 2}
+PIECES = {"in_proj_qkv": 3}  # linears that vLLM counts of one of the checkpoint's, beside others (Qwen3.5)
 AFTER_NORM = "_after_norm"
 ALIGN = 16  # bytes; where slots of different kinds share a parameter
+CURE = "choose a smaller tensor_parallel_size, or keep this layer unquantized"
 Span = tuple[int, int]
 
 
@@ -116,8 +119,8 @@ class Slots:
     float32 [n], scale float32 [parts]. Tensors of different kinds (another dtype or width) are bytes, uint8 [bytes].
 
     Args:
-        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, of each
-            linear that vLLM makes of it. k: inputs on this rank.
+        parts: the checkpoint's linears and their formats. rows: outputs of each on this rank; if there is one, or where
+            `PIECES` says so, of each linear that vLLM makes of it. k: inputs on this rank.
         dtype: of what a format leaves in the dtype of the activations.
 
     Raises ValueError where the parts do not fit vLLM's layer.
@@ -127,13 +130,19 @@ class Slots:
         self, parts: Mapping[str, WeightFormat], rows: Sequence[int], k: int, share: Shard, dtype: torch.dtype
     ) -> None:
         first = next(iter(parts))
-        pieces = [tuple(rows)] if len(parts) == 1 else [(n,) for n in rows]
-        if len(parts) != len(pieces):
+        counts = [PIECES.get(name.rpartition(".")[2], 1) for name in parts] if len(parts) > 1 else [len(rows)]
+        if sum(counts) != len(rows):
             raise ValueError(f"{first}: vLLM makes {len(rows)} linears of it, the checkpoint has {len(parts)}")
+        ends = list(accumulate(counts))
+        pieces = [tuple(rows[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+        self._owners = [index for index, count in enumerate(counts) for _ in range(count)]  # of each of vLLM's linears
         self.k, self.share, self.parts = k, share, list[Part]()
         found = defaultdict[str, list[tuple[int, str, Field, Field]]](list)
         for (name, format), own in zip(parts.items(), pieces, strict=True):
-            format.check_size(sum(own), k)
+            try:
+                format.check_size(sum(own), k)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}; {CURE}") from None
             at = self.parts[-1].last if self.parts else 0
             self.parts.append(Part(name, format, weight_ops(format), at, at + sum(own), own))
             names = format.names((), name)
@@ -151,6 +160,7 @@ class Slots:
         self.constants: tuple[str, ...] = ()
         self.normed: frozenset[str] = frozenset()  # suffixes of tensors that the weight of a norm goes into
         self.loaded: set[tuple[str, int]] = set()
+        self.sizes: dict[tuple[int, str], Span] = {}  # outputs and inputs of each part on disk, as its tensors allow
 
     def _place(self, suffix: str, tensors: Sequence[tuple[int, str, Field, Field]], dtype: torch.dtype) -> None:
         """Lays out the parameter `suffix`: (part, key, field in the file, field in memory) of its tensors in order."""
@@ -193,7 +203,9 @@ class Slots:
         format asks for, or that cannot be cut for this rank.
         """
         shard_id = getattr(tensor, "shard_id", None) if shard_id is None else shard_id
-        index = shard_id if isinstance(shard_id, int) else SHARD_IDS.get(shard_id, 0)
+        one = shard_id[0] if isinstance(shard_id, tuple) else shard_id  # several at once: they lie one behind the other
+        at = one if isinstance(one, int) else SHARD_IDS.get(one, 0)
+        index = self._owners[at] if at < len(self._owners) else len(self.parts)
         if (shard_id is None) != (len(self.parts) == 1) or index >= len(self.parts):
             raise ValueError(f"{self.parts[0].name}.{suffix}: comes as part {shard_id!r} of {len(self.parts)} linears")
         part = self.parts[index]
@@ -208,6 +220,7 @@ class Slots:
                 f"{part.name}.{suffix} is {tensor.dtype} of {tensor.dim()} dimensions; in {part.format} it must be "
                 f"{kinds} of {len(field.shape(1, 1))}"
             )
+        self._agree(index, suffix, field, tensor)
         spans, columns = self._owned(part, field, tensor)
         tensor = field.cut(tensor, Cut(columns=columns))
         if field.rows and spans is not None:
@@ -216,6 +229,22 @@ class Slots:
             target = field.cut(target, Cut(rows=(0, sum(last - first for first, last in spans))))
         target.copy_(tensor if target.is_floating_point() else tensor.view(target.dtype))
         self.loaded.add((suffix, index))
+
+    def _agree(self, index: int, suffix: str, field: Field, tensor: Tensor) -> None:
+        """Raises ValueError for a tensor of another size on disk than those of its layer that came before: codes of
+        another rate would pass for a layer of which ranks have a share."""
+        dims = (("outputs", field.rows, 1, field.row_dim), ("inputs", field.columns, field.each, -1))
+        for what, unit, each, dim in ((what, unit, each, dim) for what, unit, each, dim in dims if unit):
+            size = tensor.shape[dim]
+            count, key = size // each, (index, what)
+            low, high = self.sizes.get(key, (1, count * unit))
+            low, high = max(low, (count - 1) * unit + 1), min(high, count * unit)
+            if size % each or low > high:
+                raise ValueError(
+                    f"{self.parts[index].name}.{suffix} has shape {tuple(tensor.shape)}, which is no tensor of "
+                    f"{self.parts[index].format} with as many {what} as the others of the layer"
+                )
+            self.sizes[key] = low, high
 
     def _owned(self, part: Part, field: Field, tensor: Tensor) -> tuple[tuple[Span, ...] | None, Span | None]:
         """Which rows and columns of a layer with this tensor are this rank's, None for all. Raises ValueError where
@@ -237,9 +266,7 @@ class Slots:
             for span in rows or (None,):
                 part.format.check_part(n, k, Cut(span, columns))
         except ValueError as error:
-            raise ValueError(
-                f"{part.name}: {error}; choose a smaller tensor_parallel_size, or keep this layer unquantized"
-            ) from None
+            raise ValueError(f"{part.name}: {error}; {CURE}") from None
         return spans, columns
 
     # ------------------------------------------------------------------------------------------------ once it is loaded
@@ -280,6 +307,7 @@ class Slots:
         device = next(iter(given.values())).device
         self.settle(given, torch.Generator(device).manual_seed(0) if made_up else None)
         self.loaded.clear()
+        self.sizes.clear()
         self.add_constants(layer, device)
 
     def settle(self, parameters: Tensors, made_up: torch.Generator | None) -> None:

@@ -205,7 +205,7 @@ KERNELS = build.Source(
 def supports_input(call: E8PExperts) -> bool:
     """Whether the kernels here compute it."""
     (tokens, dim), experts, pairs = call.x.shape, call.gate_up.shape[0], call.experts.numel()
-    if call.x.dtype not in (torch.bfloat16, torch.float16) or not 0 < pairs <= MAX_PAIRS:
+    if call.x.dtype not in (torch.bfloat16, torch.float16) or not 0 < pairs <= MAX_PAIRS or call.alpha < 0:
         return False
     wide = call.gate_up.shape[1] // 2
     return tokens <= MAX_TOKENS and experts <= MAX_EXPERTS and dim % 64 == 0 and wide % 64 == 0
