@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 
 import onegraph.integrations.hf  # noqa: F401  registers the method
 from models import save_e8p
+from onegraph.engine.engine import Engine
+from onegraph.engine.params import SamplingParams
+from onegraph.formats.checkpoint import Checkpoint
 from onegraph.integrations.hf.modules import CodedLinear
+from onegraph.models.load import load_decoder
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -95,6 +100,21 @@ def test_a_merged_model_is_saved_dense(path: Path, trained: Any, tmp_path: Path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert not getattr(plain, "is_quantized", False)
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_what_peft_saved_runs_in_the_engine(path: Path, trained: Any) -> None:
+    model, _, _, folder = trained
+    prompt = TOKENS[0].tolist()
+    with Checkpoint.open(path) as checkpoint:
+        own = load_decoder(checkpoint, "cpu", torch.float32, adapters={"a": folder})
+    engine = Engine(own, max_batch=2, max_context=32)
+    asked = [SamplingParams(max_tokens=8, adapter=name) for name in ("a", None)]
+    found = engine.generate([prompt] * 2, asked)
+    for tokens, off in zip(found, (False, True), strict=True):
+        with model.disable_adapter() if off else nullcontext():
+            made = model.generate(input_ids=TOKENS, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert tokens == made[0, len(prompt) :].tolist()
+    assert found[0] != found[1], "the case would not show an adapter"
 
 
 def test_codes_pass_the_gradient_of_their_input_on(path: Path) -> None:
