@@ -4,7 +4,7 @@ import ast
 
 from onegraph.check.source import binding
 from onegraph.check.source.machine import Machine, short
-from onegraph.check.source.names import ancestry, attribute, iterate
+from onegraph.check.source.names import ancestry, attribute, find_member, iterate
 from onegraph.check.source.state import Position
 from onegraph.check.source.tensor_methods import moving
 from onegraph.check.source.values import (
@@ -90,7 +90,8 @@ def call(machine: Machine, name: str, args: list[Value], keywords: Keywords, nod
             return _isinstance(machine, args)
         case "hasattr":
             if isinstance(first, Obj) and len(args) > 1 and isinstance(args[1], Const):
-                return Const(True) if args[1].value in first.attributes else Plain("bool")
+                known = args[1].value in first.attributes or find_member(machine, first.cls, str(args[1].value))
+                return Const(True) if known else Plain("bool")
             return Plain("bool")
         case "getattr" if len(args) > 1 and isinstance(args[1], Const) and isinstance(args[1].value, str):
             value = attribute(machine, first, args[1].value, node)

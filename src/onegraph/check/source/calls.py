@@ -106,6 +106,11 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
             return _graphed(machine, args, keywords, node)
         case Ext() | ExtObj():
             return torch_calls.call(machine, func, args, keywords, node)
+        case Seq(kind="modules", items=tuple()) if len(args) == 1:
+            value = args[0]
+            for module in func.items or ():
+                value = apply(machine, module, [value], {}, node)
+            return value
         case Method(receiver=Obj()):
             return _module_method(machine, func.receiver, func.name, args, keywords)
         case Method(receiver=Super()):
@@ -113,6 +118,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
         case Method(receiver=Seq(kind="modules"), name="to" | "cuda"):
             device = tensor_methods.device_argument(args, keywords) if func.name == "to" else "cuda"
             return move(func.receiver, device, set()) if device else func.receiver
+        case Method(receiver=Seq(kind="modules"), name="modules" | "children"):
+            return replace(func.receiver, kind="iterator")
         case Method(receiver=Seq(kind="modules"), name="eval" | "half" | "bfloat16" | "float" | "requires_grad_"):
             return func.receiver
         case Method():

@@ -116,6 +116,11 @@ def define(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Va
             return kernel
     made = Func(node, machine.at.file, machine.at.scope)
     machine.at.defined.append(made)
+    for mark in reversed(node.decorator_list) if not machine.at.presume else ():
+        decorator = evaluate(machine, mark)
+        if isinstance(decorator, Func) and decorator.owner is None:
+            wrapped = machine.call_function(decorator, [made], {}, mark)
+            made = wrapped if isinstance(wrapped, Func) else made
     return made
 
 
@@ -341,6 +346,7 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
     entered = False
     wrong: tuple[str, str] | None = None
     through: bool | None = None
+    managers: list[tuple[Value, ast.expr]] = []
     depth = len(machine.at.stack)
 
     def inside(given: Value) -> None:
@@ -359,8 +365,10 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
         machine.at.inside = None
         if through is not None:
             break
+        begun = _method(machine, value, "__enter__", item.context_expr)
         if item.optional_vars is not None:
-            bind(machine, item.optional_vars, value if isinstance(value, ExtObj | Obj) else UNKNOWN)
+            bind(machine, item.optional_vars, value if isinstance(value, ExtObj) else begun)
+        managers.append((value, item.context_expr))
         wrong = tensors.stream_hazard(machine.at, item.context_expr, value) or wrong
         entered = tensors.enter(machine, item.context_expr, value) or entered
     if entered and not machine.at.in_step:
@@ -368,10 +376,21 @@ def with_block(machine: Machine, node: ast.With | ast.AsyncWith) -> bool:
         machine.at.conditions = 0  # whether it is captured or not, what is captured is known
     if through is None:
         through = _guarded(machine, node.body, wrong)
+    for value, made in reversed(managers):
+        _method(machine, value, "__exit__", made)
     if entered and not in_step:
         machine.at.conditions += conditions
     machine.at.default_device, machine.at.in_step, machine.at.explicit = device, in_step, explicit
     return through
+
+
+def _method(machine: Machine, value: Value, name: str, node: ast.AST) -> Value:
+    """What a method that Python itself calls gives, of an object of the user's."""
+    found = names.member_value(machine, value, value.cls, name) if isinstance(value, Obj) else None
+    if not isinstance(found, Func):
+        return value if isinstance(value, Obj) else UNKNOWN
+    machine.at.stack[-1].node = node
+    return machine.call_function(found, [Const(None)] * 3 if name == "__exit__" else [], {}, node)
 
 
 def _guarded(machine: Machine, body: Sequence[ast.stmt], wrong: tuple[str, str] | None) -> bool:

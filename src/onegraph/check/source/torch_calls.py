@@ -17,6 +17,7 @@ from onegraph.check.source.values import (
     Ext,
     ExtObj,
     Keywords,
+    Obj,
     Plain,
     Seq,
     Tensor,
@@ -115,6 +116,8 @@ def _module(machine: Machine, name: str, args: list[Value], keywords: Keywords) 
         if isinstance(first, Seq):
             return replace(first, kind="modules")
         return Seq("modules", (), in_step=machine.at.in_step) if not args else Seq("modules", None, UNKNOWN)
+    if name == "torch.nn.Sequential" and any(isinstance(a, Obj) for a in args):
+        return Seq("modules", tuple(args))
     if name == "torch.nn.Module":
         return ExtObj(name)
     device = keywords.get("device")
