@@ -68,6 +68,7 @@ def test_others_fill_what_a_source_does_not_have() -> None:
     found = draw(Bytes(), [texts("few", 1, 99, 1), texts("many", 50, 99, 1)], 2000)
     assert found.counts == {"few": 100, "many": 1900}
     assert found.notes == ["few has 100 tokens; its share is 1,000"]
+    assert draw(Bytes(), sources("bundled"), 1 << 20).notes == [], "kinds of the corpus are as long as they are"
     assert len(draw(Bytes(), [texts("few", 1, 99, 1)], 2000).ids) == 100
 
 

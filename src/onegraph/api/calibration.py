@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,11 +56,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents under a name, and the share of the tokens that they get relative to other sources."""
+    """Documents under a name, and the share of the tokens that they get relative to other sources. `given` is False for
+    a kind of the corpus."""
 
     name: str
     documents: Sequence[Document]
     weight: float
+    given: bool = True
 
     @property
     def size(self) -> int:
@@ -113,7 +115,7 @@ def sources(calibration: Calibration, least: int = 1) -> list[Source]:
             name = each.name
             while name in found:
                 name += "'"
-            found[name] = Source(name, each.documents, each.weight)
+            found[name] = replace(each, name=name)
     size = sum(source.size for source in found.values())
     if size + 1 < least:
         raise ValueError(
@@ -131,6 +133,7 @@ def draw(tokenizer: _Tokenizer, sources: Sequence[Source], tokens: int) -> Drawn
     ahead = {source.name: _encoded(tokenizer, source) for source in sources}
     following = {name: next(documents, None) for name, documents in ahead.items()}
     weights = {source.name: source.weight for source in sources}
+    given = {source.name for source in sources if source.given} if len(sources) > 1 else set()
     while len(ids) < tokens:
         ready = {name: found for name, found in following.items() if found is not None}
         if not ready:
@@ -144,7 +147,7 @@ def draw(tokenizer: _Tokenizer, sources: Sequence[Source], tokens: int) -> Drawn
     short = {
         name: round(tokens * weight / total)
         for name, weight in weights.items()
-        if following[name] is None and len(weights) > 1 and counts[name] < 0.9 * tokens * weight / total
+        if following[name] is None and name in given and counts[name] < 0.9 * tokens * weight / total
     }
     notes = [f"{name} has {counts[name]:,} tokens; its share is {share:,}" for name, share in short.items()]
     return Drawn(ids, counts, notes)
@@ -205,7 +208,7 @@ def _read(item: Item, weight: float | None) -> Iterator[Source]:
         shares, kinds = corpus()
         size = sum(document.size for kind in kinds.values() for document in kind)
         for name, share in shares.items():
-            yield Source(name, kinds[name], share * (size if weight is None else weight))
+            yield Source(name, kinds[name], share * (size if weight is None else weight), given=False)
         return
     if isinstance(item, Path):
         name, documents = str(item), list(_directory(item) if item.is_dir() else _file(item))
