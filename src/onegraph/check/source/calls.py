@@ -118,8 +118,8 @@ def apply(machine: Machine, func: Value, args: list[Value], keywords: Keywords, 
         case Method(receiver=Seq(kind="modules"), name="to" | "cuda"):
             device = tensor_methods.device_argument(args, keywords) if func.name == "to" else "cuda"
             return move(func.receiver, device, set()) if device else func.receiver
-        case Method(receiver=Seq(kind="modules"), name="modules" | "children"):
-            return replace(func.receiver, kind="iterator")
+        case Method(receiver=Seq(kind="modules") as modules, name="modules" | "children"):
+            return replace(modules, kind="iterator")
         case Method(receiver=Seq(kind="modules"), name="eval" | "half" | "bfloat16" | "float" | "requires_grad_"):
             return func.receiver
         case Method():

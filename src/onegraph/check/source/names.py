@@ -324,8 +324,8 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
             if name == "type" and owner.name:
                 return Const(owner.name.split(":")[0])
             return Plain()
-        case Seq(kind="result", element=Tensor()) if name == "indices":
-            return replace(owner.element, integer=True)
+        case Seq(kind="result", element=Tensor() as element) if name == "indices":
+            return replace(element, integer=True)
         case Seq() if name in ("values", "indices", "keys"):
             return owner.any if owner.kind == "result" else Method(owner, name)
         case Seq() if owner.kind == "result":  # a named tuple of tensors
