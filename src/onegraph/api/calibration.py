@@ -21,7 +21,7 @@ from onegraph.engine.arguments import is_number
 from onegraph.formats.files import CheckpointError, quote, read_bytes
 
 CORPUS = Path(__file__).parents[1] / "data" / "calibration.jsonl.xz"
-PART = 2048  # characters; a user's text is cut at ends of lines into such documents, so that weights hold
+PART = 2048  # characters; a user's text is cut at ends of lines or words into such documents, so that weights hold
 HUB = "hub:"
 # KL grows with tokens ** -LOSS: SmolLM2, 8,192 to 131,072 tokens (docs/log.md, Calibration text)
 LOSS = 0.16
@@ -268,7 +268,9 @@ def _documents_of(row: Any) -> Iterator[Document]:
         text = text.strip("\n") + "\n\n"
         at = 0
         while at < len(text):
-            end = len(text) if len(text) - at <= PART else (text.rfind("\n", at, at + PART) + 1 or at + PART)
+            end = len(text)
+            if end - at > PART:
+                end = next((cut for mark in "\n " if (cut := text.rfind(mark, at, at + PART) + 1)), at + PART)
             yield Document(text=text[at:end], first=at == 0)
             at = end
         return
