@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -239,6 +240,29 @@ def test_lower_priorities_are_admitted_first(make):
     params = [SamplingParams(max_tokens=2, priority=priority) for priority in (1, 0, -3, 0, 1)]
     engine.complete([PROMPTS[0]] * 5, params, on_done=lambda sequence: ended.append(sequence.index))
     assert ended == [2, 1, 3, 0, 4]
+
+
+def test_the_highest_priority_value_is_preempted_and_waits_behind_lower_ones(make):
+    """Though it came first: of pages for one and a half, sequences that came later get what they need."""
+    engine = make(max_batch=2, pages=14)
+    scheduler, ended = engine.scheduler, []
+    late, *others = (
+        engine.request(PROMPTS[0], SamplingParams(max_tokens=24, priority=priority)) for priority in (5, 0, 0, -1)
+    )
+    with engine.executor.running(), closing(scheduler.open()):
+        scheduler.add(late)
+        scheduler.step()
+        for sequence in others:
+            scheduler.add(sequence)
+        while not scheduler.idle:
+            ended += [sequence for sequence, _ in scheduler.step() if sequence.done]
+    assert engine.stats.preemptions
+    assert ended == [others[2], others[0], others[1], late]
+
+
+def test_min_tokens_with_an_end_that_the_model_has_no_logits_of(make):
+    (tokens,) = make().generate([[1]], SamplingParams(max_tokens=4, min_tokens=3, stop=[VOCABULARY + 7, 2]))
+    assert len(tokens) >= 3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -232,6 +233,13 @@ class LLM:
         drafting = None
         with public_names(PUBLIC):
             if speculative is not None:
+                penalty = self.sampling_defaults.model.get("repetition_penalty", 1.0)
+                if penalty != 1:
+                    warnings.warn(
+                        f"generation_config.json sets repetition_penalty {penalty}, and sequences with a penalty use "
+                        "no drafts: give repetition_penalty=1 to use speculative decoding",
+                        stacklevel=2,
+                    )
                 drafting = drafters(
                     str(speculative),
                     self.tokenizer,

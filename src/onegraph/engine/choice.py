@@ -195,7 +195,8 @@ class ChoiceState:
         biases = [(token, value, ALWAYS) for token, value in (params.logit_bias or {}).items()]
         if params.min_tokens:
             until = len(prompt) + params.min_tokens
-            biases += [(token, float("-inf"), until) for token in sorted(params.stop_tokens)]
+            # A tokenizer may end texts with tokens that the model has no logits of.
+            biases += [(token, float("-inf"), until) for token in sorted(params.stop_tokens) if token < size]
         table = torch.zeros_like(self._biases.target, device="cpu")
         table[:, : len(biases)] = torch.tensor(biases, dtype=torch.float64).view(-1, 3).T
         self._biases(table)

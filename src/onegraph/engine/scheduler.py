@@ -289,8 +289,10 @@ class Scheduler:
         self.snapshots.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
+        """It waits ahead of those of its priority, which are younger."""
         self._leave(sequence)
-        self.waiting.appendleft(sequence)
+        ahead = sum(1 for _ in takewhile(lambda s: s.params.priority < sequence.params.priority, self.waiting))
+        self.waiting.insert(ahead, sequence)
         self.stats.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
@@ -359,7 +361,8 @@ class Scheduler:
             self._read()
 
     def _reload(self) -> None:
-        """The rows that decode, each with a page for its next token; the youngest are preempted for lack of pages."""
+        """The rows that decode, each with a page for its next token. For lack of pages, those of the highest priority
+        value are preempted, of these the youngest first."""
         self.drain()
         if self._window.is_over(self.running):
             self._encode()
@@ -367,7 +370,7 @@ class Scheduler:
             if any(s.exact for s in self.running):
                 self._encode()
             else:
-                self._preempt(self.running[-1])
+                self._preempt(max(reversed(self.running), key=lambda s: s.params.priority))
         self._rows = [s for s in self.running if s.decoding]
         if self._rows:
             self.executor.load(self._rows)
