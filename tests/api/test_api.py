@@ -283,6 +283,8 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
         ({"capture": 1}, "capture: got 1; allowed is True, False, 'split', or None"),
         ({"tokenizer": "a"}, "tokenizer: got 'a'; allowed is a Tokenizer, or None"),
         ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),
+        ({"adapters": {"red": 5}}, r"adapters\['red'\]: got 5; allowed is the directory of an adapter"),
+        ({"adapters": {3: "red"}}, "adapters: got 3; allowed is texts as names"),
     ],
 )
 def test_wrong_types_are_named_before_anything_is_read(tmp_path: Path, options: dict[str, Any], says: str) -> None:
