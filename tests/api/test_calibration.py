@@ -15,7 +15,7 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.api import calibration, hub
-from onegraph.api.calibration import Document, Source, corpus, draw, shortage, sources
+from onegraph.api.calibration import Document, Source, corpus, draw, recorded, shortage, sources
 from onegraph.api.chat import TemplateError
 from onegraph.formats.files import CheckpointError
 
@@ -195,11 +195,21 @@ class TestHub:
         (source,) = sources("hub:org/set@v1")
         assert asked == [("org/set", "v1")]
         assert [document.text for document in source.documents] == ["first\n\n", "second\n\n"]
-        monkeypatch.setattr(hub, "DATASET_BYTES", 1)
-        assert len(sources("hub:org/set")[0].documents) == 1
+        monkeypatch.setattr(hub, "DATASET_BYTES", 22)  # those of b.jsonl, and later of a.txt as well
+        files[0].size = 23
+        assert [document.text for document in sources("hub:org/set")[0].documents] == ["second\n\n"]
+        files[0].size, files[1].size = 5, 18
+        assert [document.text for document in sources("hub:org/set")[0].documents] == ["first\n\n"]
+        files[0].size, files[1].size = 23, None
+        with pytest.raises(CheckpointError, match="hub:org/set: each of its 2 files of text has more than 22 bytes"):
+            sources("hub:org/set")
         files[:2] = []
         with pytest.raises(CheckpointError, match=r"hub:org/set: the dataset has no \.jsonl, \.txt or \.md file"):
             sources("hub:org/set")
+
+    def test_its_name_is_recorded_whole(self) -> None:
+        counts = {"hub:org/set@v1": 1, "hub:other/set@v1": 2, "a/x.jsonl": 3, "b/x.jsonl": 4, "prose": 5}
+        assert recorded(counts) == {"hub:org/set@v1": 1, "hub:other/set@v1": 2, "x.jsonl": 7, "prose": 5}
 
     def test_offline_and_without_the_extra_it_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -179,6 +179,16 @@ def told(counts: Mapping[str, int]) -> str:
     return f"calibration: {sum(counts.values()):,} tokens: {parts}"
 
 
+def recorded(counts: Mapping[str, int]) -> dict[str, int]:
+    """Tokens of each source as a checkpoint says it: files by their names without directories, those of one name
+    together; datasets of the hub by their whole names."""
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        short = name if name.startswith(HUB) else Path(name).name
+        found[short] = found.get(short, 0) + count
+    return found
+
+
 @cache
 def corpus() -> tuple[Mapping[str, float], Mapping[str, Sequence[Document]]]:
     """Shares and documents of the package's corpus, by kind, as `tools/corpus.py` packed them."""
