@@ -129,6 +129,20 @@ def test_a_line_that_is_no_document_is_named(line: str, tmp_path: Path) -> None:
         sources(tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (r'{"text": "a\ud800b"}', r"has '\\ud800', half of a surrogate pair; remove it"),
+        (r'{"messages": [{"role": "user", "content": "\udfff"}]}', r"has '\\udfff', half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": [{"text": 0}]}]}', "a part of a message has the text 0; a string"),
+    ],
+)
+def test_a_line_whose_text_is_none_is_named(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"messages": [{"role": "user", "content": [{"text": null}]}]}\n' + line)
+    with pytest.raises(CheckpointError, match=rf"x\.jsonl:2: {says}"):
+        sources(tmp_path / "x.jsonl")
+
+
 def test_the_corpus_in_the_mix_keeps_its_own_shares() -> None:
     shares, documents = corpus()
     assert set(shares) == set(documents)

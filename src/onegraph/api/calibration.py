@@ -273,7 +273,13 @@ def _lines(text: str, path: Path) -> Iterator[Document]:
 
 
 def _documents_of(row: Any) -> Iterator[Document]:
-    """{"text": ...} or {"messages": [...]}. Raises ValueError for anything else."""
+    """{"text": ...} or {"messages": [...]}. Raises ValueError for anything else, and for half of a surrogate pair."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has {error.object[error.start]!a}, half of a surrogate pair; remove it") from None
+    except RecursionError:
+        row = None
     if isinstance(row, dict) and isinstance(text := row.get("text"), str):
         text = text.strip("\n") + "\n\n"
         at = 0
@@ -297,7 +303,11 @@ def _documents_of(row: Any) -> Iterator[Document]:
 def _content(content: Any) -> str:
     """A message's text; of content in parts, as multimodal chats have it, its texts."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+        texts = [part["text"] for part in content if isinstance(part, dict) and part.get("text") is not None]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a part of a message has the text {quote(text)}; a string is expected")
+        return "\n".join(texts)
     return content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
 
 
