@@ -315,7 +315,10 @@ def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest
         ({"layers": {3: 4}}, "layers: got {3: 4}; allowed is a mapping"),
         ({"calibration": 5}, "calibration: got 5; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
         ({"calibration": []}, r"calibration: got \[\]; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
-        ({"calibration": ["self", "bundled"]}, "calibration: got 'self' among 2 sources; 'self' stands alone"),
+        (
+            {"calibration": ["self", "bundled"]},
+            "calibration: got 'self' among 2 sources; 'self' allows no other source",
+        ),
         ({"calibration": {"bundled": 0}}, "calibration: got the weight 0; allowed is a number above 0"),
         ({"calibration": None}, "calibration: got None; allowed"),
         ({"recipe": ["good"]}, r"recipe: got \['good'\]; allowed is the name of a recipe"),

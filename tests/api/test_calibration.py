@@ -179,7 +179,7 @@ def test_weights_and_several_sources_of_the_command(tmp_path: Path) -> None:
         ((f"{tmp_path / 'b.txt'}=0.5", "bundled"), "1 of 2 sources have a weight; give one to each"),
         ((tmp_path / "b.txt", f"{tmp_path / 'b.txt'}=1"), "is given twice"),
         ((f"{tmp_path / 'b.txt'}=-1",), "got the weight -1.0; allowed is a number above 0"),
-        (("self", "bundled"), "'self' stands alone"),
+        (("self", "bundled"), "'self' allows no other source"),
     ):
         status, _, errors = invoke([*command, *words])
         assert (status, errors.count("\n")) == (2, 1), errors

@@ -91,7 +91,9 @@ def check(calibration: object) -> None:
     if not items or not all(isinstance(item, Item) for item, _ in items):
         raise ValueError(f"calibration: got {quote(calibration)}; allowed is {allowed}")
     if len(items) > 1 and any(item == "self" for item, _ in items):
-        raise ValueError(f"calibration: got 'self' among {len(items)} sources; 'self' stands alone, or use a text")
+        raise ValueError(
+            f"calibration: got 'self' among {len(items)} sources; 'self' allows no other source, or use a text"
+        )
     weights = [weight for _, weight in items]
     given = [weight for weight in weights if weight is not None]
     if len(given) not in (0, len(items)):
