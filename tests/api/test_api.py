@@ -283,6 +283,8 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
         ({"capture": 1}, "capture: got 1; allowed is True, False, 'split', or None"),
         ({"tokenizer": "a"}, "tokenizer: got 'a'; allowed is a Tokenizer, or None"),
         ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),
+        ({"adapters": {"red": 5}}, r"adapters\['red'\]: got 5; allowed is the directory of an adapter"),
+        ({"adapters": {3: "red"}}, "adapters: got 3; allowed is texts as names"),
     ],
 )
 def test_wrong_types_are_named_before_anything_is_read(tmp_path: Path, options: dict[str, Any], says: str) -> None:
@@ -313,7 +315,10 @@ def test_what_is_no_path_is_named(path: Any, tmp_path: Path, monkeypatch: pytest
         ({"layers": {3: 4}}, "layers: got {3: 4}; allowed is a mapping"),
         ({"calibration": 5}, "calibration: got 5; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
         ({"calibration": []}, r"calibration: got \[\]; allowed is a text, a pathlib.Path, 'bundled', 'hub:ORG/NAME'"),
-        ({"calibration": ["self", "bundled"]}, "calibration: got 'self' among 2 sources; 'self' stands alone"),
+        (
+            {"calibration": ["self", "bundled"]},
+            "calibration: got 'self' among 2 sources; 'self' allows no other source",
+        ),
         ({"calibration": {"bundled": 0}}, "calibration: got the weight 0; allowed is a number above 0"),
         ({"calibration": None}, "calibration: got None; allowed"),
         ({"recipe": ["good"]}, r"recipe: got \['good'\]; allowed is the name of a recipe"),

@@ -36,7 +36,7 @@ def test_both_estimates_are_one_line(model: Path) -> None:
 def test_rates_that_one_format_has(model: Path) -> None:
     found = plan(model, format="auto", prefer="speed", bits=6, **FEW)
     assert found.format == "trellis"
-    assert "not e8p does not suit: bits: got 6; allowed is a number from 2 to 4" in found.notes[0]
+    assert "; e8p is unsupported: bits: got 6; allowed is a number from 2 to 4 (" in found.notes[0]
     with pytest.raises(ValueError, match=r"bits: got 9; allowed is a number from 1 to 8"):
         plan(model, format="auto", bits=9, **FEW)
 
@@ -46,7 +46,7 @@ def test_sizes_that_one_format_has(model: Path, tmp_path: Path) -> None:
     told: list[str] = []
     made = quantize(model, tmp_path / "out", format="auto", bits=2, lm_head=4, on_message=told.append, **FEW)
     assert (made.format, made.config["format"], made.config["lm_head"]) == ("e8p", "e8p", 4)
-    assert "not trellis does not suit: " in told[0]
+    assert "; trellis is unsupported: " in told[0]
     assert "a linear of 266 x 64 cannot be stored as trellis at 4 bits" in told[0]
 
 

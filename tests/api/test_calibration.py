@@ -15,7 +15,7 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.api import calibration, hub
-from onegraph.api.calibration import Document, Source, corpus, draw, shortage, sources
+from onegraph.api.calibration import Document, Source, corpus, draw, recorded, shortage, sources
 from onegraph.api.chat import TemplateError
 from onegraph.formats.files import CheckpointError
 
@@ -129,6 +129,20 @@ def test_a_line_that_is_no_document_is_named(line: str, tmp_path: Path) -> None:
         sources(tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (r'{"text": "a\ud800b"}', r"has '\\ud800', half of a surrogate pair; remove it"),
+        (r'{"messages": [{"role": "user", "content": "\udfff"}]}', r"has '\\udfff', half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": [{"text": 0}]}]}', "a part of a message has the text 0; a string"),
+    ],
+)
+def test_a_line_whose_text_is_none_is_named(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"messages": [{"role": "user", "content": [{"text": null}]}]}\n' + line)
+    with pytest.raises(CheckpointError, match=rf"x\.jsonl:2: {says}"):
+        sources(tmp_path / "x.jsonl")
+
+
 def test_the_corpus_in_the_mix_keeps_its_own_shares() -> None:
     shares, documents = corpus()
     assert set(shares) == set(documents)
@@ -165,7 +179,7 @@ def test_weights_and_several_sources_of_the_command(tmp_path: Path) -> None:
         ((f"{tmp_path / 'b.txt'}=0.5", "bundled"), "1 of 2 sources have a weight; give one to each"),
         ((tmp_path / "b.txt", f"{tmp_path / 'b.txt'}=1"), "is given twice"),
         ((f"{tmp_path / 'b.txt'}=-1",), "got the weight -1.0; allowed is a number above 0"),
-        (("self", "bundled"), "'self' stands alone"),
+        (("self", "bundled"), "'self' allows no other source"),
     ):
         status, _, errors = invoke([*command, *words])
         assert (status, errors.count("\n")) == (2, 1), errors
@@ -195,11 +209,21 @@ class TestHub:
         (source,) = sources("hub:org/set@v1")
         assert asked == [("org/set", "v1")]
         assert [document.text for document in source.documents] == ["first\n\n", "second\n\n"]
-        monkeypatch.setattr(hub, "DATASET_BYTES", 1)
-        assert len(sources("hub:org/set")[0].documents) == 1
+        monkeypatch.setattr(hub, "DATASET_BYTES", 22)  # those of b.jsonl, and later of a.txt as well
+        files[0].size = 23
+        assert [document.text for document in sources("hub:org/set")[0].documents] == ["second\n\n"]
+        files[0].size, files[1].size = 5, 18
+        assert [document.text for document in sources("hub:org/set")[0].documents] == ["first\n\n"]
+        files[0].size, files[1].size = 23, None
+        with pytest.raises(CheckpointError, match="hub:org/set: each of its 2 files of text has more than 22 bytes"):
+            sources("hub:org/set")
         files[:2] = []
         with pytest.raises(CheckpointError, match=r"hub:org/set: the dataset has no \.jsonl, \.txt or \.md file"):
             sources("hub:org/set")
+
+    def test_its_name_is_recorded_whole(self) -> None:
+        counts = {"hub:org/set@v1": 1, "hub:other/set@v1": 2, "a/x.jsonl": 3, "b/x.jsonl": 4, "prose": 5}
+        assert recorded(counts) == {"hub:org/set@v1": 1, "hub:other/set@v1": 2, "x.jsonl": 7, "prose": 5}
 
     def test_offline_and_without_the_extra_it_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

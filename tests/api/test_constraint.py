@@ -142,7 +142,9 @@ def test_a_grammar_may_name_control_tokens_by_id(constraints: Constraints, token
         constraint.take(token)
     with pytest.raises(ArgumentError, match=r"^grammar: "):
         constraints(SamplingParams(grammar="start: nothing\n"))
-    with pytest.raises(ArgumentError, match="grammar: got one beside regex; allowed is one of the two"):
+    with pytest.raises(
+        ArgumentError, match="grammar: got one beside regex; allowed is one of json_schema, regex, grammar"
+    ):
         SamplingParams(grammar='start: "a"', regex="a")
     with pytest.raises(ArgumentError, match="a Lark grammar"):
         SamplingParams(grammar=3)  # type: ignore[arg-type]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fuzz import tiny
+from models import save_hf
 from onegraph import LLM
 from onegraph.api import memory
 from onegraph.api.memory import Memory
+from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama
+
+KIMI = Path(__file__).parents[1] / "models" / "configs" / "Kimi-Linear-48B-A3B-Instruct.json"
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +62,26 @@ def test_the_sums_are_a_line() -> None:
         "memory: weights 269.1 MB, KV cache 1.51 GB for 32768 tokens"
     )
     assert str(Memory(1 << 20, 1 << 20, 32, 3_000_000)).endswith("; 3.0 MB are free")
+
+
+@pytest.mark.parametrize("variant", ["llama", "deepseek_v32"])
+def test_bytes_of_a_token_are_those_of_the_cache(variant: str, tmp_path: Path) -> None:
+    """Indexers' keys count; each rank has latents whole, and heads of keys and values that ranks repeat."""
+    save_hf(variant, tmp_path)
+    sizes: dict[str, int] = {"rows": 2, "page_size": 16, "pages_per_row": 6}
+    with Checkpoint.open(tmp_path) as checkpoint:
+        model = Llama.load(checkpoint, "cpu", torch.float32)
+    one, two = (model.new_cache(pages=pages, **sizes).nbytes for pages in (8, 9))
+    about: dict[str, Any] = {"rows": 2, "context": 96}
+    given = model.config, torch.device("cpu"), torch.float32, None
+    assert memory._cache_bytes(*given, **about, gpus=1) == ((two - one) // 16, one - 8 * (two - one))
+    each = {count: memory._cache_bytes(*given, **about, gpus=count)[0] for count in (1, 2, 4)}
+    heads = {count: 1 if variant == "deepseek_v32" else min(count, model.config.kv_heads) for count in each}
+    assert {count: each[1] // share for count, share in heads.items()} == each
+
+
+def test_layers_that_do_not_attend_have_no_bytes_of_a_token() -> None:
+    config = LlamaConfig.from_dict(json.loads(KIMI.read_text()))
+    each, _ = memory._cache_bytes(config, torch.device("cpu"), torch.float32, None, rows=1, context=32, gpus=1)
+    assert config.latent is not None
+    assert each == config.attention_layers * config.latent.width * 4 < config.layers * config.latent.width * 4

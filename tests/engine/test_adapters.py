@@ -20,6 +20,7 @@ from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError
+from onegraph.models.adapters import read_adapter
 from onegraph.models.load import load_decoder
 from onegraph.nn.lora import LoraLinear
 
@@ -138,13 +139,22 @@ def test_linears_without_an_adapter_stay_as_they_are(folder: Path, made: Any) ->
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; allowed is LORA"),
         ({"use_dora": True}, "use_dora is true; it is not supported"),
         ({"bias": "all"}, 'bias is "all"; it is not supported'),
+        ({"use_qalora": True}, "use_qalora is true; it is not supported"),
+        ({"from_a_later_peft": {"twist": 1}}, 'from_a_later_peft is {"twist": 1}; it is not supported'),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            'init_lora_weights is "pissa_niter_4"; its weights belong to a changed',
+        ),
+        ({"init_lora_weights": "corda"}, 'init_lora_weights is "corda"; its weights belong to a changed base model'),
         ({"lora_alpha": "big"}, "lora_alpha is 'big'; a number is expected"),
+        ({"lora_alpha": 1e12}, "lora_alpha is 1000000000000.0; a number is expected, up to 1e+09"),
         (None, "has no adapter_config.json; give the directory of an adapter that peft saved"),
         ("layer", "changes model.layers.0.mlp.other; allowed are linears of attention and of dense MLPs"),
         ("size", "it belongs to another model"),
         ("nan", "has values that are not finite"),
         ("half", "lora_A and lora_B of 'model.layers.0.self_attn.q_proj' do not fit"),
         ("kind", "is no lora_A or lora_B of a linear"),
+        ("rank 0", "lora_A and lora_B of 'model.layers.0.self_attn.q_proj' do not fit"),
     ],
 )
 def test_adapters_that_are_refused(change: Any, says: str, plain: Any, tmp_path: Path) -> None:
@@ -163,6 +173,8 @@ def test_adapters_that_are_refused(change: Any, says: str, plain: Any, tmp_path:
         tensors[f"{q}.lora_A.weight"][0, 0] = float("nan")
     elif change == "half":
         del tensors[f"{q}.lora_B.weight"]
+    elif change == "rank 0":
+        tensors = {f"{q}.lora_A.weight": torch.ones(0, 72), f"{q}.lora_B.weight": torch.ones(96, 0)}
     elif change == "kind":
         tensors[f"{q}.lora_magnitude_vector.weight"] = torch.ones(3)
     if isinstance(change, str):
@@ -170,6 +182,16 @@ def test_adapters_that_are_refused(change: Any, says: str, plain: Any, tmp_path:
     with Checkpoint.open(path) as checkpoint, pytest.raises(ValueError, match=re.escape(says)) as caught:
         load_decoder(checkpoint, "cpu", torch.float32, adapters={"a": tmp_path / "a"})
     assert isinstance(caught.value, CheckpointError) is (change not in ("layer", "size"))
+
+
+def test_every_field_that_peft_writes_is_read(plain: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    for change in ({}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": False}, {"lora_dropout": 0.1}):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], **change)
+        folder = tmp_path / str(change)
+        write_adapter(folder, "some", plain[1])
+        config.save_pretrained(folder)
+        assert read_adapter(folder, str)
 
 
 @pytest.mark.gpu

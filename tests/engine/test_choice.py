@@ -275,7 +275,10 @@ def test_min_tokens_with_an_end_that_the_model_has_no_logits_of(make):
         ),
         ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: got 600 tokens; allowed are 512"),
         ({"min_tokens": 9}, "min_tokens: got 9; allowed is 0 to max_tokens"),
-        ({"min_tokens": 2, "regex": "9"}, "min_tokens: got 2 beside regex"),
+        (
+            {"min_tokens": 2, "regex": "9"},
+            "min_tokens: got 2 beside a constraint (json_schema, regex, grammar, or tools",
+        ),
         ({"prompt_logprobs": 21}, "prompt_logprobs: got 21; allowed is 0 to 20"),
         ({"priority": 1.5}, "priority: got 1.5; allowed is a 32-bit whole number"),
     ],

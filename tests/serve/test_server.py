@@ -370,7 +370,11 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["
             400,
             "min_tokens: got 9; allowed is 0 to",
         ),
-        ({"model": "plain", "prompt": "a", "min_tokens": 2, "regex": "a"}, 400, "min_tokens: got 2 beside regex"),
+        (
+            {"model": "plain", "prompt": "a", "min_tokens": 2, "regex": "a"},
+            400,
+            "min_tokens: got 2 beside a constraint",
+        ),
         (
             {"model": "plain", "prompt": "a", "stream_options": {"a": 1}},
             400,

@@ -92,13 +92,13 @@ def settle(choices: Choices, build: Callable[[Choices], Plan]) -> tuple[Choices,
         raise error
     found = [estimate(plan, choices.device) for _, plan in plans.values()]
     best = pick(found, choices.prefer)
-    parts = [str(best), *(str(each) for each in found if each is not best)]
-    parts += [f"{format} does not suit: {why}" for format, why in refused.items()]
     source = "error: of a Gaussian source"
     if choices.device.type == "cpu":
         source += "; a CPU decodes weights at load: the speed is the same"
     else:
         source += "; time: one H200, one token, scaled to this GPU"
-    line = f"format auto, prefer {choices.prefer}: {parts[0]}; not {'; '.join(parts[1:]) or 'any other'} ({source})"
+    others = [f"not {each}" for each in found if each is not best]
+    others += [f"{format} is unsupported: {why}" for format, why in refused.items()]
+    line = f"format auto, prefer {choices.prefer}: {best}; {'; '.join(others)} ({source})"
     decided, plan = plans[best.format]
     return decided, plan, line

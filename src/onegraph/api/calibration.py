@@ -91,7 +91,9 @@ def check(calibration: object) -> None:
     if not items or not all(isinstance(item, Item) for item, _ in items):
         raise ValueError(f"calibration: got {quote(calibration)}; allowed is {allowed}")
     if len(items) > 1 and any(item == "self" for item, _ in items):
-        raise ValueError(f"calibration: got 'self' among {len(items)} sources; 'self' stands alone, or use a text")
+        raise ValueError(
+            f"calibration: got 'self' among {len(items)} sources; 'self' allows no other source, or use a text"
+        )
     weights = [weight for _, weight in items]
     given = [weight for weight in weights if weight is not None]
     if len(given) not in (0, len(items)):
@@ -179,6 +181,16 @@ def told(counts: Mapping[str, int]) -> str:
     return f"calibration: {sum(counts.values()):,} tokens: {parts}"
 
 
+def recorded(counts: Mapping[str, int]) -> dict[str, int]:
+    """Tokens of each source as a checkpoint says it: files by their names without directories, those of one name
+    together; datasets of the hub by their whole names."""
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        short = name if name.startswith(HUB) else Path(name).name
+        found[short] = found.get(short, 0) + count
+    return found
+
+
 @cache
 def corpus() -> tuple[Mapping[str, float], Mapping[str, Sequence[Document]]]:
     """Shares and documents of the package's corpus, by kind, as `tools/corpus.py` packed them."""
@@ -263,7 +275,13 @@ def _lines(text: str, path: Path) -> Iterator[Document]:
 
 
 def _documents_of(row: Any) -> Iterator[Document]:
-    """{"text": ...} or {"messages": [...]}. Raises ValueError for anything else."""
+    """{"text": ...} or {"messages": [...]}. Raises ValueError for anything else, and for half of a surrogate pair."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has {error.object[error.start]!a}, half of a surrogate pair; remove it") from None
+    except RecursionError:
+        row = None
     if isinstance(row, dict) and isinstance(text := row.get("text"), str):
         text = text.strip("\n") + "\n\n"
         at = 0
@@ -287,7 +305,11 @@ def _documents_of(row: Any) -> Iterator[Document]:
 def _content(content: Any) -> str:
     """A message's text; of content in parts, as multimodal chats have it, its texts."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if isinstance(part, dict) and "text" in part)
+        texts = [part["text"] for part in content if isinstance(part, dict) and part.get("text") is not None]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a part of a message has the text {quote(text)}; a string is expected")
+        return "\n".join(texts)
     return content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
 
 

@@ -17,7 +17,7 @@ NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[\w][\w./-
 CONFIGS = ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
 # What a checkpoint is read from; never pickles, and no code.
 PATTERNS = [*CONFIGS, "model*.safetensors", *SIDECARS, CARD]
-DATASET_BYTES = 32 << 20  # of a dataset; more files are not fetched
+DATASET_BYTES = 32 << 20  # of a dataset; files that would exceed it are not fetched
 NO_ANSWER = "ConnectError", "ConnectTimeout", "ProxyError", "ReadTimeout"  # of httpx
 
 
@@ -62,7 +62,8 @@ def locate(model: str | os.PathLike[str], *, weights: bool = True, option: str =
 
 def dataset(name: str) -> list[Path]:
     """Files of texts of a dataset on the hub, org/name or org/name@revision: .jsonl, .txt and .md in the order of their
-    names, until they have `DATASET_BYTES`. Raises CheckpointError where there are none, or they cannot be fetched."""
+    names, of at most `DATASET_BYTES` together; a file that would exceed them is left out. Raises CheckpointError where
+    there are none, none fits, or they cannot be fetched."""
     named = NAME.fullmatch(name)
     if named is None:
         raise CheckpointError(f"hub:{name}: is no name of a dataset; give hub:ORG/NAME or hub:ORG/NAME@REVISION")
@@ -77,13 +78,13 @@ def dataset(name: str) -> list[Path]:
     found: list[Path] = []
     try:
         listed = HfApi().dataset_info(repo, revision=revision, files_metadata=True)
-        files = {each.rfilename: each.size or 0 for each in listed.siblings or []}
-        size = 0
-        for file in sorted(each for each in files if each.endswith((".jsonl", ".txt", ".md")) and each != CARD):
-            if size >= DATASET_BYTES:
-                break
-            size += files[file]
-            found.append(Path(hf_hub_download(repo, file, repo_type="dataset", revision=listed.sha)))
+        sizes = {each.rfilename: each.size for each in listed.siblings or []}
+        files = sorted(each for each in sizes if each.endswith((".jsonl", ".txt", ".md")) and each != CARD)
+        left = DATASET_BYTES
+        for file in files:
+            if (size := sizes[file]) is not None and size <= left:
+                left -= size
+                found.append(Path(hf_hub_download(repo, file, repo_type="dataset", revision=listed.sha)))
     except MemoryError:
         raise
     except Exception as error:  # as in `_fetch`
@@ -91,6 +92,11 @@ def dataset(name: str) -> list[Path]:
             f"hub:{name}: cannot be fetched from the Hugging Face hub: {_why(error)}; where there is a network: "
             f"hf download --repo-type dataset {repo} --local-dir DIR, then give DIR"
         ) from None
+    if not found and files:
+        raise CheckpointError(
+            f"hub:{name}: each of its {len(files)} files of text has more than {DATASET_BYTES} bytes; fetch one (hf "
+            f"download --repo-type dataset {repo} {files[0]} --local-dir DIR), and give a part of it"
+        )
     if not found:
         raise CheckpointError(
             f"hub:{name}: the dataset has no .jsonl, .txt or .md file; convert it to JSON lines of "

@@ -27,7 +27,14 @@ from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
 from onegraph.api.memory import Memory, needed_memory
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.arguments import is_index, require, require_callable, require_count, require_flag
+from onegraph.engine.arguments import (
+    is_index,
+    require,
+    require_callable,
+    require_count,
+    require_flag,
+    require_path,
+)
 from onegraph.engine.engine import Engine
 from onegraph.engine.exact_window import page_size_of
 from onegraph.engine.params import SamplingParams, Stats
@@ -173,6 +180,9 @@ class LLM:
         require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
         fine = adapters is None or isinstance(adapters, Mapping)
         require("adapters", adapters, fine, "directories by name, or None")
+        for name, folder in (adapters or {}).items():
+            require("adapters", name, isinstance(name, str), "texts as names, {'NAME': 'DIRECTORY'}")
+            require_path(f"adapters[{name!r}]", folder, "the directory of an adapter")
         fine = tokenizer is None or isinstance(tokenizer, Tokenizer)
         require("tokenizer", tokenizer, fine, "a Tokenizer, or None for the checkpoint's own")
         require_callable("progress", progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,9 +10,11 @@ from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
+from onegraph.models.llama import Llama, attention_cache, unread_layers
 from onegraph.models.load import checkpoint_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import free_cache_memory
+from onegraph.models.shares import TPShard
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
@@ -60,12 +62,11 @@ def needed_memory(
         return None
     weights = _weights(checkpoint, config, device, dtype, held) // gpus
     free = free_cache_memory(device)
-    each = -(-_token_bytes(config, dtype, kv) // gpus)
-    rings = 0 if kv is None else rows * kv.sequence_bytes_of(config.cached, dtype.itemsize) // gpus
+    each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
     if tokens is None:
-        room = int(SHARE[device.type] * max(0, free - weights)) - rings
+        room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + rings, tokens, None if free >= UNBOUNDED else free)
+    return Memory(weights, each * tokens + fixed, tokens, None if free >= UNBOUNDED else free)
 
 
 def _weights(
@@ -81,10 +82,28 @@ def _weights(
     return sum(found.values())
 
 
-def _token_bytes(config: LlamaConfig, dtype: torch.dtype, kv: TurboQuantConfig | None) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    if config.latent is not None and kv is None:
-        return config.layers * config.latent.width * dtype.itemsize
-    if kv is not None:
-        return kv.token_bytes_of(config.cached, dtype.itemsize)
-    return sum(2 * heads * dim * dtype.itemsize for heads, dim in config.cached)
+def _cache_bytes(
+    config: LlamaConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv: TurboQuantConfig | None,
+    *,
+    rows: int,
+    context: int,
+    gpus: int,
+) -> tuple[int, int]:
+    """Bytes of a token in the cache of a rank, and of what it has besides its pages: of the cache itself, made on the
+    meta device."""
+    size = Llama.page_size
+    if kv is not None and kv.mode != "shadow":
+        kv = replace(kv, exact=tuple(sorted({*kv.exact, *unread_layers(config, device.type)})))
+    pages = 1 + -(-max(context, 0 if kv is None else kv.window) // size)
+
+    def nbytes(pages: int) -> int:
+        return attention_cache(
+            config, TPShard(0, gpus), kv, rows=rows, pages=pages, page_size=size, pages_per_row=-(-context // size),
+            dtype=dtype, device="meta",
+        ).nbytes  # fmt: skip
+
+    page = nbytes(pages + 1) - nbytes(pages)
+    return -(-page // size), nbytes(pages) - pages * page

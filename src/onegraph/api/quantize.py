@@ -16,7 +16,7 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.auto import settle
 from onegraph.api.budget import AVERAGE
-from onegraph.api.calibration import Calibration, Source, draw, kind_of, shortage, sources, told
+from onegraph.api.calibration import Calibration, Source, draw, kind_of, recorded, shortage, sources, told
 from onegraph.api.card import Card, license_of
 from onegraph.api.choices import TOKENS, Choices, End, choose
 from onegraph.api.deprecated import renamed
@@ -306,7 +306,7 @@ class _Run:
                     kind_of(choices.calibration)
                 ],
                 "tokens": rows.numel(),
-                **({"sources": {Path(name).name: count for name, count in counts.items()}} if counts else {}),
+                **({"sources": recorded(counts)} if counts else {}),
                 **({"sampled_behind_it": sampled} if counts and sampled else {}),
                 "sequence": sequence,
                 "sha256": digest_of(rows),

@@ -57,7 +57,7 @@ same bytes; a corrected command reuses what is still valid. OUT appears at the e
 
 Without --calibration, a corpus that comes with onegraph is used: prose, chats through the model's chat template, code,
 data, mathematics, a dozen languages. Text that resembles your use improves quality further; 'bundled' among your
-sources keeps the corpus in the mix. A directory stands for its UTF-8 files; a .jsonl file has a line of {"text": ...}
+sources keeps the corpus in the mix. Of a directory all UTF-8 files are read; a .jsonl file has a line of {"text": ...}
 or {"messages": [...]} for each document. --dry-run prints the linears that each pattern matches, the size of OUT, the
 tokens of each source, and estimates of time and memory; it needs only config.json.
 

@@ -118,10 +118,14 @@ class SamplingParams:
         check("grammar", self.grammar is None or isinstance(self.grammar, str), "a Lark grammar")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ArgumentError(given[1], f"{given[1]}: got one beside {given[0]}; allowed is one of the two")
+            raise ArgumentError(
+                given[1],
+                f"{given[1]}: got one beside {given[0]}; allowed is one of json_schema, regex, grammar",
+            )
         if self.min_tokens and given:
+            what = "a constraint (json_schema, regex, grammar, or tools that must be called)"
             why = "which says where the answer ends; leave one out"
-            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {given[0]}, {why}")
+            raise ArgumentError("min_tokens", f"min_tokens: got {least} beside {what}, {why}")
 
     def most(self, room: int) -> int:
         """Tokens to generate at most, where the context leaves `room` behind the prompt; 1 or more."""

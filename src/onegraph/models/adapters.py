@@ -14,12 +14,20 @@ from onegraph.formats.files import CheckpointError, parse_json, quote
 from onegraph.nn.lora import Adapters, LowRank
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# What makes an adapter more than a low-rank addition, and the values that do not
-_OFF: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "modules_to_save": (None, []),
-    "fan_in_fan_out": (False,), "alpha_pattern": ({}, None), "trainable_token_indices": (None,),
-    "target_parameters": (None, []), "alora_invocation_tokens": (None,),
+MAX_ALPHA = 1e9
+# Fields of peft's LoraConfig (0.21) that say nothing of how an adapter adds, or only what its tensors say too
+_READ = {
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "rank_pattern", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "megatron_core", "ensure_weight_tying",
 }  # fmt: skip
+# Values of other fields that leave it a low-rank addition to the model's own weights, besides nothing and false. Other
+# initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) replace the base weights by a residual that the adapter lacks.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+}
 
 
 def read_adapters(folders: Mapping[str, Path], rename: Callable[[str], str]) -> Adapters:
@@ -48,7 +56,7 @@ def read_adapter(folder: Path, rename: Callable[[str], str]) -> dict[str, LowRan
                 raise CheckpointError(f"{folder / WEIGHTS}: {quote(layer)} has lora_B and no lora_A")
             continue
         b = tensors.get(f"{PREFIX}{layer}.lora_B.weight")
-        if b is None or a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1]:
+        if b is None or a.dim() != 2 or b.dim() != 2 or not 0 < len(a) == b.shape[1]:
             raise CheckpointError(f"{folder / WEIGHTS}: lora_A and lora_B of {quote(layer)} do not fit")
         if not (_finite(a) and _finite(b)):
             raise CheckpointError(f"{folder / WEIGHTS}: {quote(layer)} has values that are not finite")
@@ -69,13 +77,24 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{path}: peft_type is {quote(kind)}; allowed is LORA")
-    for name, fine in _OFF.items():
-        if config.get(name, fine[0]) not in fine:
-            raise CheckpointError(f"{path}: {name} is {json.dumps(config[name])[:80]}; it is not supported")
+    for name in sorted(config.keys() - _READ):
+        if (value := config[name]) and value not in _PLAIN.get(name, ()):
+            raise CheckpointError(
+                f"{path}: {name if name.isidentifier() else quote(name)} is {json.dumps(value)[:80]}; {_cure(name)}"
+            )
     alpha = config.get("lora_alpha")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise CheckpointError(f"{path}: lora_alpha is {quote(alpha)}; a number is expected")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
+        raise CheckpointError(f"{path}: lora_alpha is {quote(alpha)}; a number is expected, up to {MAX_ALPHA:.0e}")
     return config
+
+
+def _cure(name: str) -> str:
+    if name == "init_lora_weights":
+        return (
+            "its weights belong to a changed base model; save it with save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
+        )
+    return "it is not supported; allowed are plain LoRA adapters"
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_laye
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
-from onegraph.models.shares import check_ranks, head_part, share_of
+from onegraph.models.shares import TPShard, check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
@@ -37,6 +37,7 @@ from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.attention import capped
 
+AttentionCache = PagedCache | TurboQuantCache | LatentCache
 BIAS = 3  # a bit of a key's codes takes three quarters off the power of their error
 SAMPLES = 64
 MAX_TABLE = 131072  # positions; the rotary tables of more (64 MB at head_dim 128) are made only when asked for
@@ -246,30 +247,15 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
-        if self.config.latent is not None:
-            return self._latent_cache(rows=rows, pages=pages, page_size=page_size, pages_per_row=pages_per_row)
         kv = self.settled(kv)
-        spans = ((share_of(self.peer).span(kv_heads), dim) for kv_heads, dim in self.config.cached)
-        shapes = [(last - first, dim) for (first, last), dim in spans]
-        sizes: dict[str, Any] = {
-            "layers": len(shapes),
-            "pages": pages,
-            "page_size": page_size,
-            "kv_heads": shapes[0][0],
-            "head_dim": shapes[0][1],
-            "shapes": shapes,
-            "rows": rows,
-            "pages_per_row": pages_per_row,
-            "device": self.device,
-            "dtype": self.dtype,
-        }
-        make: Callable[..., PagedCache | TurboQuantCache | HybridCache]
-        make = partial(PagedCache, fused=self.fused) if kv is None else partial(TurboQuantCache, kv)
+        make: Callable[..., AttentionCache | HybridCache]
+        make = partial(attention_cache, self.config, share_of(self.peer), kv, fused=self.fused)
         if self.recurrent:
             make = partial(self._hybrid, make)
-        needed = make(**sizes | {"device": "meta"}).nbytes
+        sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row}
+        needed = make(**sizes, dtype=self.dtype, device="meta").nbytes
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
-        return make(**sizes)
+        return make(**sizes, dtype=self.dtype, device=self.device)
 
     @property
     def recurrent(self) -> list[Recurrent]:
@@ -277,24 +263,26 @@ class Llama(nn.Module):
         layers = (getattr(block, "attention", None) for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Recurrent)]
 
-    def _hybrid(self, make: Callable[..., PagedCache | TurboQuantCache | LatentCache], **sizes: Any) -> HybridCache:
+    def _hybrid(self, make: Callable[..., AttentionCache], **sizes: Any) -> HybridCache:
         about = {"device": sizes["device"], "dtype": sizes["dtype"]}
         return HybridCache(make(**sizes), self.recurrent, **about)
 
-    def _latent_cache(self, **sizes: Any) -> LatentCache | HybridCache:
-        """The latents of all layers that attend, which each rank has whole."""
-        assert self.config.latent is not None
-        latent, index = self.config.latent, self.config.latent.index
-        sizes |= {"layers": self.config.attention_layers, "width": latent.width, "dtype": self.dtype}
+
+def attention_cache(
+    config: LlamaConfig, share: TPShard, kv: TurboQuantConfig | None, *, fused: bool = True, **sizes: Any
+) -> AttentionCache:
+    """What a rank keeps of the layers that attend: its share of the heads of keys and values, or latents, which each
+    rank has whole. kv: settled (`Llama.settled`). sizes: rows, pages, page_size, pages_per_row, device, dtype."""
+    if config.latent is not None:
+        latent, index = config.latent, config.latent.index
         if index is not None:
             own = {i: index.dim for i, full in enumerate(index.full) if full}
             sizes |= {"indexers": own, "top_k": index.top_k}
-        make: Callable[..., LatentCache | HybridCache] = LatentCache
-        if self.recurrent:
-            make = partial(self._hybrid, LatentCache)
-        needed, tokens = make(**sizes, device="meta").nbytes, (sizes["pages"] - 1) * sizes["page_size"]
-        check_cache(needed, self.device, rows=sizes["rows"], tokens=tokens, exact=True)
-        return make(**sizes, device=self.device)
+        return LatentCache(layers=config.attention_layers, width=latent.width, **sizes)
+    spans = ((share.span(kv_heads), dim) for kv_heads, dim in config.cached)
+    shapes = [(last - first, dim) for (first, last), dim in spans]
+    sizes |= {"layers": len(shapes), "kv_heads": shapes[0][0], "head_dim": shapes[0][1], "shapes": shapes}
+    return PagedCache(fused=fused, **sizes) if kv is None else TurboQuantCache(kv, **sizes)
 
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:
