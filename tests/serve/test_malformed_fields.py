@@ -20,6 +20,7 @@ VALUES: list[Any] = [
     [{"role": "user", "content": [{"type": "text", "text": 3}]}],
     [{"role": "user", "content": [{"type": "tool_result"}]}],
     [{"role": "assistant", "content": [{"type": "tool_use", "id": [], "name": {}, "input": []}]}],
+    [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}],
     {"type": "json_schema"}, {"format": {"type": "json_schema"}}, {"format": []}, {"effort": []},
     {"type": "enabled", "budget_tokens": "a"},
 ]  # fmt: skip
