@@ -106,6 +106,9 @@ def test_a_thought_may_come_first(name: str) -> None:
         ({"json_schema": {"enum": [1]}}, "1", "2"),
         ({"json_schema": '{"type": "object", "additionalProperties": false}'}, "{}", "[]"),
         ({"regex": "a/b|c"}, "a/b", "a"),
+        ({"regex": r"https:\/\/x\\"}, "https://x\\", r"https:\x2f\x2fx"),
+        ({"regex": r"[\/]\\/"}, "/\\/", "\\/"),
+        ({"regex": "a\n\\\nb"}, "a\n\nb", r"a\nb"),
     ],
 )
 def test_an_answer_is_constrained_behind_its_thought(constraint: Any, right: str, wrong: str) -> None:
@@ -123,6 +126,7 @@ def test_an_answer_is_constrained_behind_its_thought(constraint: Any, right: str
         {"type": "object", "properties": {"a": {"type": ["string", "integer"]}}},
         {"type": "object", "properties": {"a": {}}},
         {"anyOf": [CITY, {"type": "object", "properties": {"a": {"const": "x"}}}]},
+        {"type": "object", "properties": {"a": CITY | {"type": "string"}}, "$defs": {"b": {"title": "b" * (1 << 20)}}},
     ],
 )
 def test_what_fields_cannot_hold_exactly_is_left_to_json(schema: Any) -> None:

@@ -21,7 +21,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.errors import APIError
-from onegraph.serve.responses import Conversations
+from onegraph.serve.responses import Conversations, parse
 from onegraph.serve.worker import Worker
 from test_serve_tools import QWEN
 
@@ -206,6 +206,11 @@ def test_what_is_not_supported_is_refused_in_a_sentence(app: Starlette) -> None:
             ({"input": "a", "reasoning": {"effort": "high"}}, 'effort "high" is not supported'),
             ({"input": "a", "background": True}, "background is not supported; leave it out"),
             ({"input": "a", "extra_body": {"n": 2}}, "n is not known here"),
+            ({"input": "a", "extra_body": {"max_tokens": 2}}, "max_tokens is not known here; use max_output_tokens"),
+            (
+                {"input": "a", "extra_body": {"response_format": {"type": "json_object"}}},
+                "response_format is not known here; use text.format",
+            ),
             ({"input": "a", "temperature": 1e9}, "temperature: got 1000000000.0; allowed is"),
         ):
             fields: Any = {"model": "tiny", **more}
@@ -222,6 +227,12 @@ def test_what_is_not_supported_is_refused_in_a_sentence(app: Starlette) -> None:
             ({"messages": [user], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: got"),
             ({"messages": [user], "extra_body": {"temperature": -1}}, "temperature: got -1"),
             ({"messages": [user], "extra_body": {"wat": 1}}, "wat is not known here"),
+            ({"messages": [user], "extra_body": {"n": 2}}, "n is not known here"),
+            ({"messages": [user], "extra_body": {"stop": "a"}}, "stop is not known here; use stop_sequences"),
+            (
+                {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}]},
+                "messages: they hold old thoughts alone",
+            ),
         ):
             fields = {"model": "tiny", "max_tokens": 3, **more}
             with pytest.raises(anthropic.BadRequestError) as wrong:
@@ -234,6 +245,40 @@ def test_what_is_not_supported_is_refused_in_a_sentence(app: Starlette) -> None:
             await other.with_options(api_key="wrong").messages.create(model="tiny", max_tokens=3, messages=[])
 
     use(app, ask)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b', "[1]", '{"a": 1}'])
+def test_a_conversation_goes_on_behind_a_call_that_was_cut(arguments: str) -> None:
+    kept = Conversations()
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}
+    asked = {"model": "tiny", "input": "Hi"}
+    said = parse(json.dumps(asked).encode(), kept)[1].whole({"choices": [choice], "usage": usage})
+    assert said["output"][0]["arguments"] == arguments
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "3"}
+    asked = {"model": "tiny", "previous_response_id": said["id"], "input": [result]}
+    messages = parse(json.dumps(asked).encode(), kept)[0].messages
+    assert messages is not None
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == ({"a": 1} if arguments == '{"a": 1}' else {})
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+def test_a_bug_is_told_in_the_form_of_the_endpoint(app: Starlette, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(f"onegraph.serve.{name}.parse", fail)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.post(f"/v1/{name}", json={}, headers={"Authorization": f"Bearer {KEY}"})
+
+    told = asyncio.run(ask())
+    assert told.status_code == 500
+    assert told.json().get("type") == ("error" if name == "messages" else None)
+    assert told.json()["error"]["message"] == "a bug: ZeroDivisionError; the server's log has more"
 
 
 def test_conversations_are_kept_within_bounds() -> None:

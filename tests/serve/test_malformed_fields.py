@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 
 from onegraph.serve import messages, responses
+from onegraph.serve.call_grammar import CallGrammar
+from onegraph.serve.calls import AnswerReader
 from onegraph.serve.errors import APIError
+from onegraph.serve.forms import QWEN_CODER
 from onegraph.serve.protocol import parse
+from onegraph.serve.schemas import MAX_PARTS
+from onegraph.serve.tools import Tools
 
 VALUES: list[Any] = [
     None, [], {}, "", "a", 3, -1, 1.5, True, [[]], [{}], [None], {"a": 1}, {"type": "function"}, {"type": []},
@@ -20,6 +25,7 @@ VALUES: list[Any] = [
     [{"role": "user", "content": [{"type": "text", "text": 3}]}],
     [{"role": "user", "content": [{"type": "tool_result"}]}],
     [{"role": "assistant", "content": [{"type": "tool_use", "id": [], "name": {}, "input": []}]}],
+    [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}],
     {"type": "json_schema"}, {"format": {"type": "json_schema"}}, {"format": []}, {"effort": []},
     {"type": "enabled", "budget_tokens": "a"},
 ]  # fmt: skip
@@ -62,3 +68,70 @@ def test_a_field_of_any_kind_is_read_or_refused(
                 statuses.append(error.status)
     assert max(statuses) < 500
     assert len(statuses) > len(VALUES) * len(names) // 2
+
+
+KEYWORDS = (
+    "type", "properties", "required", "enum", "const", "anyOf", "oneOf", "allOf", "items", "additionalProperties",
+    "$ref", "$defs", "definitions", "title", "default",
+)  # fmt: skip
+SHAPES: list[Any] = [
+    None, [], {}, "x", "string", "#/properties/a", "#/default", 5, True, [1], ["a"], [1, "b"], ["string", "null"],
+    [None], {"a": 1}, {"a": {"enum": 5}}, [{"anyOf": 5}], {"a": {"$ref": "#/properties/a"}}, [{"$ref": "#/properties/a"}] * 2,
+]  # fmt: skip
+CALL = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
+
+
+def tools_of(schema: dict[str, Any]) -> Tools:
+    """As a request has them. Raises APIError."""
+    function = {"name": "f", "parameters": schema, "strict": True}
+    fields = {"model": "m", "messages": HI, "tools": [{"type": "function", "function": function}]}
+    tools = parse(json.dumps(fields).encode(), chat=True).tools
+    assert tools is not None
+    return tools
+
+
+def use(schema: dict[str, Any]) -> tuple[str | None, str]:
+    """Grammar and arguments of a call whose values are between marks."""
+    tools = tools_of(schema)
+    grammar = CallGrammar(QWEN_CODER, {}).forced(
+        [each["function"] for each in tools.defined], several=True, opened=False, thinking=False
+    )
+    return grammar, "".join(part.arguments for part in AnswerReader(QWEN_CODER, tools).push(CALL, final=True).calls)
+
+
+def test_a_schema_of_any_kind_is_used_or_refused() -> None:
+    used, refused, statuses = 0, set(), set()
+    for name in KEYWORDS:
+        for value in SHAPES:
+            own: dict[str, Any] = {name: value}
+            for schema in (
+                own,
+                {"type": "object", "properties": {"a": own}},
+                {"type": "object", "properties": {"a": {"type": "string"} | own}},
+                {"type": "object", "properties": {"a": {"$ref": "#/default"}}, "default": {"type": "string"} | own},
+            ):
+                try:
+                    _, arguments = use(schema)
+                    used += 1
+                except APIError as error:
+                    statuses.add((error.status, error.param))
+                    refused.add(str(error).partition(" schema: ")[2].partition(":")[0])
+                else:
+                    assert json.loads(arguments)["a"] in (7, "7")
+    assert refused == {*KEYWORDS} - {"const", "title", "default"}
+    assert statuses == {(400, "tools")}
+    assert used > len(KEYWORDS) * len(SHAPES)
+
+
+@pytest.mark.timeout(20)
+def test_a_schema_that_refers_to_itself_again_and_again_is_read_in_no_time() -> None:
+    def follow(*names: str) -> list[Any]:
+        return [{"$ref": f"#/properties/{name}"} for name in names]
+
+    again = {"anyOf": follow("a", "a")}
+    twice = {f"p{i}": {"anyOf": follow(f"p{i + 1}", f"p{i + 1}")} for i in range(60)} | {"p60": {"type": "string"}}
+    wide = {"anyOf": [{"const": i} for i in range(MAX_PARTS + 1)]}
+    for schema in ({"a": again}, {"a": twice["p0"]} | twice, {"a": wide}):
+        grammar, arguments = use({"type": "object", "properties": schema})
+        assert grammar is None
+        assert json.loads(arguments) == {"a": "7" if len(schema) > 1 else 7}

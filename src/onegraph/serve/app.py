@@ -105,6 +105,7 @@ class Server:
         """The API key, and every refusal as OpenAI's error object, or as `body` has it."""
 
         async def guarded(request: Request) -> Response:
+            request.state.error_body = body
             try:
                 self._authorize(request)
                 response: Response = await endpoint(request)
@@ -339,4 +340,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return json_response(APIError(f"a bug: {type(error).__name__}; the server's log has more", status=500).body(), 500)
+    """In the form of the endpoint that failed."""
+    body = getattr(request.state, "error_body", APIError.body)
+    return json_response(body(APIError(f"a bug: {type(error).__name__}; the server's log has more", status=500)), 500)

@@ -26,6 +26,15 @@ class Block:
     name: str = ""
     part: str = ""
 
+    @property
+    def arguments(self) -> dict[str, Json]:
+        """Of a call; of one whose JSON the end of the answer cut, none."""
+        try:
+            found = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
 
 @dataclass
 class Ending:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from onegraph.api.completion import overlap
 from onegraph.serve.forms import CallForm, Fields, loose
+from onegraph.serve.schemas import property_of, type_name, types_of
 
 Json = Any  # what json.loads gives
-MAX_DEPTH = 64  # $ref of a schema that are followed
 _CONSTANTS = {"True": True, "False": False, "None": None}  # some templates write Python's
-_NAMES: Mapping[type, str] = {
-    bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
-}  # fmt: skip
 
 
 class JsonReader:
@@ -170,43 +166,6 @@ def reader(form: CallForm, schema: Json) -> Reader:
     return DictReader(form.quote) if form.arguments == "dict" else JsonReader()
 
 
-def property_of(schema: Json, name: str) -> Json:
-    """The schema of one parameter."""
-    schema = resolve(schema, schema)
-    found = schema.get("properties") if isinstance(schema, dict) else None
-    return found.get(name) if isinstance(found, dict) else None
-
-
-def resolve(schema: Json, root: Json) -> Json:
-    """Without a `$ref` within the same document."""
-    for _ in range(MAX_DEPTH):
-        path = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(path, str) or not path.startswith("#/"):
-            break
-        schema = root
-        for part in path[2:].split("/"):
-            schema = schema.get(part) if isinstance(schema, dict) else None
-    return schema
-
-
-def types_of(schema: Json, root: Json, depth: int = 0) -> set[str] | None:
-    """JSON types that a schema allows; None where that is not plain."""
-    schema = resolve(schema, root)
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return None
-    named = schema.get("type")
-    if isinstance(named, str):
-        return {named}
-    if isinstance(named, list) and named and all(isinstance(each, str) for each in named):
-        return set(named)
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    if values:
-        return {_NAMES.get(type(each), "null") for each in values}
-    some = [types_of(each, root, depth + 1) for key in ("anyOf", "oneOf") for each in schema.get(key) or ()]
-    known = [each for each in some if each is not None]
-    return set().union(*known) if known and len(known) == len(some) else None
-
-
 def _parsed(text: str) -> tuple[Json] | None:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -223,7 +182,7 @@ def _written(value: str, types: set[str] | None) -> str:
     if found is None and value.strip() in _CONSTANTS:
         found = (_CONSTANTS[value.strip()],)
     if found is not None:
-        kind = _NAMES.get(type(found[0]), "null")
+        kind = type_name(found[0])
         fits = types is None or kind in types or (kind == "integer" and "number" in types)
         if fits and kind != "string":
             return json.dumps(found[0], ensure_ascii=False)

@@ -7,12 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onegraph.serve.call_arguments import resolve, types_of
 from onegraph.serve.forms import CallForm, Fields, Thought
+from onegraph.serve.schemas import resolve, types_of
 from onegraph.serve.tools import NO_ARGUMENTS
 
 Json = Any  # what json.loads gives
 MAX_CALLS = 16  # of one answer, where a call is forced
+MAX_SHARED = 1 << 20  # characters of a grammar for definitions, which each value between marks repeats
 # JSON in a line, as templates write it: of whitespace without a limit some models write no end
 _JSON = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}}
 _ANY, EMPTY = r"/(.|\n)*/", '""'
@@ -83,7 +84,8 @@ class CallGrammar:
     def after_thought(self, constraint: Mapping[str, Json]) -> str:
         """A "json_schema" or "regex" behind the end of a thought that the prompt has opened."""
         if "regex" in constraint:
-            regex = constraint["regex"].replace("/", r"\x2f").replace("\n", r"\n")
+            # Between slashes: a slash or a line feed in it, escaped or not, gets another name
+            regex = re.sub(r"\\.|/|\n", _named, constraint["regex"], flags=re.DOTALL)
             body = f"/{regex}/"
         else:
             schema = constraint["json_schema"]
@@ -134,8 +136,11 @@ class CallGrammar:
         if not isinstance(schema, dict) or schema.get("type") != "object" or schema.keys() - known:
             return None
         shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        properties = schema.get("properties") or {}
+        if len(properties) * len(json.dumps(shared)) > MAX_SHARED:
+            return None
         body = []
-        for number, (name, own) in enumerate((schema.get("properties") or {}).items()):
+        for number, (name, own) in enumerate(properties.items()):
             value = self._value(f"value_{index}_{number}", fields, own, root, shared)
             if value is None:
                 return None
@@ -153,9 +158,12 @@ class CallGrammar:
             return f"{self._literal(fields.other)} {body} {self._literal(fields.end)}"
         if types != {"string"}:
             return None
-        words = plain.get("enum", [plain["const"]] if "const" in plain else None)
+        words = plain.get("enum") or ([plain["const"]] if "const" in plain else None)
         if words is not None and not plain.keys() - _FREE - {"enum", "const"}:
-            body = " | ".join(self._literal(word) or EMPTY for word in words)
+            texts = [word for word in words if isinstance(word, str)]  # others are not of the type
+            if not texts:
+                return None
+            body = " | ".join(self._literal(text) or EMPTY for text in texts)
             return f"{self._literal(fields.text)} ({body}) {self._literal(fields.end)}"
         if plain.keys() - _FREE:
             return None
@@ -193,6 +201,10 @@ class CallGrammar:
 def _json(schema: Json) -> str:
     """A JSON schema as part of a rule."""
     return f"%json {json.dumps(schema | _JSON if isinstance(schema, dict) else schema)}"
+
+
+def _named(found: re.Match[str]) -> str:
+    return {"/": r"\x2f", "\n": r"\n"}.get(found[0][-1], found[0])
 
 
 def _quoted(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from onegraph.api.chat import THINKING
@@ -43,6 +43,14 @@ def check_fields(fields: Mapping[str, Json], known: Mapping[str, Check]) -> None
         fine, allowed = known[name]
         if not fine(value):
             raise APIError(f"{name}: got {shown(value)}; allowed is {allowed}", param=name)
+
+
+def check_names(fields: Mapping[str, Json], known: Set[str], others: Mapping[str, str]) -> None:
+    """Raises APIError for a name that is not `known` or that only a chat has. others: of those, the name of the field
+    here, "" where there is none."""
+    for name in sorted(fields.keys() - (known - others.keys())):
+        cure = f"; use {others[name]}" if others.get(name) else ""
+        raise APIError(f"{name} is not known here{cure}", param=name)
 
 
 def _integer(text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from onegraph.serve.blocks import Block, BlockStream, Ending, blocks_of, event
 from onegraph.serve.errors import APIError
-from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, listed, read_object, shown
+from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, check_names, listed, read_object, shown
 from onegraph.serve.protocol import CompletionRequest, parse_fields
 
 Json = Any  # what json.loads gives
@@ -20,6 +20,7 @@ OWN = (
 HINTS = {  # that change no answer here
     "cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas",
 }  # fmt: skip
+OTHERS = {"n": "", "stop": "stop_sequences", "response_format": "output_config"}  # a chat's fields: their names here
 THOUGHTS = ("thinking", "redacted_thinking")  # models are not shown their old thoughts
 ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -40,12 +41,14 @@ def parse(body: bytes, *, count: bool = False) -> tuple[CompletionRequest, Messa
     for name in ("context_management", "container", "mcp_servers"):
         if own.get(name):
             raise APIError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-    if unknown := sorted(fields.keys() - SAMPLING_FIELDS.keys() - IGNORED):
-        raise APIError(f"{unknown[0]} is not known here", param=unknown[0])
+    check_names(fields, SAMPLING_FIELDS.keys() | IGNORED, OTHERS)
     for name, there in (("max_tokens", "max_tokens" in fields or count), ("messages", "messages" in own)):
         if not there:
             raise APIError(f"{name} is missing", param=name)
     messages = _system(own.get("system", "")) + read_messages(own["messages"])
+    if not messages:
+        message = "messages: they hold old thoughts alone, which models are not shown; end with a message of the user's"
+        raise APIError(message, param="messages")
     if messages[-1]["role"] == "assistant":
         message = "messages: the last one is the assistant's, which this server does not continue; end with the user's"
         raise APIError(message, param="messages", code="unsupported_parameter")
@@ -184,18 +187,10 @@ DELTAS = {
 
 def _block(block: Block) -> dict[str, Json]:
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.call, "name": block.name, "input": _arguments(block.text)}
+        return {"type": "tool_use", "id": block.call, "name": block.name, "input": block.arguments}
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}
-
-
-def _arguments(text: str) -> Json:
-    """Of a call; of one that max_tokens cut, none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return {}
 
 
 def _end(ending: Ending) -> dict[str, Json]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from onegraph.serve.blocks import Block, BlockStream, Ending, blocks_of, event
 from onegraph.serve.errors import APIError
-from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, equal, listed, read_object, shown
+from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, check_names, equal, listed, read_object, shown
 from onegraph.serve.protocol import CompletionRequest, parse_fields
 
 Json = Any  # what json.loads gives
@@ -24,6 +24,8 @@ OWN = (
     "input", "instructions", "max_output_tokens", "previous_response_id", "store", "text", "tools", "tool_choice",
     "reasoning", "include", "truncation", "background", "max_tool_calls", "stream_options",
 )  # fmt: skip
+# A chat's fields: their names here
+OTHERS = {"n": "", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 TEXTS = ("input_text", "output_text", "text")  # types of parts of a message
 
 
@@ -58,10 +60,7 @@ def parse(body: bytes, kept: Conversations) -> tuple[CompletionRequest, Response
     for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
         if name in own and not equal(own[name], neutral) and own[name] != ["reasoning.encrypted_content"]:
             raise APIError(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
-    unknown = sorted(fields.keys() - SAMPLING_FIELDS.keys() - IGNORED - {"parallel_tool_calls", "top_logprobs"})
-    if unknown or "n" in fields:
-        name = "n" if "n" in fields else unknown[0]
-        raise APIError(f"{name} is not known here", param=name)
+    check_names(fields, SAMPLING_FIELDS.keys() | IGNORED | {"parallel_tool_calls", "top_logprobs"}, OTHERS)
     if "input" not in own:
         raise APIError("input is missing", param="input")
     if fields.pop("top_logprobs", 0):
@@ -210,9 +209,10 @@ class Response:
         said: dict[str, Json] = {"role": "assistant", "content": text}
         calls = [block for block in blocks if block.kind == "call"]
         if calls:
+            functions = [{"name": each.name, "arguments": json.dumps(each.arguments)} for each in calls]
             said["tool_calls"] = [
-                {"id": each.call, "type": "function", "function": {"name": each.name, "arguments": each.text}}
-                for each in calls
+                {"id": each.call, "type": "function", "function": function}
+                for each, function in zip(calls, functions, strict=True)
             ]
         self._kept.keep(self._id, [*self._messages, said])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onegraph.engine.arguments import ArgumentError
+from onegraph.serve.schemas import check_schema
 
 Json = Any  # what json.loads gives
 MAX_TOOLS = 128
@@ -74,6 +75,10 @@ def _check_tool(where: str, tool: Json) -> None:
         raise ArgumentError("tools", f"{where}: function.name is not a name of 1 to 64 letters, digits, _, - and .")
     if not isinstance(function.get("parameters") or {}, dict):
         raise ArgumentError("tools", f"{where}: function.parameters is not a JSON schema")
+    try:
+        check_schema(function.get("parameters") or {})
+    except ValueError as error:
+        raise ArgumentError("tools", f"{where}: function.parameters is not a JSON schema: {error}") from None
     if not isinstance(function.get("strict") or False, bool):
         raise ArgumentError("tools", f"{where}: function.strict is neither true nor false")
 
