@@ -238,7 +238,10 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
     ("options", "says"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: got 0"),
-        ({"tensor_parallel_size": 64}, "tensor_parallel_size: got 64 on the device cpu; allowed is auto or cuda"),
+        (
+            {"tensor_parallel_size": 64},
+            "tensor_parallel_size: got 64 on the device cpu; leave it out: a CPU runs the whole model",
+        ),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size: got 0"),
         (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

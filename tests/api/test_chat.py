@@ -267,7 +267,7 @@ def test_what_is_wrong_is_one_line(
 @pytest.mark.parametrize(
     ("file", "options", "line", "default"),
     [
-        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (), "--temperature 0.6, --top-p 0.95, --top-k 20", None),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, (), "--temperature 0.6, --top-k 20, --top-p 0.95", None),
         ({"do_sample": True, "top_k": 20}, (), "--temperature 1, --top-k 20", None),
         ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 2), "--top-p 0.95", None),
         ({"temperature": 0.6, "top_p": 0.95}, ("--temperature", 0), None, None),

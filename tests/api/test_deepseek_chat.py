@@ -89,7 +89,10 @@ def test_generate_from_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
     assert [cache.windows[0].dtype for cache in caches] == [torch.uint8]
     assert main([*command, "--tensor-parallel-size", "8"]) == 2
-    assert "--tensor-parallel-size: got 8 on the device cpu; allowed is auto or cuda" in capsys.readouterr().err
+    assert (
+        "--tensor-parallel-size: got 8 on the device cpu; leave it out: a CPU runs the whole model"
+        in capsys.readouterr().err
+    )
     assert main([*command, "--kv-cache-dtype", "turboquant:4"]) == 2
     assert "a cache of its own kind" in capsys.readouterr().err
     assert (

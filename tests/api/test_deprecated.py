@@ -92,7 +92,7 @@ def test_old_options_are_the_new_ones_and_not_in_the_help(model: Path) -> None:
     assert invoke(new)[1] == out
     status, _, errors = invoke([*base, "--gpus", 1])
     assert status == 0
-    assert "--gpus, --split-mode is deprecated" in errors
+    assert "--gpus (with --split-mode) is deprecated" in errors
     for command in ("generate", "chat", "serve", "quantize"):
         text = invoke([command, "--help"])[1]
         shown = {word.split("=")[0].strip("[],") for word in text.split() if word.startswith(("--", "[--"))}

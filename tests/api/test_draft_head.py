@@ -157,12 +157,12 @@ def test_what_a_head_learns_from(model: Path) -> None:
     assert not any(REPEAT.strip() in task or KEEPER in task for task in TASKS)
 
 
-def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.MonkeyPatch, repo: Path) -> None:
     """Which a random model would never write. Where a prompt has no room for it, none is cut."""
     for room in (240, PROMPT):
         monkeypatch.setattr(draft_prompts, "PROMPT", room)
         with LLM(model, device="cpu", max_num_seqs=8, max_model_len=256) as llm:
-            found = [text for _, text in Prompts(llm, Pieces([], 3), 12, 3).answered(96)]
+            found = [text for _, text in Prompts(llm, Pieces([repo / "docs/log.md"], 3), 12, 3).answered(96)]
             said = [(llm.tokenizer.decode(text.tokens[: text.prompt]), text.tokens[text.prompt :]) for text in found]
             copied = [len(answer) == 12 and llm.tokenizer.decode(answer) in prompt for prompt, answer in said]
         assert sum(copied) > 96 * COPIED / 4 if room > PROMPT else not any(copied)
@@ -172,7 +172,7 @@ def test_some_answers_are_the_passage_itself(model: Path, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not os.environ.get("ONEGRAPH_SMOLLM2_4BIT"), reason="ONEGRAPH_SMOLLM2_4BIT is not set")
 def test_the_head_in_this_repository_drafts_for_the_demo() -> None:
     """More than two tokens per verify pass on code that it never saw; no text changes."""
-    head, params = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=48)
+    head, params = Path(__file__).parents[2] / "heads/smollm2-135m-instruct-4bit", SamplingParams(max_tokens=96)
     options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_context": 256}
     path, found, rounds = os.environ["ONEGRAPH_SMOLLM2_4BIT"], list[list[int]](), dict[str, float]()
     with LLM(path, max_num_seqs=1, speculative=f"eagle:{head}", num_speculative_tokens=3, **options) as llm:

@@ -82,7 +82,8 @@ def test_a_function_that_waits_is_found_by_reading_and_by_running(name: str, tmp
     path = tmp_path / "waiting.py"
     made = factory(path, WAITS[name])
     assert {f.line for f in simulate_step(made).errors} == {9}
-    assert [(f.code, f.line) for f in check_source(str(path), "factory").findings] == [("CG105", 9)]
+    code = "CG105" if name in ("cond", "tensorinv") else "CG101"  # the others read a value in Python
+    assert [(f.code, f.line) for f in check_source(str(path), "factory").findings] == [(code, 9)]
 
 
 @pytest.mark.parametrize("name", FILLS)

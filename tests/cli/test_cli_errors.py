@@ -183,7 +183,7 @@ def test_did_you_mean(model: Path) -> None:
         (["genrate", model], "invalid choice: 'genrate'; did you mean generate?"),
         (["generate", model, "--promt", "x"], "unrecognized arguments: --promt; did you mean --prompt?"),
         (["generate", model, "--promt=x"], "did you mean --prompt?"),
-        (["generate", model, "--prompt", "x", "--max", "3"], "--max; did you mean --max-tokens?"),
+        (["generate", model, "--prompt", "x", "--max-token", "3"], "--max-token; did you mean --max-tokens?"),
         (["quantize", model, "out", "--recipe", "god"], "'god'; did you mean good? (choose from quick, good, best)"),
         (["check", "--step", "3"], "--step; did you mean --steps?"),
         (["bench", "stop", model], "did you mean step?"),

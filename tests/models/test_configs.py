@@ -55,7 +55,7 @@ def test_a_published_model_is_the_one_that_transformers_makes_of_it(
     tied = wrapper.is_wrapper(config) and not LlamaConfig.from_dict(dense).tied and "lm_head.weight" not in sizes
     weights = sum(size for key, size in sizes.items() if not key.endswith((".bias", "_proj_bias", "_correction_bias")))
     weights += tied * sizes.get("model.language_model.embed_tokens.weight", 0)  # by a default that the file corrects
-    monkeypatch.setattr(cost, "_timed", lambda run, device: 1.0)
+    monkeypatch.setattr(cost, "_timed", lambda run, device, probe: 1.0)
     stored = dense if config.get("quantization_config", {}).get("quant_method") == "fp8" else config
     (tmp_path / "config.json").write_text(json.dumps(stored))
     found = plan(tmp_path, device="cpu")

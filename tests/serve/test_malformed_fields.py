@@ -76,7 +76,8 @@ KEYWORDS = (
 )  # fmt: skip
 SHAPES: list[Any] = [
     None, [], {}, "x", "string", "#/properties/a", "#/default", 5, True, [1], ["a"], [1, "b"], ["string", "null"],
-    [None], {"a": 1}, {"a": {"enum": 5}}, [{"anyOf": 5}], {"a": {"$ref": "#/properties/a"}}, [{"$ref": "#/properties/a"}] * 2,
+    [None], {"a": 1}, {"a": {"enum": 5}}, [{"anyOf": 5}], {"a": {"$ref": "#/properties/a"}},
+    [{"$ref": "#/properties/a"}] * 2,
 ]  # fmt: skip
 CALL = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
 

@@ -196,13 +196,17 @@ class Executor:
             further["following"] = following = torch.zeros_like(tokens)
             behind = sequence.tokens(sequence.read + 1, end + 1)
             following[0, : len(behind)] = torch.tensor(behind)
-        step.load(tokens=tokens, **further, **host_rows([sequence], self.sizes.per_row, limits=[end], choice=choice))
+        step.load(tokens=tokens, **further, **self._rows([sequence], [end], choice))
         self._trim(len(part), end, sequence.exact)
         last = end == sequence.to_prefill
         if last:
             self._constrain([sequence])
         told = choice.prompt or (last and choice.logprobs)
         return self._fetch("prefill", step.replay(), choice._replace(logprobs=told))
+
+    def _rows(self, rows: list[Sequence], limits: list[int], choice: Choice) -> dict[str, Tensor]:
+        adapted = self.ranks[0].adapters is not None
+        return host_rows(rows, self.sizes.per_row, limits=limits, choice=choice, adapted=adapted)
 
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
@@ -212,7 +216,7 @@ class Executor:
             self._measure(step, len(rows), choice, exact)
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
         limits = [self.sizes.exact_window.limit(s) for s in rows]
-        _, bucket = step.load(drawn=drawn, **host_rows(rows, self.sizes.per_row, limits=limits, choice=choice))
+        _, bucket = step.load(drawn=drawn, **self._rows(rows, limits, choice))
         if self.speculation is not None:
             self.speculation.load(step, len(rows))
         self._loaded = self.groups["decode", choice, exact], (bucket, choice, exact), choice, rows

@@ -12,8 +12,11 @@ from onegraph.engine.sequence import Sequence
 Report = tuple[Callable[[], Tensor], Callable[[], Tensor] | None]
 
 
-def row_inputs(rows: int, per_row: int, choice: Choice, device: torch.device) -> dict[str, Tensor]:
-    """What every step has of each row; zeros, which stand for a row without a sequence."""
+def row_inputs(
+    rows: int, per_row: int, choice: Choice, device: torch.device, *, adapted: bool = False
+) -> dict[str, Tensor]:
+    """What every step has of each row; zeros, which stand for a row without a sequence. adapted: whether the model has
+    adapters."""
 
     def tensor(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -23,21 +26,23 @@ def row_inputs(rows: int, per_row: int, choice: Choice, device: torch.device) ->
         "limits": tensor(torch.int32),  # where the row stops: a padding row has 0
         "table": tensor(torch.int32, per_row),
         "slots": tensor(torch.int32),  # which state of fixed size is the row's: a padding row has 0
-        "adapters": tensor(torch.int64),  # which adapter the row has, 0 for none
         "seed": tensor(torch.int64),
+        **({"adapters": tensor(torch.int64)} if adapted else {}),  # which adapter the row has, 0 for none
         **row_buffers(rows, choice, device),
     }
 
 
-def host_rows(active: list[Sequence], per_row: int, *, limits: list[int], choice: Choice) -> dict[str, Tensor]:
+def host_rows(
+    active: list[Sequence], per_row: int, *, limits: list[int], choice: Choice, adapted: bool
+) -> dict[str, Tensor]:
     """The host's side of `row_inputs`."""
     return {
         "positions": torch.tensor([s.read for s in active], dtype=torch.int32),
         "limits": torch.tensor(limits, dtype=torch.int32),
         "table": block_table(active, per_row),
         "slots": torch.tensor([s.slot for s in active], dtype=torch.int32),
-        "adapters": torch.tensor([s.adapter for s in active], dtype=torch.int64),
         "seed": torch.tensor([s.seed for s in active], dtype=torch.int64),
+        **({"adapters": torch.tensor([s.adapter for s in active], dtype=torch.int64)} if adapted else {}),
         **row_values([s.params for s in active], choice),
     }
 

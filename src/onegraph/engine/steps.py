@@ -92,7 +92,8 @@ class Steps:
     def inputs(self, stage: int, decoding: bool, choice: Choice) -> dict[str, Tensor]:
         """The static buffers of one stage's step, but for what the stage before hands on."""
         device = self.model.devices[stage]
-        inputs = row_inputs(self.sizes.rows if decoding else 1, self.sizes.per_row, choice, device)
+        rows, adapted = self.sizes.rows if decoding else 1, self.adapters is not None
+        inputs = row_inputs(rows, self.sizes.per_row, choice, device, adapted=adapted)
         if decoding:
             inputs["drawn"] = torch.zeros(self.sizes.rows, dtype=torch.int64, device=device)
         else:
