@@ -20,7 +20,9 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.logprobs import completion_logprobs
-from onegraph.serve.text import TokenText
+from onegraph.serve.prompts import _echo
+from onegraph.serve.protocol import CompletionRequest
+from onegraph.serve.text import Echo, TokenText
 from onegraph.serve.worker import Worker
 
 TEXT = "a é€ b 𝄞é."
@@ -165,6 +167,24 @@ def test_an_echo_alone_streamed_cut_and_without_log_probabilities(app: Starlette
     assert (bare["text"], bare["logprobs"]) == ("the thing", None)
     (cut,) = ask(app, prompt="the thing", max_tokens=0, echo=True, truncate_prompt_tokens=2)
     assert cut["text"] == tokenizer.decode(tokenizer.encode("the thing")[-2:], special=True)
+
+
+def test_an_echo_decodes_valid_tokens_once_a_prompt(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = json.loads(asyncio.run(post(app, {"prompt": [-5], "echo": True, "logprobs": 1})))["error"]
+    assert wrong["param"] == "prompt"
+    assert wrong["message"].startswith("prompt 0: got token -5 at 0; the model's vocabulary is 0 to ")
+    made: list[str | list[int]] = []
+
+    def counted(asked: CompletionRequest, tokenizer: Tokenizer, given: str | list[int], ids: list[int]) -> Echo:
+        made.append(given)
+        return _echo(asked, tokenizer, given, ids)
+
+    monkeypatch.setattr("onegraph.serve.prompts._echo", counted)
+    choices = asyncio.run(answered(app, prompt=["the", "a"], n=2, max_tokens=1, echo=True, logprobs=0))
+    assert made == ["the", "a"]
+    assert [each["text"][: len(said)] for each, said in zip(choices, ["the", "the", "a", "a"], strict=True)] == [
+        "the", "the", "a", "a",
+    ]  # fmt: skip
 
 
 def test_the_best_answers_are_the_likeliest(app: Starlette) -> None:

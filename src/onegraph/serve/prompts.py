@@ -138,15 +138,16 @@ class Prompts:
                 for prompt in prompts
                 for params in expand_n(base, llm.random)
             ]
+            sequences = [llm.engine.request(*row) for row in rows]  # checks the ids, which `_echo` decodes
             echoes = [
-                _echo(asked, lane.tokenizer, text, prompt) if asked.echo else None
+                echo
                 for text, prompt in zip(asked.prompts if asked.messages is None else [""], prompts, strict=True)
-                for _ in range(base.n)
+                for echo in [_echo(asked, lane.tokenizer, text, prompt) if asked.echo else None] * base.n
             ]
             keep = form.keep
             if asked.special:
                 keep |= frozenset(lane.tokenizer.control_tokens.values()) - stops
-            return Read([llm.engine.request(*row) for row in rows], sum(map(len, prompts)), echoes, form, keep)
+            return Read(sequences, sum(map(len, prompts)), echoes, form, keep)
         except TooLong as error:
             message = f"{error}; shorten the prompt to {context - 1} tokens or less"
             raise APIError(message, param=_field("prompt", asked), code="context_length_exceeded") from None
