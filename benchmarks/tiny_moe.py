@@ -50,14 +50,14 @@ Build = Callable[[Size], Any]  # a model of transformers to train
 TINY = Size(512, 64, 2, 4, 4, 2, 64, 64, 8, 40, 3e-3, 300_000, 1024, 256)
 
 
-def sources() -> tuple[str, str]:
-    """Text to train on and text to measure on, of other files."""
+def sources(size: Size) -> tuple[str, str]:
+    """Text to train on and text to measure on, of other files; no more than is read, since each run tokenizes it."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     files = [file for file in files if "site-packages" not in file.parts]
     parts: tuple[list[str], list[str]] = ([], [])
     for i, file in enumerate(files):
         parts[i % 10 == 9].append(file.read_text(errors="replace"))
-    return "\n".join(parts[0]), "\n".join(parts[1])
+    return "\n".join(parts[0])[: size.characters], "\n".join(parts[1])[: max(100_000, 32 * size.evaluation)]
 
 
 def tokenizer_of(text: str, vocabulary: int) -> Any:
@@ -115,8 +115,7 @@ def make(
     size: Size, directory: Path, seed: int, device: torch.device, build: Build = mixture
 ) -> tuple[dict[str, Any], str, str]:
     """The checkpoint at `directory`, what to say of it, and the texts."""
-    text, other = sources()
-    text = text[: size.characters]
+    text, other = sources(size)
     tokenizer = tokenizer_of(text, size.vocabulary)
     encoded = tokenizer.encode_batch([text[i : i + 100_000] for i in range(0, len(text), 100_000)])
     tokens = torch.tensor([token for part in encoded for token in part.ids])
@@ -156,8 +155,7 @@ def main() -> None:
         directory = args.keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "model").exists():
-            told, (text, other) = {}, sources()
-            text = text[: size.characters]
+            told, (text, other) = {}, sources(size)
         else:
             told, text, other = make(size, directory / "model", args.seed, device)
         for bits in args.bits:
