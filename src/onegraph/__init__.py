@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onegraph.check.api import check_step
     from onegraph.engine.params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "Completion",

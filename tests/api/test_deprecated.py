@@ -1,4 +1,4 @@
-"""Names that another has replaced: they work for one more release, with a warning that says what to use."""
+"""Names that another has replaced: they work until the release that the warning names, which says what to use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
-from onegraph import LLM, SamplingParams, plan, quantize
+from onegraph import LLM, SamplingParams, __version__, plan, quantize
+from onegraph.api.deprecated import REMOVED_IN
 from onegraph.cli.common import DEPRECATED
 
 TEXT = "the thing in the inn, and a hat. " * 500
@@ -17,6 +18,11 @@ TEXT = "the thing in the inn, and a hat. " * 500
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("deprecated") / "m")
+
+
+def test_no_deprecated_name_outlives_the_release_that_removes_it() -> None:
+    released, removed = (tuple(map(int, version.split("."))) for version in (__version__, REMOVED_IN))
+    assert released < removed, "remove the deprecated names, their warnings and their tests"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_old_options_are_the_new_ones_and_not_in_the_help(model: Path) -> None:
     assert status == 0, errors
     warnings = [line for line in errors.splitlines() if "warning" in line]
     assert warnings == [
-        f"onegraph: warning: {old} is deprecated and will be removed in the next release; use {DEPRECATED[old]}"
+        f"onegraph: warning: {old} is deprecated and will be removed in {REMOVED_IN}; use {DEPRECATED[old]}"
         for old in ("--kv", "--draft", "--draft-tokens")
     ]
     new = [*base, "--kv-cache-dtype", "exact", "--speculative", "ngram", "--num-speculative-tokens", 2]

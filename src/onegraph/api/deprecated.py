@@ -1,4 +1,4 @@
-"""Names of the public API that another name has replaced: they work for one more release, with a warning."""
+"""Names of the public API that another name has replaced: they work until `REMOVED_IN`, with a warning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+REMOVED_IN = "0.3.0"
+
+
+def message(old: str, new: str) -> str:
+    return f"{old} is deprecated and will be removed in {REMOVED_IN}; use {new}"
 
 
 def warn(old: str, new: str, *, stacklevel: int = 3) -> None:
-    warnings.warn(
-        f"{old} is deprecated and will be removed in the next release; use {new}", DeprecationWarning, stacklevel
-    )
+    warnings.warn(message(old, new), DeprecationWarning, stacklevel)
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from onegraph.api.deprecated import message
 from onegraph.api.size import human_bytes as human_bytes  # for the commands
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class UsageError(ValueError):
     """The command line is wrong."""
 
 
-# Options that another name has replaced: they work for one more release, with a warning
+# Options that another name has replaced: they work until `api.deprecated.REMOVED_IN`, with a warning
 DEPRECATED = {
     "--kv": "--kv-cache-dtype",
     "--max-batch": "--max-num-seqs",
@@ -94,7 +95,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def deprecated(old: str, new: str) -> None:
-    print(f"onegraph: warning: {old} is deprecated and will be removed in the next release; use {new}", file=sys.stderr)
+    print(f"onegraph: warning: {message(old, new)}", file=sys.stderr)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

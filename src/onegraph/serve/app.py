@@ -176,7 +176,7 @@ class Server:
         async with self.bodies.read(request) as body:
             model, asked, special = parse_tokenize(body)
             tokens = await self._tokenized(request, model, self.prompts.tokenize(asked, special))
-        about = {"count": len(tokens), "max_model_len": self.worker.llm.max_context}
+        about = {"count": len(tokens), "max_model_len": self.worker.llm.max_model_len}
         return json_response(about | {"tokens": tokens, "token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
