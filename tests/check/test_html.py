@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from browsers import browser
 from onegraph.check.judge import join
 from onegraph.check.output import html, text
 from onegraph.check.report import Event, Finding, Frame, Origin, Report, Severity, StorageInfo
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 EVIL = '</script><script>document.title="owned"</script><!-- <img src=x onerror=alert(1)>'
 
 
@@ -112,13 +111,6 @@ def test_page_is_self_contained_and_holds_hostile_text_as_data() -> None:
     assert body["findings"][0]["module"] == "Attention"
     assert len(body["timeline"]) == 20
     assert "Infinity" not in data.group(1)
-
-
-def browser() -> str:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine")
-    return found
 
 
 def shown(page: Path, address: str = "") -> str:

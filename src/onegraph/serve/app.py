@@ -29,6 +29,7 @@ from onegraph.serve.connection import STALLED
 from onegraph.serve.errors import APIError, overloaded
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
+from onegraph.serve.page import chat_page
 from onegraph.serve.prompts import Prompts
 from onegraph.serve.protocol import CompletionRequest, parse
 from onegraph.serve.reply import Reply, json_response
@@ -74,6 +75,7 @@ class Server:
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/version", self._guarded(self.version)),
             Route("/health", self.health),
+            Route("/", chat_page),
             Route("/metrics", self._guarded(self.report)),
         ]
         handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _internal_error}
