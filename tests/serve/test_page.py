@@ -195,6 +195,7 @@ def test_a_turn_that_fails_is_taken_back(tab: Tab, scripted: Scripted) -> None:
             f"[...document.querySelectorAll('.problem')].some(p => p.innerText === '{problem}') && !$('send').hidden"
         )
         assert tab.value("$('input').value") == "Really?"
+    tab.value("$('model').replaceChildren()")  # as where the server was not there when the page was loaded
     tab.press("Enter", text="\r")
     tab.until("document.querySelectorAll('article').length === 6 && !$('send').hidden")
     assert [each["content"] for each in scripted.bodies[2]["messages"]] == ["Really?"]
