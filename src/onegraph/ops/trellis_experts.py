@@ -11,7 +11,7 @@ from onegraph.ops.activation import between, check_gate, parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.trellis import check_codes, trellis_linear
+from onegraph.ops.trellis import check_code, check_codes, trellis_linear
 
 
 def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
@@ -27,7 +27,7 @@ def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
             (call.down, call.down_in_scale, call.down_out_scale, call.down_bias),
         )
         for layer in layers:
-            x = linear(x, *(one(tensor, expert) for tensor in layer), call.bits, None, None, False, True)
+            x = linear(x, *(one(tensor, expert) for tensor in layer), call.bits, None, None, False, True, call.code)
             if layer is layers[0]:
                 x = between(x, call.limit, call.alpha, call.shift).to(call.x.dtype)
         return x
@@ -53,6 +53,7 @@ def _check(call: TrellisExperts) -> None:
     op, x = "trellis_experts", call.x
     check_codes(call.gate_up, call.bits, 3, "gate_up")
     check_codes(call.down, call.bits, 3, "down")
+    check_code(call.code)
     if x.dtype not in FLOATS or x.dim() != 2:
         raise ValueError(f"{op}: x is {x.dtype} {tuple(x.shape)}; it must be a float32, bfloat16 or float16 [T, D]")
     (tokens, dim), (count, tiles, _) = x.shape, call.gate_up.shape
@@ -124,5 +125,6 @@ trellis_experts = register(
 weights * (down(swiglu(gate_up(x) + bias)) + bias), with limit, alpha and shift as `SwiGLU` has them.
 
 Of gate_up [E, 2F, D] and of down [E, D, F]: codes int16 [E, n/16, k bits], in_scale float32 [E, k], out_scale float32
-[E, n], bias float32 [E, n] or None. An expert's number outside of 0 to E - 1 is the nearest one.
+[E, n], bias float32 [E, n] or None; `code` as in `trellis_linear`. An expert's number outside of 0 to E - 1 is the
+nearest one.
 """
