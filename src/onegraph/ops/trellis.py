@@ -64,7 +64,8 @@ def _linear_case(
         silu, wide = "silu" in with_, "wide" in with_
         x = torch.randn(*batch, 2 * k if silu else k, generator=generator).to(device, dtype)
         codes = random_codes(n, k, bits, device, generator)
-        scales = _scales(n, k, device, generator)
+        in_scale, out_scale = _scales(n, k, device, generator)
+        scales = in_scale, out_scale * (UNIT if code != OWN else 1)
         bias = torch.randn(n, generator=generator).to(device, dtype) if "bias" in with_ else None
         add = None
         if "add" in with_:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.trellis import BITS, TILE, UNIT
+from onegraph.formats.trellis import BITS, MCG, OWN, TILE, UNIT
 from onegraph.ops.activation import between, check_gate, parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
@@ -75,7 +75,7 @@ def _check(call: TrellisExperts) -> None:
 
 def _case(
     tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, *,
-    gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False,
+    gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False, code: int = OWN,
 ) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = torch.randn(tokens, dim, generator=g).to(device, dtype)
@@ -87,13 +87,13 @@ def _case(
 
         for n, k in ((2 * wide, dim), (dim, wide)):
             codes = torch.randint(-(2**15), 2**15, (experts, n // TILE, k * bits), generator=g, dtype=torch.int16)
-            layers += [codes, scales(k), scales(n) * (k**-0.5 / UNIT)]
+            layers += [codes, scales(k), scales(n) * (k**-0.5 / (UNIT if code == OWN else 1))]
             layers.append(torch.randn(experts, n, generator=g) if biases else None)
         moved = [None if tensor is None else tensor.to(device) for tensor in (chosen, gains, *layers)]
-        return x, *moved, bits, *gate
+        return x, *moved, bits, *gate, code
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
-    return Case(name=name + " with biases" * biases, make=make)
+    return Case(name=name + " with biases" * biases + f" in code {code}" * (code != OWN), make=make)
 
 
 trellis_experts = register(
@@ -109,6 +109,7 @@ trellis_experts = register(
             *(_case(1, 4, 8, 256, 128, bits) for bits in BITS[1:4]),
             _case(1, 2, 4, 192, 64, 4, gate=(7.0, 1.702, 1.0), biases=True),
             _case(9, 2, 3, 64, 32, 3),
+            _case(3, 2, 8, 128, 64, 5, code=MCG),
             _case(0, 2, 4, 64, 64, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
