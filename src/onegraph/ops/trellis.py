@@ -83,7 +83,7 @@ def _linear(call: TrellisLinear) -> Tensor:
 def linear_on_gpu(call: TrellisLinear) -> Tensor:
     from onegraph.ops.cuda import trellis
 
-    y = trellis.linear(call) if call.code == OWN else None  # no kernel has the other codes
+    y = trellis.linear(call)
     return _linear(call) if y is None else y
 
 

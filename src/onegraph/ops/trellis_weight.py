@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.rotated import hadamard_block
-from onegraph.formats.trellis import OWN, TILE, TrellisFormat, decode
+from onegraph.formats.trellis import TILE, TrellisFormat, decode
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
 from onegraph.ops.trellis import trellis_embedding, trellis_linear
@@ -60,14 +60,14 @@ def _run_experts(
 def _reads(format: TrellisFormat, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
-    return format.code == OWN and kernels.supports_weight(n, k, format.rate, dtype, device)
+    return kernels.supports_weight(n, k, format.code, dtype, device)
 
 
 def _steady(format: TrellisFormat, x: Tensor, weight: KernelArgs) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
     n, k = weight["out_scale"].shape[0], weight["in_scale"].shape[0]
-    return format.code == OWN and x.is_cuda and kernels.steady(n, k, x.dtype, x.device.index)
+    return x.is_cuda and kernels.steady(n, k, format.code, x.dtype, x.device.index)
 
 
 WEIGHT = WeightOps(linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, steady=_steady, reads=_reads)
