@@ -1,5 +1,6 @@
 """EXL3: its bits against exllamav3's own decoder and against the layout, its files from end to end, what is refused."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -20,7 +21,7 @@ from onegraph.formats.trellis import BITS
 from onegraph.formats.weight import Part
 from onegraph.models.llama import Llama
 from onegraph.ops.weight import weight_ops
-from published import EXL3_PLACES, LAYOUTS, change, code, exl3, exl3_values, save
+from published import EXL3_PLACES, LAYOUTS, MLP, WHOLE, Layout, change, code, exl3, exl3_values, save
 from test_weight_format import Held
 
 # SHA-256 of the numbers that exllamav3 1.4.1 decodes `rings` to at 1 to 8 bits: its `dq_dispatch` (exl3_dq.cuh,
@@ -165,6 +166,15 @@ def test_what_does_not_fit_is_named(suffix: str, made: Any, message: str, tmp_pa
     with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(ValueError, match=message) as caught:
         Llama.load(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+def test_routed_experts_are_refused(tmp_path: Path) -> None:
+    """Gate and up of an expert have scales of their inputs of their own."""
+    layout = Layout(dict.fromkeys(MLP, exl3(1, "mcg")), {"quant_method": "exl3"}, variant="qwen3_moe")
+    save(dataclasses.replace(layout, sizes=WHOLE | {"moe_intermediate_size": 128}), tmp_path / "m")
+    message = r"experts.0.gate_proj and .*up_proj cannot be one layer of exl3 mcg at 1 bit: the parts differ"
+    with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(CheckpointError, match=message):
+        Llama.load(checkpoint)
 
 
 def test_padded_layers_are_refused() -> None:

@@ -180,7 +180,9 @@ def test_groups_of_rows_end_with_a_block(tmp_path: Path) -> None:
             loader.grouped(UP, 2, cpu)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8", "EXL3 mcg"]
+)
 def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     save(LAYOUTS[name], tmp_path / "m")
 
