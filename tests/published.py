@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -138,6 +139,79 @@ def deepseek_fp4(weight: Tensor) -> Coded:
     }, dense
 
 
+def exl3_values(codebook: str) -> "np.ndarray[Any, np.dtype[np.float16]]":
+    """The float16 of each of the 65,536 states, as exllamav3's kernels compute it."""
+    state = np.arange(1 << 16, dtype=np.uint32)
+    if codebook == "mul1":
+        total = (state * np.uint32(0x83DCD12D)).view(np.uint8).reshape(-1, 4).sum(1) + 1024
+        unit, offset = np.array([0x1EEE, 0xC931], np.uint16).view(np.float16).astype(np.float64)
+        return (total * unit + offset).astype(np.float16)
+    product = (
+        state * np.uint32(89226354) + np.uint32(64248484) if codebook == "3inst" else state * np.uint32(0xCBAC1FED)
+    )
+    halves = (product & np.uint32(0x8FFF8FFF) ^ np.uint32(0x3B603B60)).view(np.float16).reshape(-1, 2)
+    return halves[:, 0] + halves[:, 1]
+
+
+# of weight p of a tile [inputs, outputs]: its place, row by row
+EXL3_PLACES = np.array(
+    [16 * (t % 4 * 2 + e // 2 % 2 * 8 + e % 2) + t // 4 + e // 4 * 8 for t in range(32) for e in range(8)]
+)
+
+
+def exl3_tiles(bits: int, codebook: str, tiles: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], ...]":
+    """Tiles [T, 256] of inputs by outputs as rings int16 [T, 16 bits], and the numbers that those hold.
+
+    Each weight takes the best of the 2^bits states that may follow; the bits over the end of the ring are zeros.
+    """
+    values, count = exl3_values(codebook), len(tiles)
+    rest = -(-16 // bits)  # weights whose new bits the first ones see again
+    state, choice = np.zeros(count, np.int64), np.arange(1 << bits)
+    new, numbers = np.zeros((count, 256), np.int64), np.zeros((count, 256), np.float16)
+    for p in range(256):
+        following = (state[:, None] << bits & 0xFFFF) | (choice if p < 256 - rest else choice[:1])
+        best = np.abs(values[following] - tiles[:, EXL3_PLACES[p], None]).argmin(1)
+        state = following[np.arange(count), best]
+        new[:, p], numbers[:, EXL3_PLACES[p]] = state & (1 << bits) - 1, values[state]
+    ring = (new[:, :, None] >> np.arange(bits)[::-1] & 1).astype(np.uint8).reshape(count, -1)
+    words = np.packbits(ring, axis=1).view(">u2").astype(np.int16)  # highest bit first; two words are one number
+    return words.reshape(count, -1, 2)[:, :, ::-1].reshape(count, -1), numbers
+
+
+def exl3(bits: int, codebook: str, *, old: bool = False) -> Coder:
+    """exllamav3's tensors; `old`: with scales that are packed signs."""
+
+    def code(weight: Tensor) -> Coded:
+        n, k = weight.shape
+        g = torch.Generator().manual_seed(n + k)
+        suh, svh = (torch.randn(size, generator=g).sign().half() for size in (k, n))
+        if not old:
+            gain = float(weight.std()) / float(exl3_values(codebook).astype(np.float32).std())
+            suh, svh = suh * (gain / 1.25) * (0.8 + 0.4 * torch.rand(k, generator=g).half()), svh * 1.25
+        sides = [_hadamard(size) for size in (k, n)]
+        wanted = (sides[0] @ (weight.t().double() / suh[:, None] / svh) @ sides[1]).reshape(k // 16, 16, n // 16, 16)
+        rings, numbers = exl3_tiles(bits, codebook, wanted.transpose(1, 2).reshape(-1, 256).numpy())
+        inner = torch.from_numpy(numbers).double().view(k // 16, n // 16, 16, 16).transpose(1, 2).reshape(k, n)
+        dense = (sides[0] @ inner @ sides[1]) * suh[:, None] * svh
+        made = {"trellis": torch.from_numpy(rings).view(k // 16, n // 16, -1)}
+        for name, scale in (("su", suh), ("sv", svh)):
+            bits_ = (scale.view(-1, 16) < 0).long() << torch.arange(16)
+            made |= {name: bits_.sum(1).to(torch.int16)} if old else {f"{name}h": scale}
+        if codebook != "3inst":
+            made[codebook] = torch.tensor({"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}[codebook] - 2**32, dtype=torch.int32)
+        return made, dense.t().float()
+
+    return code
+
+
+def _hadamard(size: int) -> Tensor:
+    """Blocks of 128 on the diagonal, float64."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while len(block) < 128:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block / 128**0.5] * (size // 128))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Args:
@@ -167,11 +241,22 @@ ODD = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "
 # transformers divides the sizes by those of the scales, so it needs multiples
 MOE = ODD | {"moe_intermediate_size": 128}  # gate and up of an expert are one matrix: each ends with a block
 EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
+# exllamav3 pads others
+WHOLE = EVEN | {"vocab_size": 256, "head_dim": 64}
 KV = {"self_attn.k_proj.k_scale": torch.tensor(0.5), "self_attn.v_proj.v_scale": torch.tensor(0.25)}
 
 
 def all_of(coder: Coder) -> dict[str, Coder]:
     return dict.fromkeys((*ATTENTION, *MLP), coder)
+
+
+def exllama(codebook: str, attention: Coder, variant: str = "qwen3") -> Layout:
+    coders = (
+        dict.fromkeys(ATTENTION, attention) | dict.fromkeys(MLP, exl3(4, codebook)) | {"lm_head": exl3(6, codebook)}
+    )
+    config = {"quant_method": "exl3", "version": "1.4.1", "bits": 3.5, "head_bits": 6, "codebook": codebook}
+    more = {"calibration": {"rows": 250, "cols": 2048}, "out_scales": "auto"}
+    return Layout(coders, config | more, variant=variant, sizes=WHOLE)
 
 
 def modelopt(algorithm: str, kept: list[str], **more: Any) -> dict[str, Any]:
@@ -368,6 +453,9 @@ LAYOUTS: dict[str, Layout] = {
         variant="qwen3_moe",
         sizes=MOE,
     ),
+    "EXL3": exllama("3inst", exl3(8, "3inst", old=True)),
+    "EXL3 mcg": exllama("mcg", exl3(3, "mcg")),
+    "EXL3 mul1": exllama("mul1", exl3(1, "mul1"), "qwen2"),
     "NVIDIA Mixtral FP8": Layout(
         dict.fromkeys((*ATTENTION, "w1", "w2", "w3"), with_inputs(fp8(0, 0, "weight_scale", torch.float32, ()))),
         apart=modelopt("FP8", ["lm_head", "*block_sparse_moe.gate"]),

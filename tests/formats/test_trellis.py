@@ -77,7 +77,5 @@ def test_tiles_are_whole(n: int, k: int) -> None:
 def test_each_format_reads_its_own_config() -> None:
     for config in (E8PConfig(bits=3), TrellisConfig(bits=3, layers={"a": 8, "b": 16}, lm_head=6)):
         assert parse_quantization(config.to_dict()) == config
-    with pytest.raises(ValueError, match="quant_method 'exl3': exllamav3's codes are not read; quantize the original"):
-        parse_quantization({"quant_method": "exl3", "bits": 4.0})
     with pytest.raises(ValueError, match="format is 'other'; this version reads 'e8p', 'trellis'"):
         parse_quantization(TrellisConfig(bits=3).to_dict() | {"format": "other"})

@@ -15,6 +15,7 @@ from models import Decoder, e8p_tensors, hf_model, save_hf, trellis_tensors
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.exl3 import EXL3, EXL3Format
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8, FP8Format
 from onegraph.formats.int4 import ALL, INT4Format, int4
@@ -40,11 +41,12 @@ from onegraph.ops.weight import weight_ops
 from onegraph.quant.nvfp4 import quantize_weight
 
 INT4, INT4_ROWS = int4(32, torch.float16), int4(ALL, torch.bfloat16)
-ROTATED = [*E8P.values(), *TRELLIS.values()]
+ROTATED = [*E8P.values(), *TRELLIS.values(), *EXL3.values()]
 FORMATS = [
     DENSE,
     *E8P.values(),
     *(TRELLIS[bits] for bits in (1, 3, 8)),
+    *(EXL3[kind] for kind in ((3, "3inst"), (4, "mcg"), (6, "mul1"))),
     NVFP4,
     MXFP4,
     MXFP8,
@@ -59,6 +61,13 @@ each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 def stored(format: WeightFormat, n: int, k: int, seed: int) -> dict[str, Tensor]:
     """A random layer as a file holds it, by the names of the format's `stored`."""
     g = torch.Generator().manual_seed(seed)
+    if isinstance(format, EXL3Format):
+        tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in format.layout(n, k).items()}
+        format.fill(tensors, k, g)
+        for key in ("in_scale", "out_scale"):
+            factors = torch.randn(tensors[key].shape, generator=g)
+            tensors[key] *= factors.sign() * (0.5 + torch.rand(factors.shape, generator=g))
+        return tensors
     if format in ROTATED:
         return (e8p_tensors if format in E8P.values() else trellis_tensors)(n, k, format.rate, seed)[0]
     if format is MXFP4:
@@ -323,6 +332,7 @@ CONFIGS: dict[WeightFormat, Any] = {
     E8P[2]: E8PConfig(bits=2).to_dict(),
     E8P[4]: E8PConfig(bits=4).to_dict(),
     TRELLIS[3]: TrellisConfig(bits=3).to_dict(),
+    EXL3[4, "mcg"]: {"quant_method": "exl3", "bits": 4.0, "head_bits": 6, "codebook": "mcg"},
     NVFP4: written_config([]),
     MXFP4: {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
     MXFP8: {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
@@ -485,7 +495,7 @@ def test_made_up_layers_keep_the_size_of_what_they_read(format: WeightFormat) ->
 def test_what_a_file_may_hold_beside_the_layers() -> None:
     configs = [parse_quantization(data) for data in CONFIGS.values()]
     assert (
-        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 3
-    )  # neither E8P nor the trellis
+        sum(config.ignored("model.layers.0.self_attn.k_proj.k_scale") for config in configs) == len(configs) - 4
+    )  # neither E8P nor the trellis, nor EXL3
     for config in configs:
         assert not config.ignored("model.layers.0.self_attn.k_proj.weight_shape")

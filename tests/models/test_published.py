@@ -17,6 +17,7 @@ from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
+from onegraph.formats.exl3 import EXL3
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fp8 import FP8
 from onegraph.formats.int4 import int4
@@ -62,6 +63,9 @@ FORMATS = {
     "compressed-tensors MXFP4": (MXFP4, MXFP4, DENSE),
     "compressed-tensors mixed": (FP8[None], NVFP4, MXFP8),
     "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
+    "EXL3": (EXL3[8, "3inst"], EXL3[4, "3inst"], EXL3[6, "3inst"]),
+    "EXL3 mcg": (EXL3[3, "mcg"], EXL3[4, "mcg"], EXL3[6, "mcg"]),
+    "EXL3 mul1": (EXL3[1, "mul1"], EXL3[4, "mul1"], EXL3[6, "mul1"]),
     "DeepSeek-V3 FP8": (FP8[128, 128], FP8[128, 128], DENSE),
     "Kimi-K2 INT4 experts": (DENSE, int4(32, torch.float16, symmetric=True), DENSE),
     "NVIDIA DeepSeek-R1 NVFP4": (FP8[128, 128], NVFP4, DENSE),
@@ -176,7 +180,9 @@ def test_groups_of_rows_end_with_a_block(tmp_path: Path) -> None:
             loader.grouped(UP, 2, cpu)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8", "EXL3 mcg"]
+)
 def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     save(LAYOUTS[name], tmp_path / "m")
 

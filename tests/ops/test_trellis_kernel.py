@@ -33,6 +33,7 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     lines = host_lines(own / "host.py", tmp_path)
     for kind in ("tokens", "dense"):
         assert {line.split()[0] for line in lines if kind in line} == set("12345678")
+        assert {line.split("code ")[1][0] for line in lines if kind in line} == set("0123")
 
 
 @pytest.mark.parametrize("device", CARDS, ids=lambda device: f"{device.sms}")
@@ -53,13 +54,15 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
-@pytest.mark.parametrize("bits", [2, 3, 4, 7])
-def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "code"), [(2, 0), (3, 0), (4, 0), (7, 0), (3, 1), (4, 2), (6, 3)])
+def test_nothing_spills(bits: int, code: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
     plan = trellis_portable.TrellisTiling.plan(14336, 4096, bits, tokens, CARDS[2])
-    made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False))
+    made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False)) | {"CODE": code}
     found = kernel_table.usage(trellis_portable.KERNELS, (8, 6), made)
     assert (found.spilled, found.shared) == (0, 0)
     assert found.registers * 32 * plan.warps <= 65536
     if tokens == 1:
-        assert kernel_table.usage(trellis_dequantize.KERNEL, (8, 6), {"BITS": bits, "HALF": 0}).spilled == 0
+        assert (
+            kernel_table.usage(trellis_dequantize.KERNEL, (8, 6), {"BITS": bits, "HALF": 0, "CODE": code}).spilled == 0
+        )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from onegraph.formats.e8p import E8PConfig
+from onegraph.formats.exl3 import EXL3Config
 from onegraph.formats.files import quote
 from onegraph.formats.fused import BlocksConfig
 from onegraph.formats.int4_config import INT4Config
@@ -21,8 +22,7 @@ class _Parser(Protocol):
 
 
 OWN: dict[str, type[RotatedConfig]] = {each.format: each for each in (E8PConfig, TrellisConfig)}  # written by onegraph
-CURES = {"exl3": "exllamav3's codes are not read; quantize the original, e.g. by `onegraph quantize --format trellis`"}
-CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, BlocksConfig, Published)  # registration
+CONFIGS: tuple[type[_Parser], ...] = (*OWN.values(), INT4Config, EXL3Config, BlocksConfig, Published)  # registration
 
 
 def parse_quantization(data: object) -> Quantization | None:
@@ -37,10 +37,8 @@ def parse_quantization(data: object) -> Quantization | None:
     for config in CONFIGS:
         if config.matches(data):
             return config.from_dict(data)
-    if cure := CURES.get(str(data.get("quant_method"))):
-        raise ValueError(f"quantization_config has quant_method {quote(data['quant_method'])}: {cure}")
     raise ValueError(
         f"quantization_config has quant_method {quote(data.get('quant_method'), 80)}, which is not supported; load the "
-        "unquantized model, one that onegraph quantized, or one in FP8, NVFP4, MXFP4 or INT4 (fp8, modelopt, "
-        "compressed-tensors, mxfp4, awq, gptq)"
+        "unquantized model, one that onegraph quantized, or one in FP8, NVFP4, MXFP4, INT4 or EXL3 (fp8, modelopt, "
+        "compressed-tensors, mxfp4, awq, gptq, exl3)"
     )

@@ -16,6 +16,13 @@ weight is decoded by itself. Its integer is computed from the state (exllamav3's
 
 Weights lie in the order in which m16n8k16 takes them: lane l = p // 8 = 4 g + t of a warp has the outputs g and g + 8
 of the tile and the inputs 4 t to 4 t + 3, the first output's four weights in front.
+
+That is the code `OWN`. Weights read from exllamav3's files (`exl3.py`) have the same ring and the same states. A lane
+has the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. In place of Q are float16 numbers:
+
+    INST3   the sum of the two float16 in ((89226354 s_p + 64248484 mod 2^32) & 0x8FFF8FFF) ^ 0x3B603B60
+    MCG     likewise of 0xCBAC1FED s_p mod 2^32
+    MUL1    (1024 + the sum of the four bytes of (0x83DCD12D s_p mod 2^32)) * 0x1EEE + 0xC931, rounded once
 """
 
 import torch
@@ -30,19 +37,31 @@ WEIGHTS = TILE * TILE
 STATE = 16  # bits
 STATES = 1 << STATE
 MULTIPLIER, OFFSET = 0x83DCD12D, 510
+OWN, INST3, MCG, MUL1 = CODES = range(4)
+_HALVES = {INST3: (89226354, 64248484), MCG: (0xCBAC1FED, 0)}  # factor and addend of a state
+MUL1_UNIT, MUL1_OFFSET = 0x6EE * 2.0**-18, -0x531 * 2.0**-7  # 0x1EEE and 0xC931 as float16
 UNIT = 147.75  # Q = UNIT * w: the standard deviation of Q over all states
 
 
-def values(states: Tensor) -> Tensor:
-    """Integers of states [...], of any integer dtype, as int16 [...]."""
-    product = (states.long() & (STATES - 1)) * MULTIPLIER
+def values(states: Tensor, code: int = OWN) -> Tensor:
+    """Values of states [...], of any integer dtype, as int16 [...]; of another code than `OWN`, float16."""
+    state = states.long() & (STATES - 1)
+    if code in _HALVES:
+        factor, addend = _HALVES[code]
+        pair = (state * factor + addend & 0x8FFF8FFF ^ 0x3B603B60).int().unsqueeze(-1).view(torch.float16)
+        return pair[..., 0] + pair[..., 1]
+    product = state * MULTIPLIER
     total: Tensor = (product & 0xFF) + (product >> 8 & 0xFF) + (product >> 16 & 0xFF) + (product >> 24 & 0xFF)
+    if code == MUL1:  # exact in float32, so that the float16 is rounded once
+        return ((total + 1024).float() * MUL1_UNIT + MUL1_OFFSET).half()
     return (total - OFFSET).to(torch.int16)
 
 
-def positions(device: torch.device | str = "cpu") -> Tensor:
+def positions(device: torch.device | str = "cpu", code: int = OWN) -> Tensor:
     """int64 [16, 16]: the place in a tile's string of the weight of each output and input."""
     row, column = torch.arange(TILE, device=device).view(-1, 1), torch.arange(TILE, device=device)
+    if code != OWN:  # inputs 0, 1, 8, 9, 2, 3 and so on
+        column = column % 8 // 2 * 4 + column // 8 * 2 + column % 2
     places: Tensor = row % 8 * 32 + column // 4 * 8 + row // 8 * 4 + column % 4
     return places
 
@@ -56,10 +75,11 @@ def states(codes: Tensor, bits: int, places: Tensor) -> Tensor:
     return both >> (first % 16).int() & (STATES - 1)
 
 
-def decode(codes: Tensor, bits: int) -> Tensor:
-    """int16 [..., n, k]: the integers Q of codes int16 [..., n / 16, k K]."""
+def decode(codes: Tensor, bits: int, code: int = OWN) -> Tensor:
+    """[..., n, k]: Q of codes int16 [..., n / 16, k K], int16; of another code than `OWN`, float16."""
     *lead, rows, _ = codes.shape
-    q: Tensor = values(states(codes, bits, positions(codes.device).flatten())).unflatten(-1, (TILE, TILE))
+    places = positions(codes.device, code).flatten()
+    q: Tensor = values(states(codes, bits, places), code).unflatten(-1, (TILE, TILE))
     return q.transpose(-2, -3).reshape(*lead, rows * TILE, -1)
 
 
@@ -88,6 +108,7 @@ class TrellisFormat(RotatedFormat):
 
     ops = "onegraph.ops.trellis_weight"
     group = TILE
+    code = OWN
 
     def __init__(self, bits: int) -> None:
         check_bits(bits, BITS)

@@ -123,6 +123,7 @@ class TrellisLinear(RotatedLinear):
     eps: float | None = None
     silu: bool = False
     wide: bool = False
+    code: int = 0
 
     @property
     def n(self) -> int:
@@ -175,6 +176,7 @@ class TrellisExperts(Call):
     limit: float
     alpha: float
     shift: float
+    code: int = 0
 
 
 @dataclass(eq=False)

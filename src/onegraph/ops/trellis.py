@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.rotated import hadamard_block
-from onegraph.formats.trellis import BITS, TILE, UNIT, decode, decode_rows
+from onegraph.formats.trellis import BITS, CODES, OWN, TILE, UNIT, decode, decode_rows
 from onegraph.ops.calls import TrellisLinear
 from onegraph.ops.e8p import (
     check_place,
@@ -34,8 +34,15 @@ def check_codes(codes: Tensor, bits: int, dims: int = 2, name: str = "codes") ->
     check_place(name, codes, codes.device)
 
 
+def check_code(code: int) -> None:
+    """Raises ValueError for a number that is none of the trellis's codes."""
+    if code not in CODES:
+        raise ValueError(f"code is {code}; allowed: {', '.join(map(str, CODES))} (onegraph.formats.trellis)")
+
+
 def _check_linear(call: TrellisLinear) -> None:
     check_codes(call.codes, call.bits)
+    check_code(call.code)
     check_rotated(call)
 
 
@@ -48,26 +55,29 @@ def _scales(n: int, k: int, device: torch.device, g: torch.Generator) -> tuple[T
     return in_scale, out_scale * (10 / UNIT)
 
 
-def _linear_case(batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str, eps: float | None = None) -> Case:
+def _linear_case(
+    batch: tuple[int, ...], n: int, k: int, bits: int, *with_: str, eps: float | None = None, code: int = OWN
+) -> Case:
     """`with_`: "bias", "add", "silu", "wide"."""
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
         silu, wide = "silu" in with_, "wide" in with_
         x = torch.randn(*batch, 2 * k if silu else k, generator=generator).to(device, dtype)
         codes = random_codes(n, k, bits, device, generator)
-        scales = _scales(n, k, device, generator)
+        in_scale, out_scale = _scales(n, k, device, generator)
+        scales = in_scale, out_scale * (UNIT if code != OWN else 1)
         bias = torch.randn(n, generator=generator).to(device, dtype) if "bias" in with_ else None
         add = None
         if "add" in with_:
             add = torch.randn(*batch, n, generator=generator).to(device, torch.float32 if wide else dtype)
-        return x, codes, *scales, bias, bits, add, eps, silu, wide
+        return x, codes, *scales, bias, bits, add, eps, silu, wide, code
 
-    name = f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}"
+    name = f"{'x'.join(map(str, batch))}x{k}->{n}@{bits}" + f" in code {code}" * (code != OWN)
     return Case(name="+".join([name, *with_, *(["norm"] if eps is not None else [])]), make=make)
 
 
 def _linear(call: TrellisLinear) -> Tensor:
-    return rotated_linear(call, decode(call.codes, call.bits))
+    return rotated_linear(call, decode(call.codes, call.bits, call.code))
 
 
 def linear_on_gpu(call: TrellisLinear) -> Tensor:
@@ -101,6 +111,7 @@ trellis_linear = register(
             _linear_case((2,), 1088, 576, 8, "wide", eps=1e-5),
             _linear_case((70,), 192, 576, 3, "bias", "add", "wide", eps=1e-5),
             _linear_case((70,), 128, 256, 2, "add", "silu"),
+            *(_linear_case((2,), 128, 256, 2 + code, "bias", eps=1e-5, code=code) for code in CODES if code != OWN),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
         bytes_moved=linear_bytes,
@@ -108,11 +119,11 @@ trellis_linear = register(
     )
 )
 """`trellis_linear(x [..., k], codes int16 [n/16, k bits], in_scale float32 [k], out_scale float32 [n],
-bias [n] or None, bits, add=None, eps=None, silu=False, wide=False) -> [..., n]`
+bias [n] or None, bits, add=None, eps=None, silu=False, wide=False, code=OWN) -> [..., n]`
 
-y = out_scale * H_n(Q H_k(in_scale * v)) + bias + add, Q as `formats.trellis.decode` has it. v is x; with `silu`, of x
-[..., 2k] silu(x[..., :k]) * x[..., k:]; with `eps`, x over its root mean square (RMSNorm whose weight is in in_scale).
-The result, and `add`, have the dtype of x, or float32 with `wide`.
+y = out_scale * H_n(Q H_k(in_scale * v)) + bias + add, Q as `formats.trellis.decode` has it in that code. v is x; with
+`silu`, of x [..., 2k] silu(x[..., :k]) * x[..., k:]; with `eps`, x over its root mean square (RMSNorm whose weight is
+in in_scale). The result, and `add`, have the dtype of x, or float32 with `wide`.
 """
 
 

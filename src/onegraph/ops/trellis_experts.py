@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.trellis import BITS, TILE, UNIT
+from onegraph.formats.trellis import BITS, MCG, OWN, TILE, UNIT
 from onegraph.ops.activation import between, check_gate, parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
-from onegraph.ops.trellis import check_codes, trellis_linear
+from onegraph.ops.trellis import check_code, check_codes, trellis_linear
 
 
 def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
@@ -27,7 +27,7 @@ def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
             (call.down, call.down_in_scale, call.down_out_scale, call.down_bias),
         )
         for layer in layers:
-            x = linear(x, *(one(tensor, expert) for tensor in layer), call.bits, None, None, False, True)
+            x = linear(x, *(one(tensor, expert) for tensor in layer), call.bits, None, None, False, True, call.code)
             if layer is layers[0]:
                 x = between(x, call.limit, call.alpha, call.shift).to(call.x.dtype)
         return x
@@ -53,6 +53,7 @@ def _check(call: TrellisExperts) -> None:
     op, x = "trellis_experts", call.x
     check_codes(call.gate_up, call.bits, 3, "gate_up")
     check_codes(call.down, call.bits, 3, "down")
+    check_code(call.code)
     if x.dtype not in FLOATS or x.dim() != 2:
         raise ValueError(f"{op}: x is {x.dtype} {tuple(x.shape)}; it must be a float32, bfloat16 or float16 [T, D]")
     (tokens, dim), (count, tiles, _) = x.shape, call.gate_up.shape
@@ -74,7 +75,7 @@ def _check(call: TrellisExperts) -> None:
 
 def _case(
     tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, *,
-    gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False,
+    gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False, code: int = OWN,
 ) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = torch.randn(tokens, dim, generator=g).to(device, dtype)
@@ -86,13 +87,13 @@ def _case(
 
         for n, k in ((2 * wide, dim), (dim, wide)):
             codes = torch.randint(-(2**15), 2**15, (experts, n // TILE, k * bits), generator=g, dtype=torch.int16)
-            layers += [codes, scales(k), scales(n) * (k**-0.5 / UNIT)]
+            layers += [codes, scales(k), scales(n) * (k**-0.5 / (UNIT if code == OWN else 1))]
             layers.append(torch.randn(experts, n, generator=g) if biases else None)
         moved = [None if tensor is None else tensor.to(device) for tensor in (chosen, gains, *layers)]
-        return x, *moved, bits, *gate
+        return x, *moved, bits, *gate, code
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
-    return Case(name=name + " with biases" * biases, make=make)
+    return Case(name=name + " with biases" * biases + f" in code {code}" * (code != OWN), make=make)
 
 
 trellis_experts = register(
@@ -108,6 +109,7 @@ trellis_experts = register(
             *(_case(1, 4, 8, 256, 128, bits) for bits in BITS[1:4]),
             _case(1, 2, 4, 192, 64, 4, gate=(7.0, 1.702, 1.0), biases=True),
             _case(9, 2, 3, 64, 32, 3),
+            _case(3, 2, 8, 128, 64, 5, code=MCG),
             _case(0, 2, 4, 64, 64, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
@@ -124,5 +126,6 @@ trellis_experts = register(
 weights * (down(swiglu(gate_up(x) + bias)) + bias), with limit, alpha and shift as `SwiGLU` has them.
 
 Of gate_up [E, 2F, D] and of down [E, D, F]: codes int16 [E, n/16, k bits], in_scale float32 [E, k], out_scale float32
-[E, n], bias float32 [E, n] or None. An expert's number outside of 0 to E - 1 is the nearest one.
+[E, n], bias float32 [E, n] or None; `code` as in `trellis_linear`. An expert's number outside of 0 to E - 1 is the
+nearest one.
 """

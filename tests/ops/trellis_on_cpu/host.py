@@ -34,6 +34,7 @@ class Case:
     bits: int
     with_: str = ""
     half: bool = False
+    code: int = 0
 
     @property
     def around(self) -> tuple[bool, ...]:
@@ -41,7 +42,7 @@ class Case:
 
     def defines(self) -> dict[str, int]:
         plan = trellis_portable.TrellisTiling.plan(self.n, self.k, self.bits, min(self.tokens, 16), SMALL)
-        return plan.defines(self.n, self.k, self.bits, self.half, self.around)
+        return plan.defines(self.n, self.k, self.bits, self.half, self.around) | {"CODE": self.code}
 
 
 CASES = [
@@ -55,8 +56,16 @@ CASES = [
     Case(11, 128, 832, 7, "norm add wide"),
     Case(2, 704, 576, 8, "add norm"),
     Case(1, 640, 2048, 3, "norm"),
+    Case(1, 128, 512, 3, "norm bias", code=1),
+    Case(9, 256, 384, 6, "silu add", half=True, code=1),
+    Case(2, 128, 1280, 4, "norm wide", code=2),
+    Case(16, 256, 128, 5, "bias", half=True, code=2),
+    Case(4, 384, 256, 8, "add", code=3),
+    Case(1, 128, 640, 1, "norm", code=3),
 ]
-DENSE = [(128, 128, bits, bool(bits % 2)) for bits in range(1, 9)] + [(192, 320, 3, False), (320, 256, 4, True)]
+DENSE = [(128, 128, bits, bool(bits % 2), 0) for bits in range(1, 9)]
+DENSE += [(192, 320, 3, False, 0), (320, 256, 4, True, 0), (256, 384, 3, False, 1), (384, 128, 6, True, 2)]
+DENSE += [(128, 256, 4, True, 3)]
 
 
 @cache
@@ -100,9 +109,9 @@ launch_on_cpu(kernels)
 rotated_portable.ARRIVED = Counters
 
 
-def scales(n: int, k: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def scales(n: int, k: int, g: torch.Generator, code: int) -> tuple[torch.Tensor, torch.Tensor]:
     in_scale, out_scale = e8p.random_scales(n, k, torch.device("cpu"), g)
-    return in_scale, out_scale * (10 / UNIT)
+    return in_scale, out_scale * (10 / (1 if code else UNIT))
 
 
 def check(case: Case) -> None:
@@ -110,34 +119,36 @@ def check(case: Case) -> None:
     norm, silu, bias, add, wide = case.around
     dtype, tokens, n, k = torch.float16 if case.half else torch.bfloat16, case.tokens, case.n, case.k
     g = torch.Generator().manual_seed(0)
-    codes, both = trellis.random_codes(n, k, case.bits, "cpu", g), scales(n, k, g)
+    codes, both = trellis.random_codes(n, k, case.bits, "cpu", g), scales(n, k, g, case.code)
     # Each token of another size.
     x = (torch.randn(tokens, 2 * k if silu else k, generator=g) * (1 + torch.arange(tokens)[:, None])).to(dtype)
     given = torch.randn(n, generator=g) if bias else None
     more = torch.randn(tokens, n, generator=g).to(torch.float32 if wide else dtype) if add else None
     eps = 1e-5 if norm else None
-    truth = trellis.trellis_linear.reference(x.float(), codes, *both, given, case.bits, more, eps, silu, True)
+    truth = trellis.trellis_linear.reference(
+        x.float(), codes, *both, given, case.bits, more, eps, silu, True, case.code
+    )
     results = []
     for order in (1, 7919):  # a prime, so that all come
         step = order
         out = torch.full((tokens, n), float("nan"), dtype=torch.float32 if wide else dtype)
-        trellis_portable.run(Linear(x, codes, *both, given, case.bits, more, eps, silu, wide, out=out))
+        trellis_portable.run(Linear(x, codes, *both, given, case.bits, more, eps, silu, wide, case.code, out=out))
         assert not counters.any(), case
         results.append(out)
     assert torch.equal(*results), case  # whoever came last
     rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm()) if not wide else 0.0
     error = float((results[0].float() - truth).norm() / truth.norm())
     assert error < math.hypot(rounding, 3e-4), (case, error)  # activations have 11 bits
-    print(f"{case.bits} bits, {tokens} tokens, {error:.1e}", flush=True)
+    print(f"{case.bits} bits, {tokens} tokens, code {case.code}, {error:.1e}", flush=True)
 
 
-def check_dense(n: int, k: int, bits: int, half: bool) -> None:
+def check_dense(n: int, k: int, bits: int, half: bool, code: int) -> None:
     g, dtype = torch.Generator().manual_seed(0), torch.float16 if half else torch.bfloat16
-    codes, (in_scale, out_scale) = trellis.random_codes(n, k, bits, "cpu", g), scales(n, k, g)
-    q = hadamard.reference(decode(codes, bits).float(), hadamard_block(k))
+    codes, (in_scale, out_scale) = trellis.random_codes(n, k, bits, "cpu", g), scales(n, k, g, code)
+    q = hadamard.reference(decode(codes, bits, code).float(), hadamard_block(k))
     want = rotate_rows(q, hadamard_block(n)) * out_scale.unsqueeze(1) * in_scale
     x = torch.empty(1, k, dtype=dtype)
-    call = Linear(x, codes, in_scale, out_scale, None, bits, out=torch.empty(1, n, dtype=dtype))
+    call = Linear(x, codes, in_scale, out_scale, None, bits, code=code, out=torch.empty(1, n, dtype=dtype))
     got = torch.full((n, k), float("nan"), dtype=dtype)
     for first in range(0, n, 128):
         rows = slice(first, min(first + 128, n))
@@ -146,12 +157,14 @@ def check_dense(n: int, k: int, bits: int, half: bool) -> None:
     error = float((got.float() - want).norm() / want.norm())
     assert error < math.hypot(rounding, 4e-4), (n, k, bits, error)
     assert codes.shape[0] * TILE == n
-    print(f"{bits} bits, dense, {error:.1e}", flush=True)
+    print(f"{bits} bits, dense, code {code}, {error:.1e}", flush=True)
 
 
 with ThreadPoolExecutor(2) as pool:
     wanted = [(trellis_portable.KERNELS, case.defines()) for case in CASES]
-    wanted += [(trellis_dequantize.KERNEL, {"BITS": bits, "HALF": int(half)}) for _, _, bits, half in DENSE]
+    wanted += [
+        (trellis_dequantize.KERNEL, {"BITS": bits, "HALF": int(half), "CODE": code}) for _, _, bits, half, code in DENSE
+    ]
     compiled(*wanted[0])  # which compiles the header of all
     list(pool.map(lambda each: compiled(*each), wanted))
 for each in CASES:

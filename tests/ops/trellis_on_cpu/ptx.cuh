@@ -5,10 +5,12 @@
 #define floats_to_halves of_activations_to_halves
 #define halves_to_floats of_activations_halves
 #define subtract_f16 of_activations_subtract
+#define fma_f16 of_activations_fma
 #include "portable.cuh"
 #undef floats_to_halves
 #undef halves_to_floats
 #undef subtract_f16
+#undef fma_f16
 
 static u32 as_half(float f) {
   const _Float16 h = (_Float16)f;
@@ -21,6 +23,15 @@ static u32 floats_to_halves(float lower, float upper) { return as_half(lower) | 
 static float2 halves_to_floats(u32 v) { return {of_half(v), of_half(v >> 16)}; }
 static u32 subtract_f16(u32 a, u32 b) {
   return as_half(of_half(a) - of_half(b)) | as_half(of_half(a >> 16) - of_half(b >> 16)) << 16;
+}
+static u32 fma_f16(u32 a, u32 b, u32 c) {  // of 11 bits each: exact in double
+  const auto one = [](u32 a, u32 b, u32 c) {
+    const _Float16 h = (_Float16)((double)of_half(a) * of_half(b) + of_half(c));
+    u16 v;
+    memcpy(&v, &h, 2);
+    return (u32)v;
+  };
+  return one(a, b, c) | one(a >> 16, b >> 16, c >> 16) << 16;
 }
 static u32 __dp4a(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 4; ++i) c += (a >> 8 * i & 255) * (b >> 8 * i & 255);

@@ -32,6 +32,11 @@ class Around:
         return self.eps is not None, self.silu, self.bias is not None, self.add is not None, self.wide
 
     @property
+    def defines(self) -> dict[str, int]:
+        """What a launch is compiled with besides, for its codes."""
+        return {}
+
+    @property
     def arguments(self: Any) -> dict[str, Any]:
         """What the kernels of few tokens, of many and the portable ones are given alike."""
         return {

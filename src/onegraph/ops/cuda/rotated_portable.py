@@ -196,8 +196,9 @@ def _run(kernels: build.Source, kind: type[PortableTiling], call: Any, more: dic
     at = space.data_ptr()
     product = Launch((chosen.strips * chosen.parts, 1, 1), 32 * chosen.warps, chosen.shared(bits))
     turn = Launch((-(-pieces // 4), 1, 1), 128, function=kernels.functions[1])
+    defines = chosen.defines(n, k, bits, call.half, call.around) | call.defines
     launch(
-        kernels, chosen.defines(n, k, bits, call.half, call.around), *(() if chosen.turns else (turn,)), product,
+        kernels, defines, *(() if chosen.turns else (turn,)), product,
         **call.arguments, **more, sums=at, kept=at + sums, scales=at + sums + kept,
         squares=at + sums + kept + 8 * pieces, arrived=0 if chosen.whole else ARRIVED.of(device.index),
         inverse_k=1 / k,

@@ -5,6 +5,8 @@
 
 Where results must not depend on what runs beside them (`ops/invariant.py`), 1 to 16 tokens are run as 16 are. float32,
 dimensions that are no multiples of 64, and GPUs for which nothing here can be built take torch's calls.
+
+exllamav3's codes have not run on a GPU yet: these kernels run them only where ONEGRAPH_KERNELS names a family.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.ops import invariant
+from onegraph.formats.trellis import OWN
+from onegraph.ops import family, invariant
 from onegraph.ops.calls import TrellisLinear
 from onegraph.ops.cuda import trellis_dequantize, trellis_portable
 from onegraph.ops.cuda.launcher import aligned, on_device
@@ -23,29 +26,31 @@ from onegraph.ops.cuda.trellis_common import Linear
 Kernel = Callable[[Linear], None]
 
 
-def choose(tokens: int, n: int, k: int, dtype: torch.dtype, device: int) -> Kernel | None:
-    """What computes a shape; None where nothing here does."""
+def choose(tokens: int, n: int, k: int, dtype: torch.dtype, device: int, code: int = OWN) -> Kernel | None:
+    """What computes a shape in a code; None where nothing here does."""
+    if code != OWN and family.FORCED is None:
+        return None
     if trellis_portable.supports_shape(tokens, n, k, dtype) and trellis_portable.KERNELS.is_built(device):
         return trellis_portable.run
     fits = tokens > 0 and n % 64 == 0 and k % 64 == 0 and dtype in (torch.bfloat16, torch.float16)
     return trellis_dequantize.run if fits and trellis_dequantize.KERNEL.is_built(device) else None
 
 
-def supports_weight(n: int, k: int, bits: int, dtype: torch.dtype, device: int) -> bool:
+def supports_weight(n: int, k: int, code: int, dtype: torch.dtype, device: int) -> bool:
     """Whether a kernel here computes one token of this shape."""
-    return choose(1, n, k, dtype, device) is not None
+    return choose(1, n, k, dtype, device, code) is not None
 
 
-def steady(n: int, k: int, dtype: torch.dtype, device: int) -> bool:
+def steady(n: int, k: int, code: int, dtype: torch.dtype, device: int) -> bool:
     """Whether what runs `invariant.AT_ONCE` tokens of this shape can run fewer in the same order of sums."""
-    return choose(invariant.AT_ONCE, n, k, dtype, device) is trellis_portable.run
+    return choose(invariant.AT_ONCE, n, k, dtype, device, code) is trellis_portable.run
 
 
 def linear(call: TrellisLinear) -> Tensor | None:
     """See `onegraph.ops.trellis.trellis_linear`; None for a call that nothing here computes."""
     x, tokens = call.x, call.tokens
     cut_as = invariant.AT_ONCE if invariant.on() and 0 < tokens <= invariant.AT_ONCE else tokens
-    run = choose(cut_as, call.n, call.k, x.dtype, x.device.index) if x.is_cuda else None
+    run = choose(cut_as, call.n, call.k, x.dtype, x.device.index, call.code) if x.is_cuda else None
     if run is None:
         return None
     shape, dtype = call.result

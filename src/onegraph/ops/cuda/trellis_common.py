@@ -19,3 +19,7 @@ class Linear(TrellisLinear, Around):
 
     out: Tensor
     steady: bool = False
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"CODE": self.code}

@@ -1,4 +1,6 @@
 // Trellis codes to float16, as lanes of m16n8k16 have a tile of 16 x 16. trellis_portable.cu tells how.
+//
+// CODE is that of formats/trellis.py: 0 is OWN, integers; 1 to 3 are exllamav3's, float16 numbers for other inputs of a lane.
 #pragma once
 
 constexpr int FIRST = BITS <= 4 ? 1 : 2;  // words of a lane and tile that come from memory
@@ -25,17 +27,29 @@ template <int AT> __device__ __forceinline__ u32 window(u32 lo, u32 hi) {
   return __funnelshift_r(lo, hi, AT) & 0xFFFFu;
 }
 __device__ __forceinline__ u32 sum_of_bytes(u32 state) { return __dp4a(state * 0x83DCD12Du, 0x01010101u, 0x6400u); }
-template <int E> __device__ __forceinline__ u32 value(u32 lo, u32 mid, u32 hi) {  // 1024 and the sum, as float16
+template <int E> __device__ __forceinline__ u32 state(u32 lo, u32 mid, u32 hi) {
   constexpr int AT = E * BITS;
-  return sum_of_bytes(AT < 32 ? window<AT % 32>(lo, mid) : window<AT % 32>(mid, hi));
+  return AT < 32 ? window<AT % 32>(lo, mid) : window<AT % 32>(mid, hi);
+}
+__device__ __forceinline__ u32 two_halves(u32 state) {  // whose sum is the value, in codes 1 and 2
+  const u32 product = CODE == 1 ? state * 89226354u + 64248484u : state * 0xCBAC1FEDu;
+  return (product & 0x8FFF8FFFu) ^ 0x3B603B60u;
 }
 template <int E> __device__ __forceinline__ u32 two_values(u32 lo, u32 mid, u32 hi) {
-  return prmt(value<E>(lo, mid, hi), value<E + 1>(lo, mid, hi), 0x5410);
+  const u32 a = state<E>(lo, mid, hi), b = state<E + 1>(lo, mid, hi);
+  if (CODE == 1 || CODE == 2) {
+    const u32 v = two_halves(a), w = two_halves(b);
+    return subtract_f16(prmt(v, w, 0x5410), prmt(v, w, 0x7632) ^ 0x80008000u);
+  }
+  const u32 sums = prmt(sum_of_bytes(a), sum_of_bytes(b), 0x5410);  // and 1024 each
+  return CODE == 3 ? fma_f16(sums, 0x1EEE1EEEu, 0xC931C931u) : sums;
 }
-constexpr float OFFSET = 1534.f;  // of all values: 1024 and 510
-__device__ __forceinline__ u32 without_offset(u32 two) { return subtract_f16(two, 0x65FE65FEu); }
+constexpr float OFFSET = CODE ? 0.f : 1534.f;  // of all values: 1024 and 510
+__device__ __forceinline__ u32 without_offset(u32 two) { return CODE ? two : subtract_f16(two, 0x65FE65FEu); }
+// Inputs of a lane: two from IN t on, two from IN t + NEXT on.
+constexpr int IN = CODE ? 2 : 4, NEXT = CODE ? 8 : 2;
 
-// Integers plus OFFSET, of a lane's words: outputs g and g + 8 at inputs 4 t and 4 t + 1, then both at 4 t + 2 and 4 t + 3. All lanes together.
+// Values plus OFFSET, of a lane's words: outputs g and g + 8 at the first two inputs, then both at the next two. All lanes together.
 __device__ __forceinline__ uint4 decode(const u32 (&word)[FIRST], u32 lane) {
   const int from = lane_behind(lane), shift = lane * 8 * BITS % 32;
   const u32 first = word[0];

@@ -6,7 +6,7 @@
 // ends in the registers where the second product, by H_n, has its first operand. Integers and signs are exact, so is the first
 // product (below 2^16, in float32); it is rounded to float16 in between, to 2^-11 of a number.
 //
-// Set when compiled: BITS (1 to 8), HALF (1: W is float16, 0: bfloat16).
+// Set when compiled: BITS (1 to 8), CODE (0 to 3), HALF (1: W is float16, 0: bfloat16).
 
 #include "rotated_common.cuh"
 #include "trellis_decode.cuh"
@@ -23,7 +23,7 @@ struct Arguments {
   float norm;              // of both rotations
 };
 
-// 1 and -1 of a Hadamard matrix at (4 t + e, g + 8 half) for e = 0, 1 or 2, 3: float16 pairs.
+// 1 and -1 of a Hadamard matrix at a row, the next one, and a column: float16 pairs.
 __device__ __forceinline__ u32 signs(int row, int column) {
   return 0x3C003C00u ^ (__popc(row & column) & 1) << 15 ^ (u32)(__popc((row + 1) & column) & 1) << 31;
 }
@@ -54,9 +54,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) trellis_dequantize(c
   }
   __syncthreads();
 
-  // Of this warp's 16 columns m: H_k at (m, inputs 4 t ..) of a tile, but for the sign of tile and warp.
+  // Of this warp's 16 columns m: H_k at (m, a lane's inputs) of a tile, but for the sign of tile and warp.
   const bool narrow_columns = p.k % 128, narrow_rows = p.row_block == 64;
-  const u32 a0 = signs(4 * t, g), a1 = signs(4 * t, g + 8), a2 = signs(4 * t + 2, g), a3 = signs(4 * t + 2, g + 8);
+  const int in = IN * t;
+  const u32 a0 = signs(in, g), a1 = signs(in, g + 8), a2 = signs(in + NEXT, g), a3 = signs(in + NEXT, g + 8);
   // H_n at (rows 2 t .. and 2 t + 8 .. of a tile, column g of eight), for even and odd eights, but for the sign of tile and eight.
   const u32 b[2][2] = {{signs(2 * t, g), signs(2 * t + 8, g)}, {signs(2 * t, g + 8), signs(2 * t + 8, g + 8)}};
   float out[16][4];

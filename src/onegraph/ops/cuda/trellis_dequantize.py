@@ -20,7 +20,7 @@ KERNEL = build.Source(
     ),
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
-    example={"BITS": 2, "HALF": 0},
+    example={"BITS": 2, "HALF": 0, "CODE": 0},
     shared=SHARED,
     otherwise="few tokens have a kernel of their own; torch computes many",
 )
@@ -29,7 +29,7 @@ KERNEL = build.Source(
 def weight(call: Linear, rows: slice, to: Tensor) -> None:
     """Writes these rows of the layer's W into `to` [rows, k]."""
     launch(
-        KERNEL, {"BITS": call.bits, "HALF": int(call.half)},
+        KERNEL, {"BITS": call.bits, "HALF": int(call.half)} | call.defines,
         Launch((-(-call.k // 128), -(-len(to) // ROWS), 1), 256, SHARED),
         codes=call.codes[rows.start // TILE : -(-rows.stop // TILE)], in_scale=call.in_scale,
         out_scale=call.out_scale[rows], weight=to, n=len(to), k=call.k, row_block=block(call.n), norm=call.norm,

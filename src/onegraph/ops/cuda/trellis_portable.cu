@@ -8,7 +8,9 @@
 // large, for which 1534 times the sum of a slice's activations is subtracted from what the slice brings. Activations are float16
 // on a scale of each slice's own: 11 bits of each.
 //
-// Set when compiled: BITS (1 to 8), and what `rotated_portable.cuh` says.
+// exllamav3's codes give float16 numbers without an offset, for the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of a lane.
+//
+// Set when compiled: BITS (1 to 8), CODE (0 to 3), and what `rotated_portable.cuh` says.
 
 #include "rotated_common.cuh"
 #include "trellis_decode.cuh"
@@ -44,7 +46,7 @@ __device__ __forceinline__ uint4 to_bytes(const float (&v)[8], float2& scale) {
 __device__ __forceinline__ void keep(u8* at, const uint4& w, int lane) { ((uint4*)at)[lane] = w; }
 
 struct Product {
-  uint2 b[IN_SLICE];  // of column g, inputs 4 t to 4 t + 3 of each tile
+  uint2 b[IN_SLICE];  // of column g, a lane's inputs of each tile
   float scale[2];     // of tokens 2 t and 2 t + 1
   float offset[2];    // likewise, of results
   typedef float Sums[4];
@@ -53,12 +55,17 @@ struct Product {
 template <class There, class At, class Scale>
 __device__ __forceinline__ void take(Product& to, int first, int g, int t, There there, At at, Scale scale) {
   const bool real = there(first + g);
-  const u8* const from = at(first + g, real) + t * 8;
+  const u8* const from = at(first + g, real) + t * IN * 2;
 #pragma unroll
-  for (int i = 0; i < IN_SLICE; i++) to.b[i] = real ? *(const uint2*)(from + i * 32) : make_uint2(0, 0);
+  for (int i = 0; i < IN_SLICE; i++) {
+    const u8* const tile = from + i * 32;
+    to.b[i] = !real         ? make_uint2(0, 0)
+              : NEXT == 2 ? *(const uint2*)tile
+                            : make_uint2(*(const u32*)tile, *(const u32*)(tile + NEXT * 2));
+  }
   Product::Sums sums = {0.f, 0.f, 0.f, 0.f};  // of activations: products by 1
 #pragma unroll
-  for (int i = 0; i < IN_SLICE; i++) mma_f16(sums, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, to.b[i].x, to.b[i].y);
+  for (int i = 0; i < (OFFSET ? IN_SLICE : 0); i++) mma_f16(sums, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, 0x3C003C00u, to.b[i].x, to.b[i].y);
 #pragma unroll
   for (int e = 0; e < 2; e++) to.scale[e] = scale(first + 2 * t + e).x, to.offset[e] = -OFFSET * sums[e] * to.scale[e];
 }

@@ -46,7 +46,7 @@ KERNELS = build.Source(
     example=TrellisTiling(2, 4, True, 33, 2, 1, 8, 2, 8).defines(
         4096, 4096, 2, False, (True, False, True, True, False)
     )
-    | {"START": 0},
+    | {"START": 0, "CODE": 0},
     families=("hopper", "portable"),
     shared=build.PORTABLE_SHARED,
     otherwise="more tokens decode the weight, or torch computes trellis-coded linears",
