@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fuzz import tiny
 from fuzz.run import invoke
@@ -20,6 +21,9 @@ from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_hea
 from onegraph.api.draft_prompts import COPIED, PIECE, PROMPT, TASKS, Pieces, Prompts
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import Stats
+from onegraph.formats.checkpoint import write_checkpoint
+from onegraph.formats.digests import sha256
+from onegraph.models.eagle import TAPS
 
 OPTIONS: dict[str, Any] = {"texts": 32, "length": 24, "ahead": 3, "batch": 8, "device": "cpu", "vocabulary": 200}
 
@@ -62,6 +66,67 @@ def test_the_head_drafts(model: Path, made: DraftHead) -> None:
             ) as llm:
                 assert llm.generate("the thing", params).tokens == expected
                 assert llm.stats.drafted_tokens > 0 or tokens == "auto", "for so small a model drafts need not pay"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_from_a_head(model: Path, made: DraftHead, tmp_path: Path, dtype: str) -> None:
+    """It begins where the head is, keeps its vocabulary and config.json, and tells where it began."""
+    options = OPTIONS | {"vocabulary": None, "dtype": dtype}
+    again = train_head(model, tmp_path / "head", init=made.output, minutes=5, steps=10, rate=1e-3, **options)
+    if dtype == "float32":
+        assert again.before.loss == pytest.approx(made.after.loss, rel=1e-2), "the file holds bfloat16"
+    assert again.after.loss < again.before.loss
+    assert again.vocabulary == made.vocabulary
+    files = [Path(head.output) for head in (made, again)]
+    assert files[0].joinpath("config.json").read_text() == files[1].joinpath("config.json").read_text()
+    named = [load_file(path / "model.safetensors")["d2t"].tolist() for path in files]
+    assert named[0] == named[1]
+    about = json.loads((files[1] / "onegraph.json").read_text())["init"]
+    assert about == {"name": "head", "sha256": {"model.safetensors": sha256(files[0] / "model.safetensors")}}
+
+
+def test_heads_that_training_cannot_go_on_from(model: Path, made: DraftHead, tmp_path: Path) -> None:
+    """Each is said in a line, before any text is written."""
+    head = Path(made.output)
+    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    layer = config["transformer_layer_config"]
+    flat = {key: config[key] for key in ("draft_vocab_size", "target_hidden_size")} | layer
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "norm.weight"}
+    bias = tensors | {"layers.0.self_attn.o_proj.bias": torch.zeros(layer["hidden_size"])}
+    wrong: list[tuple[str, dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ("layout", flat, tensors, "is in EAGLE's layout; training goes on from heads in speculators' layout"),
+        ("taps", config | {TAPS: [1, 2, 9]}, tensors, r"behind the layers \[0, 1, 8\]; the model has 0 to 1"),
+        (
+            "vocabulary",
+            config | {"transformer_layer_config": layer | {"vocab_size": 9999}},
+            tensors,
+            "vocab_size is 9999, the model's is",
+        ),
+        ("wide", config | {"target_hidden_size": 999}, tensors, "target_hidden_size is 999, the model's is"),
+        ("fewer", config, fewer, "1 missing: 'norm.weight'"),
+        (
+            "bias",
+            config | {"transformer_layer_config": layer | {"attention_bias": True}},
+            bias
+            | {
+                f"layers.0.self_attn.{n}_proj.bias": torch.zeros(len(tensors[f"layers.0.self_attn.{n}_proj.weight"]))
+                for n in "qkv"
+            },
+            "4 unexpected: 'layers.0.self_attn.k_proj.bias'",
+        ),
+    ]
+    small = ["--device", "cpu", "--length", 24]
+    for name, changed, held, said in wrong:
+        write_checkpoint(tmp_path / name, changed, held.items())
+        words = ["draft-head", model, tmp_path / "out", "--init", tmp_path / name, *small]
+        status, out, errors = invoke(words)
+        assert (status, out, errors.count("\n")) == (2, "", 1), errors
+        assert re.search(rf"--init: .*{said}", errors), errors
+    words = ["draft-head", model, tmp_path / "out", "--init", head, *small, "--vocabulary", 100]
+    status, out, errors = invoke(words)
+    assert (status, out, errors.count("\n")) == (2, "", 1)
+    assert "--vocabulary: got 100 beside init, whose own stays" in errors
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_line(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from onegraph.api import Progress
 from onegraph.api.device import pick_device
 from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
 from onegraph.api.llm import LLM
-from onegraph.api.provenance import versions
+from onegraph.api.provenance import source_of, versions
 from onegraph.api.resources import refuse_existing
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
@@ -29,7 +30,7 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.eagle import EagleConfig, EagleHead
-from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_tensors
+from onegraph.models.eagle_net import EagleNet, head_config, head_rows, head_tensors, read_net
 from onegraph.models.eagle_start import start_copying
 from onegraph.models.eagle_texts import Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Score, Teacher, train
@@ -40,6 +41,8 @@ ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
 WAVE = {"cuda": 256, "cpu": 8}  # between two looks at the clock; of many, rows that end early are filled again
 BATCH = {"cuda": 64, "cpu": 4}  # texts of a training step: a GPU is not busy with less
 RATE = 1.2  # AdamW's over the width of the head: 2e-3 for 576, 3e-4 for 4,096
+AGAIN = 0.1  # of it, for a head that was trained before
+VOCABULARY = 8192
 SAMPLE = 64  # texts by which a head's beginning is fitted
 EXAM = 48  # texts that are held out for the exam at most
 SAMPLING = 0.35  # of the time, for texts; training then has what is left but the report's
@@ -99,6 +102,18 @@ class DraftHead:
     unseen: dict[str, Figures] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """A head to train: its config.json, the layers that it taps, the tokens int64 [V'] that it names, on the host, and
+    what its onegraph.json says of where it came from."""
+
+    net: EagleNet
+    config: dict[str, Any]
+    layers: tuple[int, ...]
+    names: torch.Tensor
+    about: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class _Clock:
     """What is left of `seconds`, and how fast the model writes: seconds of a decode step and of building its graphs."""
@@ -138,11 +153,12 @@ def train_head(
     path: str | PathLike[str],
     output: str | PathLike[str],
     *,
+    init: str | PathLike[str] | None = None,
     text: Sequence[str | PathLike[str]] = (),
     minutes: float = 10.0,
     texts: int = 32768,
     length: int = 192,
-    vocabulary: int = 8192,
+    vocabulary: int | None = None,
     ahead: int = 5,
     steps: int | None = None,
     batch: int | None = None,
@@ -157,25 +173,31 @@ def train_head(
     """Trains an EAGLE-3 head for the model at `path`, and writes it to the directory `output`, for `draft="eagle:..."`.
 
     Args:
+        init: a head's directory, of which weights, vocabulary and tapped layers are the beginning: one that was trained
+            before the model was quantized again needs fewer texts than a new one.
         text: UTF-8 files, of which pieces become prompts (default: the texts of the calibration corpus).
         minutes: that all of it takes: sampling, training and report share them.
         texts: that the model writes at most, of `length` tokens each; half of them greedily.
-        vocabulary: tokens that the head may name: those that the texts have most often.
+        vocabulary: tokens that the head may name: those that the texts have most often; None for 8,192, or those of
+            `init`.
         ahead: outputs of its own that the head learns to go on from; 1 to 7.
         steps: of training, at most; None for as many as the time allows. batch: texts a step; None for as many
             as keep the device busy, fewer where its memory is small. rate: AdamW's highest; None for
-            one by the head's width.
+            one by the head's width, a part of it with `init`.
         memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
             are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
         progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
 
-    Raises ValueError for a model that heads cannot go on from, too little text, and an output that exists.
+    Raises ValueError for a model that heads cannot go on from, an `init` that is no head for it, too little text, and
+    an output that exists.
     """
     clock, target = _Clock(60 * minutes), Path(output)
     refuse_existing(target)
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
+    if init is not None and vocabulary is not None:
+        raise ValueError(f"vocabulary: got {vocabulary} beside init, whose own stays; allowed is one of the two")
     pieces, place = Pieces(text, seed), pick_device(device)
     with LLM(
         path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=PROMPT + max(length, ANSWER)
@@ -183,39 +205,45 @@ def train_head(
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
+        positions = llm.max_model_len + ahead
+        head = None if init is None else _continued(init, model, positions)
         written = list(_written(llm, pieces, texts, WAVE[place.type], length, seed, clock, progress))
         seen, kept = _split(written, ahead)
-        names, coverage = _vocabulary([each.tokens for each in seen], model.config.vocab_size, vocabulary)
+        counts = Counter(token for text in seen for token in text.tokens)
+        if head is None:
+            names = _vocabulary(counts, model.config.vocab_size, vocabulary or VOCABULARY)
+            head = _new(model, str(path), names, positions, seed)
+        net, names = head.net, head.names
+        coverage = sum(counts[token] for token in names.tolist()) / max(1, counts.total())
         tokens = sum(len(each.tokens) for each in (*seen, *kept))
         named = f"the head names {100 * coverage:.1f} % of them"
         log(f"{len(written)} texts, {tokens} tokens, after {clock.spent:.0f} s; {named}")
-        layers = tapped(model.config.layers)
-        config = head_config(model.config, layers, len(names), str(path))
         longest = max(len(each.tokens) for each in (*seen, *kept))
-        net = _new(model, config, names, longest + ahead, seed)
         free = _free(net, model.device)
         size = batch or _batch(model, longest * ahead, free)
-        read = Texts(model, seen, layers, _shelves(model.device, memory, free))
-        _begin(net, model, read, names.to(model.device))
+        read = Texts(model, seen, head.layers, _shelves(model.device, memory, free))
+        if init is None:
+            _begin(net, model, read, names.to(model.device))
         teacher = Teacher(model, net, names.to(model.device), ahead)
-        exam = Exam(teacher, Texts(model, kept[:EXAM], layers), size)
+        exam = Exam(teacher, Texts(model, kept[:EXAM], head.layers), size)
 
         def told(step: int, loss: float, score: Score) -> None:
             log(f"step {step}: loss {loss:.3f}; held out {score.loss:.3f}, {score.tokens:.2f} tokens per verify pass")
 
+        usual = min(3e-3, RATE / model.config.hidden_size) * (1 if init is None else AGAIN)
         done = train(
-            teacher, read, exam, batch=size, rate=rate or min(3e-3, RATE / model.config.hidden_size), steps=steps,
-            seconds=clock.training, seed=seed, told=told,
+            teacher, read, exam, batch=size, rate=rate or usual, steps=steps, seconds=clock.training, seed=seed,
+            told=told,
         )  # fmt: skip
         log(
             f"{done.steps} steps of {size} texts in {done.seconds:.0f} s, {done.steps / done.seconds:.1f} a second; "
             f"learnt from {done.tokens} tokens"
         )
-        about = {"trained for": str(path), "seed": seed, "texts": len(seen), "versions": versions()}
-        write_checkpoint(target, config, head_tensors(net, names, torch.bfloat16).items(), about=about)
+        about = {"trained for": str(path), **head.about, "seed": seed, "texts": len(seen), "versions": versions()}
+        write_checkpoint(target, head.config, head_tensors(net, names, torch.bfloat16).items(), about=about)
         with Checkpoint.open(target) as checkpoint:
-            head, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
-        found = _report(llm, head, ahead, clock.answer)
+            drafter, nbytes = EagleHead.load(checkpoint, model), checkpoint.nbytes
+        found = _report(llm, drafter, ahead, clock.answer)
         return DraftHead(
             source=str(path), output=str(target), seconds=clock.spent, texts=len(written), tokens=tokens,
             vocabulary=len(names), coverage=coverage, nbytes=nbytes, before=done.before, after=done.after,
@@ -250,16 +278,25 @@ def _shelves(device: torch.device, memory: int, free: int) -> list[Shelf]:
     return [Shelf(device, free // 4), host] if device.type == "cuda" else [host]
 
 
-def _new(
-    model: Llama | ChainedLlama, config: dict[str, object], names: torch.Tensor, longest: int, seed: int
-) -> EagleNet:
-    """A head that names `names`, untrained, for texts of so many tokens."""
+def _new(model: Llama | ChainedLlama, verifier: str, names: torch.Tensor, positions: int, seed: int) -> _Head:
+    """One that names `names`, untrained, for texts of so many tokens."""
     torch.manual_seed(seed)
-    parsed = EagleConfig.from_dict(config)
-    assert parsed.layers is not None
-    net = EagleNet(parsed, len(parsed.layers), longest).to(model.device)
+    layers = tapped(model.config.layers)
+    config = head_config(model.config, layers, len(names), verifier)
+    net = EagleNet(EagleConfig.from_dict(config), len(layers), positions).to(model.device)
     net.start_from(model.norm.float(), head_rows(model, names.to(model.device)))
-    return net
+    return _Head(net=net, config=config, layers=layers, names=names)
+
+
+def _continued(path: str | PathLike[str], model: Llama | ChainedLlama, positions: int) -> _Head:
+    """The one at `path`, for texts of so many tokens."""
+    try:
+        with Checkpoint.open(path) as checkpoint:
+            net, layers, names = read_net(checkpoint, model, positions)
+            about = {"init": source_of(checkpoint)}
+            return _Head(net=net, config=checkpoint.config, layers=layers, names=names, about=about)
+    except ValueError as error:
+        raise ValueError(f"init: {error}") from None
 
 
 @torch.no_grad()
@@ -291,11 +328,10 @@ def _written(
             progress("sampling", done, count)
 
 
-def _vocabulary(texts: Sequence[Sequence[int]], size: int, count: int) -> tuple[torch.Tensor, float]:
-    """The tokens int64 [V'] that texts have most often, in their own order, and the part of the texts that they are."""
-    counts = Counter(token for text in texts for token in text)
-    order = sorted(range(size), key=lambda token: (-counts[token], token))[:count]
-    return torch.tensor(sorted(order)), sum(counts[token] for token in order) / max(1, counts.total())
+def _vocabulary(counts: Counter[int], size: int, most: int) -> torch.Tensor:
+    """The tokens int64 [V'] of a vocabulary of `size` that texts have most often, in their own order."""
+    order = sorted(range(size), key=lambda token: (-counts[token], token))[:most]
+    return torch.tensor(sorted(order))
 
 
 def unseen(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:

@@ -30,6 +30,7 @@ EPILOG = """\
 examples:
   onegraph draft-head out/smollm2-4bit out/smollm2-head --minutes 5
   onegraph draft-head out/llama-2bit out/llama-head --text chats.txt code.txt --vocabulary 32000 --minutes 60
+  onegraph draft-head out/smollm2-3bit out/smollm2-3bit-head --init out/smollm2-head
   onegraph generate out/smollm2-4bit --prompt "Why is the sky blue?" --speculative eagle:out/smollm2-head
 
 Trains an EAGLE-3 head for speculative decoding (docs/guides/speculative-decoding.md). The model writes the training
@@ -49,6 +50,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"target model: {MODEL}")
     parser.add_argument("out", metavar="OUT", help="directory to write; must not exist")
     parser.add_argument(
+        "--init",
+        metavar="HEAD",
+        help="trained head to start from, e.g. after the model was quantized again; its vocabulary and layers stay",
+    )
+    parser.add_argument(
         "--text", nargs="+", default=[], metavar="FILE", help="UTF-8 text files for prompts [the calibration corpus]"
     )
     parser.add_argument(
@@ -67,9 +73,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--vocabulary",
         type=number(int, 16, 1 << 20),
-        default=8192,
         metavar="N",
-        help="vocabulary of the head: the most frequent tokens [8192]",
+        help="vocabulary of the head: the most frequent tokens [8192, or that of --init]",
     )
     parser.add_argument(
         "--ahead",
@@ -82,7 +87,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batch", type=BATCH, metavar="B", help="texts per training step [4 on a CPU, up to 64 on a GPU]"
     )
-    parser.add_argument("--rate", type=number(float, 0, 1, True), help="learning rate [from the model's width]")
+    parser.add_argument(
+        "--rate", type=number(float, 0, 1, True), help="learning rate [from the model's width; lower with --init]"
+    )
     parser.add_argument("--seed", type=SEED, default=0, metavar="N", help="seed of texts and training [0]")
     add_device(parser)
     add_dtype(parser)
@@ -94,10 +101,11 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.draft_head import train_head
 
     names = "minutes", "texts", "length", "vocabulary", "ahead", "steps", "batch", "rate", "seed", "dtype"
-    with Progress(loading="byte", sampling="text") as shown, options("text:"):
+    with Progress(loading="byte", sampling="text") as shown, options("init:", "text:", "vocabulary:"):
         made = train_head(
             args.model,
             args.out,
+            init=args.init,
             text=args.text,
             device=pick_device(args.device),
             progress=shown,

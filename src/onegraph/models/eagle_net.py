@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onegraph.formats.checkpoint import Checkpoint, CheckpointError
+from onegraph.formats.weight import FLOATS
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.config import LlamaConfig
-from onegraph.models.eagle import TAPS, EagleConfig
+from onegraph.models.eagle import TAPS, EagleConfig, EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.rope import Rope
 from onegraph.ops.attention import rotate_half
@@ -188,6 +190,33 @@ def head_config(model: LlamaConfig, layers: Sequence[int], draft_vocab: int, ver
         "norm_before_residual": False,
         TAPS: [i + 1 for i in layers],
     }
+
+
+def read_net(
+    checkpoint: Checkpoint, model: Llama | ChainedLlama, positions: int
+) -> tuple[EagleNet, tuple[int, ...], Tensor]:
+    """A head for `model` that was written as `head_config` and `head_tensors` say, to train it further.
+
+    Returns the net on the model's device, the layers that it taps and the tokens int64 [V'] that it names. Raises
+    ValueError (CheckpointError among them) that says in what the two do not go together, or what no net holds.
+    """
+    where, config = checkpoint.path, EagleConfig.from_dict(checkpoint.config)
+    if "speculators_model_type" not in checkpoint.config:
+        raise CheckpointError(f"{where}: is in EAGLE's layout; training goes on from heads in speculators' layout")
+    head = EagleHead.load(checkpoint, model)
+    if (found := config.layer.hidden_size) != model.config.hidden_size:
+        raise CheckpointError(
+            f"{where}: hidden_size is {found}, the model's is {model.config.hidden_size}; training goes on from heads "
+            "as wide as their model"
+        )
+    net = EagleNet(config, len(head.layers), positions)
+    whole = torch.arange(config.draft_vocab)
+    names = whole if head.vocabulary is None else head.vocabulary.cpu()
+    weights = net.state_dict()
+    expected = {name: (tuple(weight.shape), FLOATS) for name, weight in weights.items()}
+    checkpoint.check(expected, optional=("d2t", "t2d"))
+    net.load_state_dict({name: checkpoint.tensor(name, dtype=torch.float32) for name in weights})
+    return net.to(model.device), head.layers, names
 
 
 def head_tensors(net: EagleNet, vocabulary: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
