@@ -6,6 +6,7 @@ tests/ops/test_kernel_sources.py compiles them all and holds the table to what i
 """
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import triton
@@ -20,9 +22,10 @@ import triton
 from onegraph.ops import choices
 from onegraph.ops.cuda import build, e8p_common, e8p_portable
 
-sys.path.append(str(Path(__file__).parents[1]))  # where this is run as a module
+sys.path += map(str, Path(__file__).parents[:2])  # where this is run as a module
 
 from h200 import H200
+from on_cpu import once
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works" / "kernels.md"
 BEGIN, END = "<!-- kernels: python -m tests.ops.kernel_table -->\n", "<!-- end of kernels -->\n"
@@ -49,22 +52,42 @@ def room(capability: tuple[int, int]) -> int:
 
 def usage(source: build.Source, capability: tuple[int, int], defines: Mapping[str, int] | None = None) -> Usage:
     """Compiles a source, its example where `defines` says no other. BuildError where NVRTC refuses."""
-    logs, compile_ = list[str](), build._compile
+    checks = source.arguments.checks if source.arguments else ""
+    logs: list[str] = []
 
-    def with_log(nvrtc: object, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes]) -> tuple:
-        made = compile_(nvrtc, text, name, [*options, b"--ptxas-options=-v"], headers)
+    def with_log(*given: Any) -> tuple[bytes, str]:
+        made = compiled_once(*given, b"--ptxas-options=-v")
         logs.append(made[1])
         return made
 
-    checks = source.arguments.checks if source.arguments else ""
-    with mock.patch.object(build, "_compile", with_log):
+    with TemporaryDirectory() as fresh, mock.patch.multiple(build, cache_dir=lambda: Path(fresh), _compile=with_log):
         cubin = source.cubin(source.example if defines is None else defines, capability, checks)
     assert cubin.startswith(b"\x7fELF")
     functions = source.form(capability).functions
     assert all(function.encode() in cubin for function in functions)
-    (log,) = logs  # nothing of it was in the cache
+    (log,) = logs
     assert log.count("Compiling entry function") == log.count(" registers") >= len(functions), log
     return Usage(*(max(map(int, re.findall(form, log)), default=0) for form in FORMS))
+
+
+COMPILE = build._compile
+
+
+def compiled_once(
+    nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes], *more: bytes
+) -> tuple[bytes, str]:
+    """`build._compile`, once for the same bytes: `build/nvrtc` keeps what it makes, and its log."""
+    texts = [text]
+    for each in texts:  # those that it includes, and they
+        found = [headers[file] for file in re.findall(r'#include "([\w.]+)"', each.decode())]
+        texts += [header for header in found if header not in texts]
+    parts = [version().encode(), name.encode(), *options, *more, *texts]
+    key = b"".join(len(part).to_bytes(8) + part for part in parts)
+
+    def make(out: Path) -> None:
+        out.write_bytes(pickle.dumps(COMPILE(nvrtc, text, name, [*options, *more], headers)))
+
+    return pickle.loads(once("nvrtc", key, "made", make).read_bytes())
 
 
 FORMS = r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame", r"(\d+) bytes smem"
@@ -156,9 +179,7 @@ def replaced(page: str, markers: tuple[str, str], text: str) -> str:
 
 
 def main() -> None:
-    with TemporaryDirectory() as fresh, mock.patch.object(build, "cache_dir", return_value=Path(fresh)):
-        made = table()  # what is in the cache would tell nothing
-    PAGE.write_text(replaced(replaced(PAGE.read_text(), LOOP, loops()), (BEGIN, END), made))
+    PAGE.write_text(replaced(replaced(PAGE.read_text(), LOOP, loops()), (BEGIN, END), table()))
 
 
 if __name__ == "__main__":

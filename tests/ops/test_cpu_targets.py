@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from on_cpu import flags, made
 from onegraph.ops.calls import TurboQuantDecode
 from onegraph.ops.cpu import e8p_encode
 from onegraph.ops.cpu import turboquant as cpu
@@ -23,6 +24,7 @@ from onegraph.quant.e8p import constants
 from test_cpu_turboquant import SETTINGS, sequence
 
 DRIVER = Path(__file__).with_name("cpu_targets") / "driver.c"
+NEAREST = e8p_encode.SOURCE.parents[1] / "cuda" / "e8p_nearest.cuh"
 X86 = {f"x86-64-v{level}": ("gcc", f"-march=x86-64-v{level}") for level in (2, 3, 4)}
 TARGETS = {"native": ("gcc", "-march=native"), **X86, "aarch64": ("aarch64-linux-gnu-gcc", "-static")}
 EMULATORS = {"aarch64": ["qemu-aarch64"], "x86-64-v4": []}
@@ -44,13 +46,11 @@ each_target = pytest.mark.parametrize(
 )
 
 
-def results(folder: Path, target: str, source: Path, defines: dict[str, int], sections: list[bytes]) -> list[bytes]:
+def results(target: str, source: Path, defines: dict[str, int], sections: list[bytes]) -> list[bytes]:
     """What the kernel for `target` gives."""
-    program, (compiler, flag) = folder / target, TARGETS[target]
-    wanted = [f"-D{name}={value}" for name, value in defines.items()]
-    command = [compiler, "-O3", flag, f'-DSOURCE="{source}"', *wanted, "-o", program, DRIVER, "-lm"]
-    if not program.exists():
-        subprocess.run(command, check=True, capture_output=True)
+    command = [*TARGETS[target], "-O3", f'-DSOURCE="{source}"', *flags(defines)]
+    name = platform.node() if target == "native" else target  # it is this machine's
+    program = made(command, [source, NEAREST, DRIVER], DRIVER, name, "-lm")
     sent = b"".join(len(section).to_bytes(8, "little") + section for section in sections)
     emulator = EMULATORS.get(target, [])
     out = subprocess.run([*emulator, program], input=sent, stdout=subprocess.PIPE, check=True, timeout=300).stdout
@@ -72,7 +72,7 @@ def read(data: bytes, dtype: torch.dtype, *shape: int) -> Tensor:
 
 @each_target
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_encoding_is_as_close_on_every_cpu(tmp_path: Path, target: str, bits: int) -> None:
+def test_encoding_is_as_close_on_every_cpu(target: str, bits: int) -> None:
     g = torch.Generator().manual_seed(bits)
     x, mix = torch.randn(8, 2048, generator=g), torch.randn(8, 8, generator=g)
     factor = torch.linalg.cholesky(mix @ mix.T + torch.eye(8))
@@ -81,7 +81,7 @@ def test_encoding_is_as_close_on_every_cpu(tmp_path: Path, target: str, bits: in
         want = e8p_encode.native(bits, tables)(x, factor, candidates)
         numbers = torch.tensor([x.shape[1], x.shape[1], candidates])
         sections = [*map(raw, tables), raw(x), raw(factor.mT), raw(numbers)]
-        found = results(tmp_path, target, e8p_encode.SOURCE, {"BITS": bits}, sections)
+        found = results(target, e8p_encode.SOURCE, {"BITS": bits}, sections)
         codes, residual = (read(data, torch.int32, x.shape[1]) for data in found[:2])
         value = read(found[2], torch.float32, *x.shape)
         same = (codes == want[0]) & (residual == want[1])
@@ -133,11 +133,11 @@ def last_step(setting: str) -> tuple[list[bytes], list[bytes]]:
 
 @each_target
 @pytest.mark.parametrize("setting", ["smollm2", "llama"])
-def test_a_decode_step_is_alike_on_every_cpu(tmp_path: Path, target: str, setting: str) -> None:
+def test_a_decode_step_is_alike_on_every_cpu(target: str, setting: str) -> None:
     before, (ring, cached, out) = last_step(setting)
     args = sequence(**SETTINGS[setting])
     defines = {"DIM": args["turn"].shape[0], "GROUP": args["heads"] // args["cache"].shape[1]}
-    got = results(tmp_path, target, in_c.SOURCE, defines, before)
+    got = results(target, in_c.SOURCE, defines, before)
     assert got[0] == ring, "a token is kept as it is"
     written = read(got[1], torch.uint8, -1) != read(cached, torch.uint8, -1)
     assert int(written.sum()) <= 2, "norms and codes but at ties of roundings"

@@ -13,7 +13,7 @@ import pytest
 import kernel_table
 from h200 import H200
 from on_cpu import host_lines
-from onegraph.ops.cuda import build, e8p_decode
+from onegraph.ops.cuda import e8p_decode
 
 HERE = Path(__file__).parent
 
@@ -44,9 +44,8 @@ def test_every_case_is_right(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_spills(bits: int, tokens: int) -> None:
     """At every rate and number of tokens, of 16 warps a block: 20 have 96 registers each."""
-    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
     for n, k in ((14336, 4096), (4096, 4096)):
         plan = e8p_decode.plan(n, k, bits, tokens, H200)
         made = e8p_decode.defines(plan, n, k, bits, tokens, False, (True, False, False, True, False, 1))

@@ -93,9 +93,8 @@ def test_the_work_of_a_layer_is_even(n: int, k: int) -> None:
 
 @pytest.mark.parametrize("tokens", rotated_portable.CLASSES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_nothing_spills(bits: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_spills(bits: int, tokens: int) -> None:
     """At every rate and number of tokens, with all that stands around a linear but its bias."""
-    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
     plan = e8p_portable.E8PTiling.plan(14336, 4096, bits, tokens, CARDS[2])
     made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False))
     found = kernel_table.usage(e8p_portable.KERNELS, (12, 0) if bits == 3 else (8, 6), made)

@@ -55,8 +55,7 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 @pytest.mark.parametrize(("bits", "code"), [(2, 0), (3, 0), (4, 0), (7, 0), (3, 1), (4, 2), (6, 3)])
-def test_nothing_spills(bits: int, code: int, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path)
+def test_nothing_spills(bits: int, code: int, tokens: int) -> None:
     plan = trellis_portable.TrellisTiling.plan(14336, 4096, bits, tokens, CARDS[2])
     made = plan.defines(14336, 4096, bits, False, (True, False, False, True, False)) | {"CODE": code}
     found = kernel_table.usage(trellis_portable.KERNELS, (8, 6), made)

@@ -57,7 +57,7 @@ def test_several_processes_compile_a_variant_once(tmp_path: Path, monkeypatch: p
     (tmp_path / "one.cu").write_text('extern "C" __global__ void one(float* y) { *y = 1.0f; }\n')
     if not locks:
         (build.cache_dir() / "lock").mkdir(parents=True)
-    context = get_context("spawn")
+    context = get_context("fork")  # a fresh process would import torch first
     barrier, results = context.Barrier(3), context.Queue()
     processes = [context.Process(target=_compile, args=(tmp_path / "one.cu", barrier, results)) for _ in range(3)]
     for process in processes:

@@ -1,5 +1,6 @@
 """The whole path of a model through the quantizer: dense blocks out, a checkpoint written, the decoder back in."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ CASES = [
     ("phi3", {"bits": 4}),
     ("granite", {"bits": 3}),
 ]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[case[0] for case in CASES])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict, Checkpoint, Any]:
+    """A case: its model and recipe, the checkpoint that the quantizer made, and transformers' model."""
+    variant, recipe = request.param
+    return variant, recipe, *quantized(variant, tmp_path_factory.mktemp(variant), **recipe)[1:]
+
+
 BEHIND = ("gemma3", "olmo2", "granite")  # a norm or a factor stands between a sublayer and the sum
 MSE = {2: 0.0916, 3: 0.0297, 4: 0.0084, 16: 0.0}  # of E8P on Gaussian weights, relative
 
@@ -56,12 +66,11 @@ def divergence(want: torch.Tensor, got: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize(("variant", "recipe"), CASES, ids=[case[0] for case in CASES])
-def test_quantized_model_beats_noise_of_its_rate(variant: str, recipe: dict, tmp_path: Path) -> None:
+def test_quantized_model_beats_noise_of_its_rate(made: tuple[str, dict, Checkpoint, Any]) -> None:
     """The yardstick is transformers' model with white noise on its weights, as large as E8P's error on Gaussian data:
     rounding without a look at the inputs. Calibrated rounding must diverge less, on tokens that it never saw."""
-    _, coded, hf = quantized(variant, tmp_path, **recipe)
-    model = Llama.load(coded)
+    _, _, coded, hf = made
+    hf, model = copy.deepcopy(hf), Llama.load(coded)
     rates = model.config.quantization
     assert rates is not None
     row = torch.randint(0, 131, (160,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -77,9 +86,8 @@ def test_quantized_model_beats_noise_of_its_rate(variant: str, recipe: dict, tmp
     assert 0 < divergence(want, got) < 0.85 * divergence(want, noisy)
 
 
-@pytest.mark.parametrize(("variant", "recipe"), CASES, ids=[case[0] for case in CASES])
-def test_codes_and_decoded_weights_give_the_same_logits(variant: str, recipe: dict, tmp_path: Path) -> None:
-    _, coded, _ = quantized(variant, tmp_path, **recipe)
+def test_codes_and_decoded_weights_give_the_same_logits(made: tuple[str, dict, Checkpoint, Any]) -> None:
+    _, _, coded, _ = made
     row = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = [
         Decoder(Llama.load(coded, decode=decode), rows=1, max_context=40).feed([row])[0] for decode in (True, False)
@@ -111,10 +119,9 @@ def test_kept_layers_keep_their_bits(tmp_path: Path) -> None:
             assert torch.equal(source.tensor(name), coded.tensor(name)), name
 
 
-@pytest.mark.parametrize(("variant", "recipe"), CASES, ids=[case[0] for case in CASES])
-def test_fused_layers_are_the_composition_of_their_parts(variant: str, recipe: dict, tmp_path: Path) -> None:
+def test_fused_layers_are_the_composition_of_their_parts(made: tuple[str, dict, Checkpoint, Any]) -> None:
     """The same greedy text and, in bfloat16, logits as far from the float32 truth as the composition's own."""
-    _, coded, _ = quantized(variant, tmp_path, **recipe)
+    variant, recipe, coded, _ = made
     prompts = [[5, 17, 99, 4, 3], list(range(40))]
     texts, logits = [], {}
     for dtype in (torch.float32, torch.bfloat16):

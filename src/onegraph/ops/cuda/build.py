@@ -222,7 +222,8 @@ class Source:
         ops: names of the ops that run it.
         functions: names of its kernels, which share one parameter, `arguments`; None of kernels without one. Some
             variants lack some of them.
-        capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for each.
+        capabilities: compute capabilities that it is for; CI compiles the variant that `example` defines for those that
+            differ.
         families: that it belongs to: "portable" what every one of `PORTABLE` runs, "hopper" what Hopper runs best; none
             of what is no kernel of an op. Of both: which form of it a GPU runs `form` tells.
         own: of a source of both, which compute capabilities run Hopper's form: those of the source of its ops that few
