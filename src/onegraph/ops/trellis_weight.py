@@ -32,9 +32,9 @@ def _dense(format: TrellisFormat, weight: KernelArgs) -> Tensor:
     dense = torch.empty(n, k, device=codes.device)
     for first in range(0, n, ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
-        q = decode(codes[first // TILE : (first + ROWS_AT_ONCE) // TILE], format.rate).float()
+        q = decode(codes[first // TILE : (first + ROWS_AT_ONCE) // TILE], format.rate)
         if q.is_cuda:
-            rows = hadamard(hadamard(q, hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
+            rows = hadamard(hadamard(q.float(), hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
         else:
             rows = rotate_rows(rotate_integers(q, hadamard_block(k)), hadamard_block(n))
         dense[part] = rows * out_scale[part].unsqueeze(1) * in_scale
