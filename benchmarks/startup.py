@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/startup.py .demo/SmolLM2-135M-Instruct-4bit
 
-Each run is a process of its own. `cpu_s` is its CPU time with that of its children, `wall_s` its time by the clock. Of a
-stage, `STAGE_cpu_s` is the time of all threads of the process itself: "parser" until torch is imported, "torch" until
-it is, "prepare" until the model is loaded (our modules, tokenizer, prompt), "load", "text" (prefill and decoding), and
-"end" the rest with the children. Each figure is the least of the repeats. Prints a JSON line; --out appends it.
+Each run is a process of its own. `cpu_s` is its CPU time with that of its children, `wall_s` its time by the clock.
+`STAGE_cpu_s` is the CPU time of the process itself in a stage: "parser" until torch is imported, "torch" its import,
+"prepare" until the model is loaded (our modules, tokenizer, prompt), "load", "text" (prefill and decoding), and "end"
+the rest with the children. Each figure is the least of the repeats. Prints a JSON line; --out appends it.
 """
 
 import argparse
