@@ -22,7 +22,7 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
-from onegraph.api import sandbox_worker
+from onegraph.api import sandbox, sandbox_worker
 from onegraph.api.sandbox import Exhausted, Sandbox, SandboxWorkerError
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
@@ -125,6 +125,36 @@ def test_the_process_is_limited(cage: Sandbox) -> None:
         assert resource.prlimit(child, kind) == (0, 0)
     assert sorted(os.listdir(f"/proc/{child}/fd")) == ["0", "1", "2"]
     assert os.getsid(child) == child, "not of our terminal"
+
+
+def test_a_child_that_started_early_is_the_next_sandboxs() -> None:
+    sandbox.start_early("templates")
+    sandbox.start_early("templates")
+    _, early = sandbox._started_early["templates"]
+    first, second = Sandbox("templates", 1 << 30), Sandbox("templates", 1 << 31)
+    for cage in (first, second):
+        assert render(cage, "{{ 1 + 1 }}") == "2"
+        assert cage.filtered
+    assert pid(first) == early.pid
+    assert pid(second) != early.pid
+    assert [resource.prlimit(pid(cage), resource.RLIMIT_AS)[0] for cage in (first, second)] == [1 << 30, 1 << 31]
+
+
+def test_a_child_that_started_early_and_nobody_takes_ends_with_its_parent() -> None:
+    code = "from onegraph.api import sandbox; sandbox.start_early('templates')"
+    done = subprocess.run([sys.executable, "-c", f"{code}; print(sandbox._started_early['templates'][1].pid)"],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    status, deadline = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 60
+
+    def runs() -> bool:
+        try:
+            return "State:\tZ" not in status.read_text()  # init may be slow to collect it
+        except OSError:
+            return False
+
+    while runs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs()
 
 
 def test_300_prompts_take_one_process(model: Path) -> None:

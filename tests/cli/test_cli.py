@@ -112,6 +112,54 @@ def test_help_and_usage_errors_do_not_wait_for_torch() -> None:
         assert done.returncode == 0, words
 
 
+# Runs a command in this process and reports when it starts children, what it imported, and whether Python took its
+# modules apart at the end
+WATCHED = """
+import gc, json, sys
+from onegraph.api import sandbox
+
+def spawn(kind, real=sandbox._spawn):
+    tell("started", kind, "torch" in sys.modules)
+    return real(kind)
+
+def tell(*words):
+    print(json.dumps(words), file=sys.stderr)
+
+class Last:
+    def __del__(self):
+        tell("taken apart")
+
+sandbox._spawn, last = spawn, Last()
+from onegraph.cli import main
+status = main()
+names = "torch", "torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "onegraph.check.api"
+others = *names, "onegraph.quant", "onegraph.cli.quantize", "onegraph.serve"
+tell("imported", *(name for name in others if name in sys.modules))
+tell("frozen", gc.get_freeze_count() > 100_000, gc.isenabled())
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("option", "kinds"), [("--chat", ["tokenizers", "templates"]), ("--raw", ["tokenizers"])])
+def test_what_a_command_does_before_and_after_its_work(option: str, kinds: list[str], tmp_path: Path) -> None:
+    """Its sandboxes start before torch is imported, nothing else that is large is, and it ends without a teardown."""
+    made = tiny.write_model(tmp_path / "m")
+    words = ["generate", str(made), option, "--prompt", "the", "--max-tokens", "2", "--seed", "1", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", WATCHED, *words], capture_output=True, text=True, timeout=300)
+    told = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('["')]
+    started = [["started", kind, False] for kind in kinds]
+    assert told == [*started, ["imported", "torch"], ["frozen", True, True]], done.stderr
+    assert (done.returncode, done.stdout != "") == (0, True)
+
+
+def test_a_command_that_fails_ends_with_its_status(model: Path) -> None:
+    words = ["generate", str(model), "--raw", "--prompt", "the", "--max-tokens", "100000"]
+    done = subprocess.run([sys.executable, "-c", WATCHED, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert "does not fit the model's context" in done.stderr
+    assert "taken apart" not in done.stderr
+
+
 def test_without_a_command_it_prints_its_help() -> None:
     status, out, _ = invoke([])
     assert status == 0

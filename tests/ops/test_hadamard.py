@@ -65,5 +65,6 @@ def test_a_decoded_layer_is_rotated_to_the_same_bits_faster(n: int, k: int) -> N
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, k, generator=generator)
     assert torch.equal(rotate_rows(x, hadamard_block(n)), hadamard(x.t().contiguous(), hadamard_block(n)).t())
-    q = torch.randint(-128, 128, (n, k), generator=generator).float()
-    assert torch.equal(rotate_integers(q, hadamard_block(k)), hadamard(q, hadamard_block(k)))
+    for dtype, most in ((torch.int8, 1 << 7), (torch.int16, 1 << 15)):
+        q = torch.randint(-most, most, (n, k), generator=generator).to(dtype)
+        assert torch.equal(rotate_integers(q, hadamard_block(k)), hadamard(q.float(), hadamard_block(k)))

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from models import Decoder, hf_model, save_e8p, save_hf, smollm2_gguf
 from onegraph.api.device import pick_precision
 from onegraph.api.llm import LLM
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models import loader
 from onegraph.models.llama import Llama
 from onegraph.models.load import packable
 from onegraph.nn.linear import Linear, PackedLinear, dense
+from onegraph.ops.cpu import packed as packed_weights
 from onegraph.ops.cpu.packed import holds, packs
 
 pytestmark = pytest.mark.skipif(not packs(), reason="this torch packs no float16")
@@ -89,10 +93,11 @@ def test_a_cpu_without_avx512_gives_the_same_promise() -> None:
         (lambda w: w.index_fill(0, torch.tensor([3]), 0.0), True),
         (lambda w: w * 1e-6, False),  # most of it below float16's normal numbers
         (lambda w: w.index_fill(0, torch.tensor([3]), 7e4), False),  # infinite in it
+        (lambda w: w.index_fill(0, torch.tensor([3]), 1e20), False),  # whose square float32 does not hold
         (lambda w: w.index_fill(0, torch.tensor([3]), torch.nan), False),
         (lambda w: w * 0, True),
     ],
-    ids=["plain", "small", "a row of zeros", "tiny", "large", "nan", "zeros"],
+    ids=["plain", "small", "a row of zeros", "tiny", "large", "huge", "nan", "zeros"],
 )
 def test_what_float16_does_not_hold_stays_float32(change: Callable[[Tensor], Tensor], held: bool) -> None:
     weight = change(randn(40, 64))
@@ -126,6 +131,37 @@ def test_models_are_those_of_their_weights(variant: str, tmp_path: Path) -> None
     decoder = Decoder(packed, rows=1, max_context=40)
     got = torch.cat([*decoder.feed([ROW[:30]]), *(decoder.feed([[token]])[0] for token in ROW[30:])])
     assert (got - want).norm() < 2e-5 * want.norm()
+
+
+def test_layers_are_packed_beside_the_decoding_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has several threads: in threads of the loader's, to the same weights. Freed memory, which the next
+    layer needs again, goes back to the system once."""
+    save_e8p("qwen3", tmp_path / "m", rates={"bits": 4})
+    pack, threads, trims = packed_weights.pack, torch.get_num_threads(), []
+    packers: dict[int, set[threading.Thread]] = {}
+    monkeypatch.setattr(loader, "_malloc_trim", lambda: trims.append)
+    models = {}
+    try:
+        for count in (1, 2):
+            packers[count] = set()
+            torch.set_num_threads(count)
+
+            def seen(*args: Any, to: set[threading.Thread] = packers[count]) -> packed_weights.Packed:
+                to.add(threading.current_thread())
+                return pack(*args)
+
+            monkeypatch.setattr(packed_weights, "pack", seen)
+            with Checkpoint.open(tmp_path / "m") as checkpoint:
+                models[count] = Llama.load(checkpoint, held="float16")
+    finally:
+        torch.set_num_threads(threads)
+    assert packers[1] == {threading.main_thread()}
+    assert packers[2]
+    assert threading.main_thread() not in packers[2]
+    assert not any(thread.is_alive() for thread in packers[2])
+    for one, other in zip(linears(models[1]), linears(models[2]), strict=True):
+        assert torch.equal(one.tensors["weight"], other.tensors["weight"])
+    assert len(trims) == 2
 
 
 def test_codes_are_rounded_to_float16(tmp_path: Path) -> None:

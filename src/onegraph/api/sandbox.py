@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -24,6 +25,10 @@ MAX_REPLY = 128 << 20  # bytes, and so many times the request:
 REPLY_PER_REQUEST = 64
 
 
+Kind = Literal["templates", "tokenizers", "grammars"]
+_started_early: dict[Kind, tuple[int, subprocess.Popen[bytes]]] = {}  # with the process that started each
+
+
 class SandboxWorkerError(ValueError):
     """What the child said went wrong."""
 
@@ -44,9 +49,7 @@ class Sandbox:
     it.
     """
 
-    def __init__(
-        self, kind: Literal["templates", "tokenizers", "grammars"], memory: int, load: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, kind: Kind, memory: int, load: dict[str, Any] | None = None) -> None:
         self._kind, self._memory, self._load = kind, memory, load
         self._lock = threading.RLock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -74,7 +77,7 @@ class Sandbox:
             self._child = self._open()
             self._owner = os.getpid()
             try:
-                self.filtered = self._exchange(None, START)["result"]
+                self.filtered = self._exchange(json.dumps({"memory": self._memory}).encode(), START)["result"]
                 programs = self._kind != "grammars"  # of a request, not of a file
                 if programs and not self.filtered and os.environ.get(VARIABLE) != LIMITS:
                     raise SandboxError(
@@ -123,23 +126,9 @@ class Sandbox:
         return reply["result"]
 
     def _open(self) -> subprocess.Popen[bytes]:
-        path = [os.path.abspath(entry) for entry in sys.path if entry]
-        # -I: no environment variable, no user's packages; -S: no site, since the path is given
-        command = [sys.executable, "-I", "-S", str(CHILD), self._kind, str(self._memory), *path]
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=environment | {"TOKENIZERS_PARALLELISM": "false"},  # it may not start threads
-            start_new_session=True,  # Ctrl-C is for us, and the terminal is not for it
-        )
-        assert child.stdin is not None
-        assert child.stdout is not None
-        os.set_blocking(child.stdin.fileno(), False)
-        os.set_blocking(child.stdout.fileno(), False)
+        owner, child = _started_early.pop(self._kind, (0, None))
+        if child is None or owner != os.getpid():
+            child = _spawn(self._kind)
         weakref.finalize(self, _end, child)
         return child
 
@@ -148,13 +137,13 @@ class Sandbox:
         child, self._child = self._child, None
         return None if child is None or self._owner != os.getpid() else _end(child)
 
-    def _exchange(self, request: bytes | None, seconds: float) -> dict[str, Any]:
-        """Writes the request, if there is one, and reads the answer. Raises _Dead where the child ends, or is late."""
+    def _exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """Writes the request and reads the answer. Raises _Dead where the child ends, or is late."""
         assert self._child is not None
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         deadline = time.monotonic() + seconds
-        data = b"" if request is None else len(request).to_bytes(8, "little") + request
+        data = len(request).to_bytes(8, "little") + request
         limit = MAX_REPLY + REPLY_PER_REQUEST * len(data)
         target, source = self._child.stdin.fileno(), self._child.stdout.fileno()
         left = memoryview(data)
@@ -177,6 +166,37 @@ class Sandbox:
             raise _Dead(late=False) from None
         found: dict[str, Any] = json.loads(bytes(reply[8:]))
         return found
+
+
+def start_early(kind: Kind) -> None:
+    """Starts the child of this process's next `Sandbox` of the kind, which imports its libraries meanwhile: for a
+    command that imports torch before it knows its model. A child that nobody takes ends with this process."""
+    owner, _ = _started_early.get(kind, (0, None))
+    if owner != os.getpid():
+        with contextlib.suppress(OSError):  # the sandbox tries again, and says what is wrong
+            _started_early[kind] = os.getpid(), _spawn(kind)
+
+
+def _spawn(kind: Kind) -> subprocess.Popen[bytes]:
+    """A child that waits for the bytes of memory that it may have."""
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    # -I: no environment variable, no user's packages; -S: no site, since the path is given
+    command = [sys.executable, "-I", "-S", str(CHILD), kind, *path]
+    environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=environment | {"TOKENIZERS_PARALLELISM": "false"},  # it may not start threads
+        start_new_session=True,  # Ctrl-C is for us, and the terminal is not for it
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    os.set_blocking(child.stdin.fileno(), False)
+    os.set_blocking(child.stdout.fileno(), False)
+    return child
 
 
 def state() -> str:

@@ -333,8 +333,7 @@ def grammar(matcher: Any, kind: str, text: str) -> str:
 
 def serve(worker: object) -> None:
     """Answers requests until the pipe ends. A request that takes more than its seconds of CPU time is the last."""
-    while len(head := sys.stdin.buffer.read(8)) == 8:
-        request = json.loads(sys.stdin.buffer.read(int.from_bytes(head, "little")))
+    while (request := _read()) is not None:
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # SIGPROF, which nothing handles, ends the process
         try:
             reply = {"result": getattr(worker, request["call"])(**request["arguments"])}
@@ -349,19 +348,27 @@ def serve(worker: object) -> None:
         _write(data)
 
 
+def _read() -> Any:
+    """The next message; None where the pipe has ended."""
+    head = sys.stdin.buffer.read(8)
+    return json.loads(sys.stdin.buffer.read(int.from_bytes(head, "little"))) if len(head) == 8 else None
+
+
 def _write(data: bytes) -> None:
     sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
     sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    kind, memory, *path = sys.argv[1:]
-    highest = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = int(memory) if highest == resource.RLIM_INFINITY else min(int(memory), highest)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    kind, *path = sys.argv[1:]
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     sys.path[:] = path
     worker = {"templates": Templates, "tokenizers": Tokenizers, "grammars": Grammars}[kind]()
+    if (first := _read()) is None:  # started early, and not needed
+        sys.exit()
+    highest = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = first["memory"] if highest == resource.RLIM_INFINITY else min(first["memory"], highest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _write(json.dumps({"result": enter_sandbox()}).encode())
     serve(worker)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -37,8 +39,8 @@ status: 0 done, 1 findings (check, verify), 2 an error that one line on stderr e
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line, without importing torch."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The command line, without importing torch: of `command` alone if it is one of COMMANDS, otherwise whole."""
     parser = Parser(
         prog="onegraph",
         description=DESCRIPTION,
@@ -48,24 +50,40 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"onegraph {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error came from (anywhere on the line)")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
-    if importlib.util.find_spec("onegraph.check.cli") is not None:
+    if command not in COMMANDS and importlib.util.find_spec("onegraph.check.cli") is not None:
         importlib.import_module("onegraph.check.cli").add_parsers(commands)
         importlib.import_module("onegraph.cli.check_vllm").add_option(commands.choices["check"])
-    for name in COMMANDS:
+    for name in [command] if command in COMMANDS else COMMANDS:
         importlib.import_module(f"onegraph.cli.{name.replace('-', '_')}").add_parser(commands)
     return parser
 
 
-def main(argv: Sequence[str] | None = None, make_parser: Callable[[], argparse.ArgumentParser] = build_parser) -> int:
+def main(argv: Sequence[str] | None = None, make_parser: Callable[[], argparse.ArgumentParser] | None = None) -> int:
     """Runs one command and returns its exit status; every error is one line on stderr.
 
     `--debug`, anywhere on the line, prints the traceback as well. Without `argv` it is the process's own command.
     `make_parser`: the parser with the commands, each of which sets `run` (`tools/__main__.py` has its own).
     """
-    status = _command(list(sys.argv[1:] if argv is None else argv), make_parser)
+    words = list(sys.argv[1:] if argv is None else argv)
+    make_parser = make_parser or functools.partial(build_parser, next(iter(words), None))
+    ended: list[int] = []
+    if argv is None and words[:1] != ["check"]:  # which may run a program of the user's
+        atexit.register(_end_process, ended)  # before others: they run before it
+    status = _command(words, make_parser)
     if argv is None and "onegraph.check.deadline" in sys.modules:
         importlib.import_module("onegraph.check.deadline").leave(status)
+    ended.append(status)
     return status
+
+
+def _end_process(ended: list[int]) -> None:
+    """Ends the process of a command that has ended, as all it had to do at its end is done: to take torch's modules
+    apart takes Python half a second. `ended`: its status, nothing where it raised."""
+    if ended and "torch" in sys.modules:
+        with contextlib.suppress(OSError, ValueError):  # of a stream that is closed Python has its own to say
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(ended[0])
 
 
 def _command(words: list[str], make_parser: Callable[[], argparse.ArgumentParser]) -> int:

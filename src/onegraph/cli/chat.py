@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onegraph.cli.common import CONTEXT, MODEL, UsageError, number, one_line, open_model, options
+from onegraph.cli.common import CONTEXT, MODEL, UsageError, import_engine, number, one_line, open_model, options
 from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
 from onegraph.cli.sampling import add_sampling, sampling_of
 
@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import_engine("tokenizers", "templates")
     from onegraph.api.conversation import Conversation
     from onegraph.api.defaults import FIELDS
     from onegraph.engine.params import SamplingParams

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import gc
+import importlib
 import json
 import math
 import sys
@@ -19,6 +21,7 @@ from onegraph.api.size import human_bytes as human_bytes  # for the commands
 if TYPE_CHECKING:
     import torch
 
+    from onegraph.api.sandbox import Kind
     from onegraph.formats.checkpoint import Checkpoint
 
 
@@ -210,6 +213,25 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     from onegraph.api.device import pick_dtype
 
     return pick_dtype(name, device)
+
+
+def import_engine(*kinds: Kind) -> None:
+    """Imports what runs a model, while the children of the sandboxes that the command needs start.
+
+    Python's collector is off meanwhile, and passes over what came of it from then on: it would walk the half a million
+    objects of torch's modules eight times, and once more when the model is closed.
+    """
+    from onegraph.api.sandbox import start_early
+
+    for kind in kinds:
+        start_early(kind)
+    if "onegraph.api.llm" not in sys.modules:
+        gc.disable()
+        try:
+            importlib.import_module("onegraph.api.llm")
+        finally:
+            gc.freeze()
+            gc.enable()
 
 
 @contextlib.contextmanager

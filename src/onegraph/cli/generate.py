@@ -19,6 +19,7 @@ from onegraph.cli.common import (
     add_gpus,
     add_json,
     gpus_of,
+    import_engine,
     number,
     open_model,
     options,
@@ -201,14 +202,15 @@ def load(args: argparse.Namespace, **chosen: Any) -> LLM:
 
 
 def run(args: argparse.Namespace) -> int:
+    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
+    if args.logprobs is not None and not (args.json or lines):
+        raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
+    import_engine("tokenizers", *(() if args.raw else ("templates",)))
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
-    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
-    if args.logprobs is not None and not (args.json or lines):
-        raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
     place = engine(args)
     kv = None if args.kv_cache_dtype == "fp8" else parse_kv(args.kv_cache_dtype)
     requests, chosen = requests_of(args), sampling_of(args)

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, number, one_line, open_model, remark
+from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, import_engine, number, one_line, open_model, remark
 from onegraph.cli.generate import add_engine, engine, load
 from onegraph.formats.extras import install
 
@@ -169,6 +169,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    import_engine("tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:

@@ -9,7 +9,9 @@ import ctypes
 import re
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -26,13 +28,16 @@ from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, join
+from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, PackedLinear, join
 from onegraph.nn.lora import Adapters, LoraLinear
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
 
 Held = Literal["int8", "float16"]
 """How a CPU may hold the weights of linears: see `Loader`."""
+
+TRIM_BYTES = 1 << 28  # read of files, after which freed memory goes back to the system
+PACKING_BYTES = 1 << 28  # float32 weights that wait to be packed, besides those of the last layer
 
 _BLOCK = re.compile(r"(.*?)\b(\d+)\.")  # of the decoder: what stands before its number, and the number
 
@@ -74,6 +79,9 @@ class Loader:
         self._ahead: Prefetch | None = None
         self._claims: list[tuple[Tensor, Callable[[], str]]] = []
         self._told: _Told | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._packing: deque[tuple[PackedLinear, int]] = deque()  # layers in the pool, and their bytes in float32
+        self._untrimmed = 0
         self.adapters: Adapters | None = None  # whose additions linears are made with
 
     # ---------------------------------------------------------------------------------------------- what must be there
@@ -192,14 +200,22 @@ class Loader:
         if progress is not None:
             self._told = _Told(progress, sum(self.info(name).nbytes for unit in self.units for name in unit))
         self._reading = True
+        if self._packs and (threads := torch.get_num_threads()) > 1:
+            self._pool = ThreadPoolExecutor(threads)
         try:
             yield
             self._settle()
+            self._wait_packed(0)
             if self._told is not None:
                 self._told(self._told.total)  # where parts are asked for, some is nobody's
         finally:
             self._reading, self._told = False, None
             self._claims.clear()
+            if self._pool is not None:
+                self._pool.shutdown(cancel_futures=True)
+                self._pool = None
+                self._packing.clear()
+            _trim()
             if self._ahead is not None:
                 self._ahead.close()
                 self._ahead = None
@@ -257,8 +273,9 @@ class Loader:
         if self._ahead is not None:
             self._ahead.drop()
         self.checkpoint.forget()
-        if (trim := _malloc_trim()) is not None:
-            trim(0)  # glibc keeps what was freed between tensors that stay: 1.2 GB of a model of 8 billion weights
+        if self._untrimmed >= TRIM_BYTES:  # after each layer it cost a third of a CPU's time to load a small model
+            self._untrimmed = 0
+            _trim()
 
     def require(self, ok: Tensor, message: Callable[[], str]) -> None:
         """See `formats.weight.Source`."""
@@ -301,6 +318,7 @@ class Loader:
             if (ok := finite(value)) is not None:
                 self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
             value = value.to(dtype or kind)
+        self._untrimmed += self.info(name).nbytes
         if self._told is not None:
             self._told(self.info(name).nbytes)
         return value
@@ -342,7 +360,19 @@ class Loader:
         return self.held is not None and packs()
 
     def _packed(self, linear: Linear) -> Linear:
-        return linear.float16() if self._packs and linear.format is DENSE else linear
+        """The linear packed where that is done; in the pool, while the next ones are decoded."""
+        if not self._packs or linear.format is not DENSE:
+            return linear
+        made = linear.float16(self._pool)
+        if self._pool is not None and isinstance(made, PackedLinear):
+            self._wait_packed(PACKING_BYTES)
+            self._packing.append((made, 4 * made.out_features * made.in_features))
+        return made
+
+    def _wait_packed(self, allowed: int) -> None:
+        """Until so many bytes at most wait in the pool."""
+        while sum(size for _, size in self._packing) > allowed:
+            self._packing.popleft()[0].wait()
 
     def siblings(
         self,
@@ -408,6 +438,12 @@ class Loader:
             return self.linear(self.parts.head, device, part)
         whole = Linear(embedding.format, embedding.tensors)
         return self._packed(whole if part == WHOLE else whole.part(rows=part.rows))
+
+
+def _trim() -> None:
+    """glibc keeps what was freed between tensors that stay: 1.2 GB of a model of 8 billion weights."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
 
 
 @cache

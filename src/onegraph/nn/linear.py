@@ -5,6 +5,7 @@ that restores registered storage, both hold on to the addresses they saw.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from onegraph.formats.weight import Part, Tensors, WeightFormat
 from onegraph.nn.peers import Peer
 from onegraph.ops import invariant
 from onegraph.ops.cpu import packed
+from onegraph.ops.cpu.packed import Packed
 from onegraph.ops.weight import weight_ops
 
 
@@ -119,12 +121,13 @@ class Linear(Weight):
         weight = weight_ops(self.format).decode(self.format, self.kernel_args)
         return Linear(INT8, INT8.encode(weight), self.bias)
 
-    def float16(self) -> "Linear":
+    def float16(self, pool: Executor | None = None) -> "Linear":
         """The layer dense in float16, activations and sums float32: for CPUs whose torch has that (`ops.cpu.packed`).
-        In float32 where float16 does not hold the weight: it is too large for it, or too small."""
+        In float32 where float16 does not hold the weight: it is too large for it, or too small. pool: see
+        `PackedLinear`."""
         whole = self.dense()
         weight = whole.tensors["weight"]
-        return PackedLinear(weight, whole.bias) if packed.holds(weight) else whole
+        return PackedLinear(weight, whole.bias, pool) if packed.holds(weight) else whole
 
     def part(
         self, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None, keep_bias: bool = True
@@ -141,24 +144,35 @@ class Linear(Weight):
 
 class PackedLinear(Linear):
     """A dense linear on a CPU whose weight [n, k], given in float32, is kept in float16 and in the order in which
-    torch's kernel reads it; x may have any float dtype. `tensors` unpacks it."""
+    torch's kernel reads it; x may have any float dtype. `tensors` unpacks it.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    pool: threads that pack it, each of which packs one layer at a time; its first use waits for that.
+    """
+
+    _packed: Packed | Future[Packed]
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pool: Executor | None = None) -> None:
         nn.Module.__init__(self)
         self.format, (self.out_features, self.in_features) = DENSE, weight.shape
-        self._packed = packed.pack(weight, bias)
+        self._packed = packed.pack(weight, bias) if pool is None else pool.submit(packed.pack, weight, bias)
         self.register_buffer("bias", bias)
+
+    def wait(self) -> Packed:
+        """The packed weight, once the pool has made it."""
+        if isinstance(self._packed, Future):
+            self._packed = self._packed.result()
+        return self._packed
 
     @property
     def tensors(self) -> Tensors:
-        return {"weight": packed.unpack(self._packed)}
+        return {"weight": packed.unpack(self.wait())}
 
     @property
     def kernel_args(self) -> Tensors:
         return self.tensors
 
     def _run(self, x: Tensor, add: Tensor | None, eps: float | None, silu: bool, float32: bool) -> Tensor:
-        y = packed.linear(x.float(), self._packed)
+        y = packed.linear(x.float(), self.wait())
         return y if float32 else y.to(x.dtype)
 
 

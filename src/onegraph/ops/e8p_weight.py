@@ -47,12 +47,12 @@ def _dense(format: E8PFormat, weight: KernelArgs) -> Tensor:
     dense = torch.empty(n, k, device=codes.device)
     for first in range(0, n, ROWS_AT_ONCE):  # whole rotation blocks: the last part is a multiple of n's block too
         part = slice(first, first + ROWS_AT_ONCE)
-        q = e8p_decode(codes[part], None if residual is None else residual[part], table, format.rate).float()
+        q = e8p_decode(codes[part], None if residual is None else residual[part], table, format.rate)
         if q.is_cuda:
-            rows = hadamard(hadamard(q, hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
+            rows = hadamard(hadamard(q.float(), hadamard_block(k)).t().contiguous(), hadamard_block(n)).t()
         else:  # the same bits in a tenth of the time
             rows = rotate_rows(rotate_integers(q, hadamard_block(k)), hadamard_block(n))
-        dense[part] = rows * weight["out_scale"][part].unsqueeze(1) * weight["in_scale"]
+        torch.mul(rows.mul_(weight["out_scale"][part].unsqueeze(1)), weight["in_scale"], out=dense[part])
     return dense
 
 
