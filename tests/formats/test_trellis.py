@@ -42,6 +42,14 @@ def test_decoding_is_the_formula(bits: int) -> None:
     assert torch.equal(trellis.decode_rows(tensors["codes"], bits, rows), q[rows])
 
 
+@pytest.mark.parametrize("code", trellis.CODES)
+def test_a_large_layer_is_its_rows_of_tiles(code: int) -> None:
+    """Many states look their values up, few compute them."""
+    codes = codes_of(512, 512, 3)
+    whole = trellis.decode(codes, 3, code)
+    assert torch.equal(whole, torch.cat([trellis.decode(row, 3, code) for row in codes.split(1)]))
+
+
 def test_values_are_near_to_a_gaussian() -> None:
     found = trellis.values(torch.arange(trellis.STATES)).float()
     assert (found.min(), found.max()) == (-510, 495)

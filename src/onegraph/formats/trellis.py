@@ -78,9 +78,14 @@ def states(codes: Tensor, bits: int, places: Tensor) -> Tensor:
 def decode(codes: Tensor, bits: int, code: int = OWN) -> Tensor:
     """[..., n, k]: Q of codes int16 [..., n / 16, k K], int16; of another code than `OWN`, float16."""
     *lead, rows, _ = codes.shape
-    places = positions(codes.device, code).flatten()
-    q: Tensor = values(states(codes, bits, places), code).unflatten(-1, (TILE, TILE))
-    return q.transpose(-2, -3).reshape(*lead, rows * TILE, -1)
+    found = states(codes, bits, positions(codes.device, code).flatten())
+    if found.numel() > 2 * STATES:  # looking values up is quicker than computing each
+        table = values(torch.arange(STATES, device=codes.device), code)
+        q = table.index_select(0, found.flatten()).view(found.shape)
+    else:
+        q = values(found, code)
+    tiles: Tensor = q.unflatten(-1, (TILE, TILE))
+    return tiles.transpose(-2, -3).reshape(*lead, rows * TILE, -1)
 
 
 def decode_rows(codes: Tensor, bits: int, rows: Tensor) -> Tensor:
