@@ -22,7 +22,7 @@ def _run(
     format: TrellisFormat, x: Tensor, weight: KernelArgs, bias: Tensor | None, add: Tensor | None, eps: float | None,
     silu: bool, float32: bool,
 ) -> Tensor:  # fmt: skip
-    y: Tensor = trellis_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32)
+    y: Tensor = trellis_linear(x, *_stored(weight), bias, format.rate, add, eps, silu, float32, format.code)
     return y
 
 
@@ -53,21 +53,21 @@ def _run_experts(
 ) -> Tensor:  # fmt: skip
     first, second = biases or (None, None)
     layers = *_stored(gate_up), first, *_stored(down), second
-    made: Tensor = trellis_experts(x, experts, weights, *layers, format.rate, *gate.numbers)
+    made: Tensor = trellis_experts(x, experts, weights, *layers, format.rate, *gate.numbers, format.code)
     return made
 
 
 def _reads(format: TrellisFormat, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
-    return kernels.supports_weight(n, k, format.rate, dtype, device)
+    return kernels.supports_weight(n, k, format.code, dtype, device)
 
 
 def _steady(format: TrellisFormat, x: Tensor, weight: KernelArgs) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
     n, k = weight["out_scale"].shape[0], weight["in_scale"].shape[0]
-    return x.is_cuda and kernels.steady(n, k, x.dtype, x.device.index)
+    return x.is_cuda and kernels.steady(n, k, format.code, x.dtype, x.device.index)
 
 
 WEIGHT = WeightOps(linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, steady=_steady, reads=_reads)
