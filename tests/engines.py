@@ -33,7 +33,7 @@ def simulated_step(made, kind, *, limit, exact=False):
     which it sees into."""
     runner = made.executor.step(kind, exact=exact)
     rows = {
-        "positions": torch.tensor([3, 75, 9], dtype=torch.int32),
+        "positions": torch.tensor([14, 75, 9], dtype=torch.int32),  # soon in another page, soon at the limit, at it
         "limits": torch.tensor([limit, 77, 9], dtype=torch.int32),
         "table": torch.arange(1, 1 + 3 * made.executor.sizes.per_row, dtype=torch.int32).view(3, -1),
         "slots": torch.tensor([2, 3, 1], dtype=torch.int32),
