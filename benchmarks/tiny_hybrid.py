@@ -30,8 +30,8 @@ PROJECTIONS = (
     "*linear_attn.in_proj_qkv", "*linear_attn.in_proj_z", "*linear_attn.out_proj", "*self_attn.q_proj",
     "*self_attn.k_proj", "*self_attn.v_proj", "*self_attn.o_proj", "*mlp.gate_proj", "*mlp.up_proj", "*mlp.down_proj",
 )  # fmt: skip
-TEXT = 8192  # tokens of the text that drift is measured on
-POSITIONS = 1024  # of a text that drift adds up in one figure
+TEXT = 8192  # tokens of the text that drift is measured on; with --tiny an eighth
+PARTS = 8  # of it, a figure of drift each
 
 
 def hybrid(size: Size) -> Any:
@@ -50,13 +50,13 @@ def hybrid(size: Size) -> Any:
 
 @torch.inference_mode()
 def drift(path: Path, reference: Path, tokens: Tensor, device: torch.device) -> list[float]:
-    """KL in nats a token of each part of POSITIONS tokens of one text [T], read from its first token on."""
+    """KL in nats a token of each of PARTS parts of one text [T], read from its first token on."""
     logs = []
     for each in (reference, path):
         with Checkpoint.open(each) as checkpoint:
             model = Llama.load(checkpoint, device, torch.float32, max_context=len(tokens))
         hidden = model(tokens.unsqueeze(0).to(device), model.dense_attention)[0]
-        logs.append([model.logits(part).log_softmax(-1) for part in hidden.split(POSITIONS)])
+        logs.append([model.logits(part).log_softmax(-1) for part in hidden.chunk(PARTS)])
     return [round(float((a.exp() * (a - b)).sum(-1).mean()), 6) for a, b in zip(*logs, strict=True)]
 
 
@@ -92,7 +92,7 @@ def main() -> None:
             return out, row | figures | {"stored_bits": found["bits"]} | machine(device)
 
         with Checkpoint.open(model) as checkpoint:
-            ids = torch.tensor(Tokenizer(checkpoint).encode(other[:100_000])[:TEXT])
+            ids = torch.tensor(Tokenizer(checkpoint).encode(other[:100_000])[: TEXT // 8 if args.tiny else TEXT])
         for bits in args.bits:
             out, row = measured(f"{bits}bit", bits, {})
             emit(row | {"drift": drift(out, model, ids, device)}, args.out)

@@ -83,6 +83,22 @@ def kernel_family(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from forced(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def limits() -> Iterator[dict[str, float]]:
+    """Seconds that a simulation takes for further steps and for variations of inputs. Tests get few, since each takes
+    milliseconds and there are thousands; the value is what users get."""
+    if torch is None:
+        yield {}
+        return
+    from onegraph.check.simulate import run
+
+    with pytest.MonkeyPatch.context() as patch:
+        found = {name: getattr(run, name) for name in ("SCAN", "SWEEP")}
+        for name in found:
+            patch.setattr(run, name, 0.01)
+        yield found
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     return Path(__file__).parent.parent

@@ -34,20 +34,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_model(tmp_path_factory.mktemp("plan") / "plain")
 
 
+MIXED = {"recipe": "quick", "bits": 3, "layers": {"*.down_proj": 4, "*.v_proj": 16, "model.layers.1.*": 2}}
+FORMS: list[dict[str, Any]] = [
+    {"recipe": "quick"},
+    MIXED,
+    {"recipe": "quick", "lm_head": 4},
+    {"recipe": "quick", "bits": 2, "embed_tokens": 3},
+    {"recipe": "quick", "lm_head": 2, "embed_tokens": 4},
+    {"format": "nvfp4"},
+    {"format": "nvfp4", "layers": {"*.o_proj": 16}},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"recipe": "quick"},
-        {"recipe": "quick", "bits": 3, "layers": {"*.down_proj": 4, "*.v_proj": 16, "model.layers.1.*": 2}},
-        {"recipe": "quick", "lm_head": 4},
-        {"recipe": "quick", "bits": 2, "embed_tokens": 3},
-        {"recipe": "quick", "lm_head": 2, "embed_tokens": 4},
-        {"format": "nvfp4"},
-        {"format": "nvfp4", "layers": {"*.o_proj": 16}},
+        *(("directory", options) for options in FORMS),
+        *((kind, options) for kind in ("gguf", "bias") for options in (MIXED, FORMS[4], FORMS[6])),
     ],
-    ids=lambda options: "-".join(map(str, options.values())),
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
-@pytest.mark.parametrize("kind", ["directory", "gguf", "bias"])
 def test_sizes_are_those_that_are_written(model: Path, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     source = model
     if kind == "gguf":

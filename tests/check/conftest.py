@@ -1,8 +1,7 @@
-"""The further steps of a simulation are few in most tests: each takes a millisecond, and there are thousands."""
+"""What tests of the checker share."""
 
 import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ def whole_scan() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _short_scan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "whole_scan" not in request.fixturenames and find_spec("torch"):  # the reader's tests run without it, too
-        monkeypatch.setattr("onegraph.check.simulate.run.SCAN", 0.01)
+def _as_users(request: pytest.FixtureRequest, limits: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in limits if "whole_scan" in request.fixturenames else limits.keys() & {"SWEEP"}:
+        monkeypatch.setattr(f"onegraph.check.simulate.run.{name}", limits[name])
 
 
 @pytest.fixture

@@ -50,17 +50,6 @@ def test_a_kernel_computes_what_it_says(form):
     torch.testing.assert_close(results["got"], results["wanted"], rtol=1e-2, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_findings_stand_on_the_expected_lines(case):
-    report = check_step(case.factory, source=True)  # as the command does
-    found = {(f.line, f.code) for f in report.findings}
-    for expected in case.expected:
-        assert expected.optional or any((expected.line, c) in found for c in expected.codes), _told(report)
-    errors = {(f.line, f.code) for f in report.errors}
-    assert not [p for p in errors if not any(e.line == p[0] and p[1] in e.codes for e in case.expected)], _told(report)
-    assert bool(report.errors) == (case.kind == "bad")
-
-
 def test_there_are_enough_cases():
     assert len(CASES) >= 30
 

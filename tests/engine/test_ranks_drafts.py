@@ -39,13 +39,15 @@ SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 16, "ch
 
 
 def sizes_of(kv: str | None) -> dict[str, Any]:
-    """Of an engine with this cache, for `longer` texts."""
+    """Of an engine with this cache, for the texts that are `asked` of it."""
     return SIZES | held(kv) | {"max_context": 96}
 
 
-def longer(params: list[SamplingParams], kv: str | None) -> list[SamplingParams]:
-    """So that most of a text in codes is read from them."""
-    return params if kv is None else [replace(each, max_tokens=60) for each in params]
+def asked(kv: str | None) -> list[list[SamplingParams]]:
+    """Greedy rows and sampling ones; with codes beside one another, and longer, so that most is read from codes."""
+    if kv is None:
+        return [GREEDY, WARM]
+    return [[replace(each, max_tokens=60) for each in (GREEDY[0], WARM[1], GREEDY[2])]]
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +65,10 @@ def both(path: Path) -> tuple[Llama, Ranks]:
 
 @pytest.fixture(scope="module")
 def texts(both: tuple[Llama, Ranks]) -> dict[str | None, list[list[list[int]]]]:
-    """By cache: greedy and sampled ones of one device, without drafts."""
-    found = {
-        kv: [Engine(both[0], **sizes_of(kv)).generate(PROMPTS, longer(params, kv)) for params in (GREEDY, WARM)]
-        for kv in (None, CODES, TURNS)
-    }
-    exact = Engine(both[0], **sizes_of(None)).generate(PROMPTS, longer(GREEDY, CODES))
+    """By cache, those `asked` for, of one device, without drafts."""
+    engines = {kv: Engine(both[0], **sizes_of(kv)) for kv in (None, CODES, TURNS)}
+    found = {kv: [engine.generate(PROMPTS, params) for params in asked(kv)] for kv, engine in engines.items()}
+    exact = engines[None].generate(PROMPTS, asked(CODES)[0])
     assert exact not in (found[CODES][0], found[TURNS][0]), "the cases would show no codes"
     return found
 
@@ -118,15 +118,14 @@ def test_the_text_is_that_of_one_device_without_drafts(
 ) -> None:
     one, model = both
     make = maker(mode, model, monkeypatch, **sizes_of(kv))
-    for answers, params in zip(texts[kv], (GREEDY, WARM), strict=True):
-        for tokens in (3,) if kv is None else (3, 7):
-            engine = make(draft=drafter(kind, one, answers), draft_tokens=tokens)
-            assert engine.generate(PROMPTS, longer(params, kv)) == answers
-            same_everywhere(engine)
-            if kind != "ngram":
-                assert engine.stats.accepted_tokens > 12, "the case would show little"
-            if kind == "oracle" and kv is not None:
-                assert kept_and_not(engine) > 20
+    for answers, params in zip(texts[kv], asked(kv), strict=True):
+        engine = make(draft=drafter(kind, one, answers), draft_tokens=3 if kv is None else 7)
+        assert engine.generate(PROMPTS, params) == answers
+        same_everywhere(engine)
+        if kind != "ngram":
+            assert engine.stats.accepted_tokens > 12, "the case would show little"
+        if kind == "oracle" and kv is not None:
+            assert kept_and_not(engine) > 20
 
 
 def test_rows_that_take_one_token_a_round_do_so_on_all_ranks(both: tuple[Llama, Ranks]) -> None:
@@ -192,9 +191,9 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(
         Engine(one, **sizes_of(kv), draft=partial(HeadDrafter, heads[0]), draft_tokens=3),
         Engine(model, **sizes_of(kv), draft=[partial(HeadDrafter, head) for head in heads[1:]], draft_tokens=3),
     ]
-    for answers, params in zip(texts[kv], (GREEDY, WARM), strict=True):
+    for answers, params in zip(texts[kv], asked(kv), strict=True):
         for engine in engines:
-            assert engine.generate(PROMPTS, longer(params, kv)) == answers
+            assert engine.generate(PROMPTS, params) == answers
         drafts_like(engines[1], engines[0])
 
 

@@ -64,18 +64,17 @@ def test_the_text_is_that_without_drafts(make, model, kind, params):
     params = seeded(params)
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    for tokens in (1, 3, 7):
+    for tokens in (1, 7):
         engine = make(draft=drafter(kind, model, texts), draft_tokens=tokens)
         assert engine.generate(PROMPTS, params) == expected
-        assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
-        assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
+    assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
+    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, kind, seed):
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, seed):
     """Rows, pages, chunks, lengths, stop tokens within what is accepted, penalties and preemptions."""
-    rng = random.Random(seed)
+    rng, kind = random.Random(seed), KINDS[seed % 4]
     prompts, params = [], []
     count = rng.randint(2, 7)
     for i in range(count):
@@ -323,16 +322,26 @@ def test_the_rounds_are_proven(make, model, kind, choice):
         assert prove(runner, cases, reset=reset, state=state) == []
 
 
+@pytest.fixture(scope="module")
+def in_codes():
+    """A model, and its texts of 70 tokens by cache, in single steps."""
+    model, params = TinyDecoder(head_dim=64), seeded(SamplingParams(max_tokens=70))
+    sizes = {"max_batch": 4, "max_context": 96, "chunk": 8}
+    texts = {kv: Engine(model, **sizes | held(kv)).generate(PROMPTS, params) for kv in (None, CODES, TURNS)}
+    assert texts[None] not in (texts[CODES], texts[TURNS]), "the cases would show no codes"
+    return model, params, texts
+
+
 @pytest.mark.parametrize("kv", [CODES, TURNS])
-@pytest.mark.parametrize("kind", ["ngram", "near", "oracle"])
-def test_codes_roll_back_too(make, kind, kv):
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("eager", "ngram"), ("captured", "near"), ("split", "near"), ("captured", "oracle")]
+)
+def test_codes_roll_back_too(in_codes, mode, kind, kv, monkeypatch):
     """A TurboQuant cache, window and turn crossed with wrong drafts under way: the text of rounds is that of single
     steps."""
-    model = TinyDecoder(head_dim=64)
-    options = held(kv) | {"model": model, "max_context": 96}
-    params = seeded(SamplingParams(max_tokens=70))
-    expected = make(**options).generate(PROMPTS, params)
-    assert expected != make(**options | {"kv": None}).generate(PROMPTS, params), "the case would show no codes"
+    model, params, texts = in_codes
+    expected, make = texts[kv], maker(mode, model, monkeypatch)
+    options = held(kv) | {"max_context": 96}
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     drafting = partial(ModelDrafter, near(model)) if kind == "near" else drafter(kind, model, texts)
     for tokens in (1, 7):

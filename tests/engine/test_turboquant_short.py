@@ -516,7 +516,7 @@ def test_a_cpu_and_who_says_so_keep_codes_alone() -> None:
 def test_the_real_model_writes_what_it_writes_exactly_until_it_turns() -> None:
     with LLM(str(smollm2_gguf()), max_num_seqs=1, max_model_len=256, device="cpu") as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": "Tell me a story about a lighthouse."}])
-        model, short, params = llm.engine.model, len(prompt) + 12, SamplingParams(max_tokens=32, temperature=0)
+        model, short, params = llm.engine.model, len(prompt) + 12, SamplingParams(max_tokens=20, temperature=0)
         texts = llm.engine.generate([prompt], params)
     for kv in ("turboquant:4", "turboquant:1,window=4"):
         made = Engine(model, max_batch=1, max_context=256, kv=f"{kv},short={short}")

@@ -133,8 +133,7 @@ def test_drafts_change_no_token_over_keys_in_codes(kv: str, tmp_path: Path, monk
     assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens
 
 
-@pytest.mark.parametrize("capture", ["eager", "captured"])
-@pytest.mark.parametrize("count", [1, 3, "auto"])
+@pytest.mark.parametrize(("capture", "count"), [("eager", 1), ("captured", 3), ("captured", "auto")])
 def test_drafts_change_no_token(count: Any, capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("qwen3_5", tmp_path)
     model, draft = load(tmp_path / "model")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from onegraph.nn.peers import PeerError
 from onegraph.ops.norm import rms_norm
@@ -36,31 +36,46 @@ class RecordedGraph(TorchDispatchMode):
         assert pool == "handle"
         assert capture_error_mode == "thread_local"
         RecordedGraph.capturing = True
-        self.calls, self.made, self.given = [], {}, set()
+        self.calls, self.made, self.given, self.empty = [], {}, set(), True
         self.__enter__()
 
     def capture_end(self):
         self.__exit__(None, None, None)
         RecordedGraph.capturing = False
-        if not self.calls:
+        if self.empty:
             warnings.warn("The CUDA Graph is empty.", stacklevel=2)
         for tensor in self.made.values():  # a capture runs nothing: what it allocates holds anything until a replay
             tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        tensors, results = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
-        self.given |= {storage(t) for t in tensors} - self.made.keys()
+        given = {storage(t) for t in tensors_of([*args, *(kwargs or {}).values()])}
+        results = tensors_of([out])
+        self.given |= given - self.made.keys()
         self.made |= {storage(t): t for t in results if storage(t) not in self.given}
-        self.calls.append((func, args, kwargs or {}, out))
+        new = [(i, t) for i, t in enumerate(results) if storage(t) not in given]
+        self.empty = False
+        if new or func._schema.is_mutable:  # a view, of what keeps its address, is one already
+            self.calls.append((func, args, kwargs or {}, new))
         return out
 
     def replay(self):
         assert not RecordedGraph.capturing
-        for func, args, kwargs, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        for func, args, kwargs, new in self.calls:
+            results = tensors_of([func(*args, **kwargs)])
+            for i, static in new:
+                static.copy_(results[i])
+
+
+def tensors_of(values):
+    """What is a tensor of values, and of lists of them, as ops take and give them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_of(value)
+    return found
 
 
 class RecordedPool(GraphPool):

@@ -22,6 +22,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serve.forked import Forked
 
 import onegraph
 from fuzz import tiny
@@ -67,12 +68,8 @@ class Running:
         self, model: Path, port: int = 0, options: Sequence[str] = (), key: str | None = KEY, files: int | None = None
     ) -> None:
         """key: for clients. files: that the server may open."""
-        command = [sys.executable, "-m", "onegraph", "serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}"]
-        command += options
-        environment = os.environ | ({} if key is None else {"ONEGRAPH_API_KEY": key})
-        limited = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
-        self.process = subprocess.Popen([*limited, *command], stderr=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stderr is not None
+        words = ["serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}", *options]
+        self.process = Forked(words, os.environ | ({} if key is None else {"ONEGRAPH_API_KEY": key}), files)
         assert self.process.stderr.readline() == f"loading {model}\n"
         assert self.process.stderr.readline().startswith("memory: weights ")
         line = self.process.stderr.readline()
@@ -574,7 +571,6 @@ def test_another_signal_does_not_wait(model: Path, signals: str, status: int, li
             whole = pool.submit(running.post, ask | {"n": 19})  # which waits behind those
             running.until(lambda now: now["onegraph_running"] + now["onegraph_waiting"] > 60)
             running.process.send_signal(first)
-            assert running.process.stderr is not None
             assert running.process.stderr.readline() == "stopping: running requests have 60 s\n"
             for each in more:
                 time.sleep(0.1)

@@ -221,7 +221,8 @@ class Runner:
         self.pool = pool
         if capture or (capture is None and (pool is not None or self.device.type == "cuda")):
             self.pool = pool or GraphPool(self.device)
-            gc.collect()  # what earlier captures left in cycles gives its memory back first
+            if self.device.type == "cuda":
+                gc.collect()  # what earlier captures left in cycles gives its memory back first
             for bucket in reversed(self.buckets or (None,)):  # the largest first: the others fit into its memory
                 self._programs[bucket] = self._capture(self.pool, bucket)
 

@@ -47,8 +47,9 @@ def holders(wanted: Set[int], modules: Iterable[ModuleType]) -> list[tuple[Modul
 def modules_of(mine: Callable[[str], bool]) -> Iterator[ModuleType]:
     """Imported modules whose file `mine` says yes to."""
     for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
-        if isinstance(module, ModuleType) and isinstance(path, str) and mine(path):
+        # From its own dict: a module without a file that imports lazily would search for one.
+        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(path, str) and mine(path):
             yield module
 
 
