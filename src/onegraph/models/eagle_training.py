@@ -234,8 +234,8 @@ def _rows(lengths: Sequence[int], size: int, order: torch.Generator) -> Iterator
 
 
 def _products(model: Llama | ChainedLlama) -> torch.autocast:
-    """Matrix products in bfloat16 on a GPU, and on a CPU where the model computes in it: one with instructions for it
-    is three times as fast then."""
+    """Matrix products in bfloat16 on a GPU, and on a CPU where the model computes in it: with AVX512-BF16 a step takes
+    0.4 of the time."""
     device = model.device.type
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda" or model.dtype is torch.bfloat16)
 
