@@ -4,15 +4,13 @@ import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType
 from typing import Any
 
 import torch
 
 from onegraph.check.live.recorder import Recorder, of_call
-from onegraph.check.live.watch import call_step
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.calling import line
+from onegraph.check.simulate.calling import call_step, line
 
 _TEXTS = (
     ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
@@ -33,7 +31,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
     """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
     happens = f"{type(first).__name__}: {line(first)}"
-    chain = chain_of(first)
+    chain = frames.chain_of_error(first, call_step.__code__)
     if recorder.broken is not None:
         recorder.last, happens = recorder.broken[:3], recorder.broken[3]
         chain = recorder.broken[1]
@@ -109,17 +107,3 @@ def first_error(error: BaseException, outer: BaseException | None) -> BaseExcept
     while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return error
-
-
-def chain_of(error: BaseException) -> frames.Chain:
-    """The call chain of an exception, from the step's caller on."""
-    found: list[tuple[CodeType, int]] = []
-    inside = False
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if inside and not frames._skipped(code.co_filename):
-            found.append((code, trace.tb_lasti))
-        inside = inside or code is call_step.__code__
-        trace = trace.tb_next
-    return tuple(reversed(found))

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat, tables
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.aliases import changed
 from onegraph.check.simulate.records import (
     UNWRITTEN,
     OpRecord,
@@ -23,7 +24,7 @@ from onegraph.check.simulate.records import (
     composed,
     convert_plain,
     eagerly,
-    tensors_in,
+    targets,
     written,
 )
 
@@ -121,9 +122,8 @@ class Recorder(compat.TorchDispatchMode):
             raise
         if shape is not None and device[0].shape != shape:
             self.reshaped.setdefault(id(device[0]), (name, chain))
-        if targets := written(func):
-            changed = [args[i] for i in targets.positions if i < len(args)] + [kwargs.get(n) for n in targets.names]
-            self.written += [weakref.ref(t if t._base is None else t._base) for t in tensors_in(changed)]
+        for target in targets(func, args, kwargs):
+            self.written.append(weakref.ref(target if target._base is None else target._base))
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
         if hazard is not None and hazard.code in ("CG101", "CG108") and isinstance(out, bool | int | float):
@@ -229,7 +229,6 @@ class Recorder(compat.TorchDispatchMode):
             (torch.cuda.Event, "synchronize"),
             (torch.accelerator, "synchronize"),
         ]
-        plain = [(owner, name, getattr(owner, name)) for owner, name in waits]
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
             if _SYNCHRONIZING in str(message):
@@ -242,13 +241,10 @@ class Recorder(compat.TorchDispatchMode):
             warnings.simplefilter("always")
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
-            for owner, name, function in plain:
-                setattr(owner, name, self._hooked(function))
             try:
-                yield
+                with changed((owner, name, self._hooked(getattr(owner, name))) for owner, name in waits):
+                    yield
             finally:
-                for owner, name, function in plain:
-                    setattr(owner, name, function)
                 torch.cuda.set_sync_debug_mode(mode)
                 warnings.showwarning = before
 

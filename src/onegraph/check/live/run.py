@@ -17,11 +17,11 @@ from onegraph.check.live.buffers import junk, poison, refill
 from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover, uncollected
 from onegraph.check.live.recorder import Numbers, Recorder, stored
-from onegraph.check.live.watch import call_step, calls_noted, recorded
+from onegraph.check.live.watch import calls_noted, recorded
 from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
+from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded, line
 from onegraph.check.simulate.compare import StorageTable, differences
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import RawFinding, Step, close

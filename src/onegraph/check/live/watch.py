@@ -10,12 +10,9 @@ from onegraph.check import compat
 from onegraph.check.live.recorder import Recorder
 from onegraph.check.report import SILENT
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.aliases import changed
 from onegraph.check.simulate.backward import stale
-
-
-def call_step(step: Callable[..., Any], given: Any, keywords: dict[str, Any] | None = None) -> Any:
-    """Call chains end at this frame."""
-    return step(*given, **(keywords or {}))
+from onegraph.check.simulate.calling import call_step
 
 
 @contextmanager
@@ -75,11 +72,5 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
     stand_ins += [(module, compat.RUN_BACKWARD, backward) for module in (torch.autograd, torch.autograd.graph)]
     stand_ins.append((torch, "compile", compile))
     stand_ins.append((torch.cuda, "is_current_stream_capturing", asked))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
-    for owner, name, function in stand_ins:
-        setattr(owner, name, function)
-    try:
+    with changed(stand_ins):
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)

@@ -15,7 +15,7 @@ from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.rules.errors import PREVIOUS_ERROR
 from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse
 from onegraph.check.simulate.graphs import NESTED
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import RawFinding, Step, tensors_in
@@ -297,12 +297,12 @@ class ProgramWorld(World):
             try:
                 return super().dispatch(func, args, kwargs)
             except REFUSALS:
-                inner = [t.inner for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+                inner = [t.inner for t in tensors_in((args, kwargs)) if isinstance(t, DeviceTensor)]
                 known = not self.unknowns.among(inner)
                 self.raised = (func, tuple(tuple(t.shape) for t in inner)) if known else None
                 raise
         with self.threads.lock, compat.no_torch_function():
-            given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+            given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
             for tensor in given if self.compiled_outputs else ():
                 self._late(tensor)

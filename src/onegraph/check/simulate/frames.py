@@ -106,9 +106,13 @@ def _own(code: CodeType, lasti: int) -> tuple[CodeType, int]:
 
 
 def chain_of_error(error: BaseException, stop: CodeType) -> Chain:
-    """The calls between where an error was raised and the frame whose code is `stop`, through which it came."""
+    """The calls between where an error was raised and the frame whose code is `stop`; none where it did not come
+    through that."""
+    way = _way(error)
+    if all(code is not stop for code, _ in way):
+        return ()
     found: list[tuple[CodeType, int]] = []
-    for code, lasti in _way(error):
+    for code, lasti in way:
         if code is stop:
             found.clear()
         elif not _skipped(code.co_filename):

@@ -130,8 +130,6 @@ class _Functions(TorchFunctionMode):
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
-            torch.set_rng_state: self.rng_state,
-            torch.get_rng_state: self.rng_state,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,7 +254,4 @@ class _Functions(TorchFunctionMode):
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
-        return func(*args, **kwargs)
-
-    def rng_state(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)

@@ -28,7 +28,7 @@ from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
     RawFinding,
     Step,
-    split,
+    targets,
     tensors_in,
     written,
 )
@@ -172,6 +172,10 @@ class World:
             return
         chain = self.chain()
         self.see("CG101", message, hazards.PAGEABLE if kind != "item" else hazards.NOT_PERMITTED, chain=chain)
+        self._note_read(tensor, chain)
+
+    def _note_read(self, tensor: DeviceTensor, chain: frames.Chain) -> None:
+        """What the host learns of a tensor, for steps to be compared by; of a large one nothing."""
         if self.current is not None and tensor.numel() <= 64:
             for value in tensor.inner.detach().flatten().tolist():
                 self.current.reads.append((chain, value, len(self.current.ops)))
@@ -291,7 +295,6 @@ class World:
         live = self.phase == "step" and not self.muted
         chain = self.chain(3) if live else ()
         inside = self.threads.in_main()
-        writes = written(func)
         kind = "op"
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
@@ -300,9 +303,8 @@ class World:
                 name, args, kwargs, hosts, target=device, to_device=to_device, on_device=bool(virtual),
                 is_pinned=self.storages.is_pinned, opname=lambda: self.roots.opname(chain),
             )  # fmt: skip
-            if kind == "d2h" and self.current is not None and virtual and virtual[0].numel() <= 64:
-                for value in virtual[0].inner.detach().flatten().tolist():
-                    self.current.reads.append((chain, value, len(self.current.ops)))
+            if kind == "d2h" and virtual:
+                self._note_read(virtual[0], chain)
         elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 own = not name.startswith("aten::")  # an op of somebody's own, who may give it tensors of the host
@@ -325,17 +327,18 @@ class World:
                 text = "work is launched by another thread, whose stream is not captured"
                 self.see("CG309", text, SILENT, chain=chain)
         mine = {id(t.inner): t for t in virtual}
-        if live and writes and self.current is not None and (self.current.graph or self.step > self.captured_step):
-            recording.keep(self, args, kwargs, writes)
+        if live and self.current is not None and (self.current.graph or self.step > self.captured_step):
+            for target in targets(func, args, kwargs):
+                recording.keep(self, target)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
         if torch.Tag.nondeterministic_seeded in func.tags and self.randomness.defaults and "generator" not in kwargs:
             self.randomness.draw(self.randomness.defaults[self.device_index])
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
-        given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
+        given = self.given(virtual, targets(func, args, kwargs)) if met else ()
         out, opaque = fake_results.result(self, func, args, kwargs, chain)
         if opaque and not met:
-            given = self.given(virtual, split(func, args, kwargs)[0])
+            given = self.given(virtual, targets(func, args, kwargs))
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
         if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
@@ -353,10 +356,10 @@ class World:
             if kwargs.get("non_blocking"):
                 self.pin(out)
         if opaque:
-            self.unknown([*split(func, args, kwargs)[0], *outs], name, chain)
+            self.unknown([*targets(func, args, kwargs), *outs], name, chain)
         elif self.unknowns:
             self._note_unknown(self.unknowns.flow(func, args, kwargs, outs))
-        if writes and torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags and written(func):
             for tensor in virtual:
                 if tensor.shape != tensor.inner.shape and live:
                     self.reshaped.setdefault(id(tensor), (name, chain))
