@@ -183,10 +183,8 @@ def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     body, other = evaluate(machine, node.body), evaluate(machine, node.orelse)
     machine.at.conditions -= 1
     moving = varies(test)
-    if moving and machine.at.in_step and machine.step.tensor_work > work:
-        machine.report(
-            "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
-        )
+    if moving:
+        machine.path_varies(node.test, work)
     result = join(body, other)
     if moving and isinstance(result, Plain) and body != other:
         return replace(result, varying=True)
@@ -248,9 +246,8 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
             evaluate(machine, node.key)
             return Dict(None, evaluate(machine, node.value), machine.at.in_step)
         element = evaluate(machine, node.elt)
-        if machine.at.in_step and machine.step.tensor_work > work and rounds_vary(iterable):
-            text = f"`{short(generator.iter)}` changes from step to step: so does the number of rounds"
-            machine.report("CG201", generator.iter, text)
+        if rounds_vary(iterable):
+            machine.path_varies(generator.iter, work, rounds=True)
     finally:
         machine.at.conditions -= conditional
         call.scope = outer

@@ -312,7 +312,7 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
                 return Module(inner) if inner is not None else UNKNOWN
             return value
         case Tensor():
-            return tensors.attribute(owner, name, node)
+            return tensors.attribute(owner, name)
         case Class():
             found = member_value(machine, owner, owner, name)
             return found if found is not None else UNKNOWN
