@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from onegraph.check import compat, containers
+from onegraph.check.constructs import own_nodes
 from onegraph.check.program import region as regions
 from onegraph.check.program.comparison import EagerComparison
 from onegraph.check.program.held import Gone, let_go
 from onegraph.check.program.ordering import Ordering
 from onegraph.check.program.replays import freed, replay, tell_freed
-from onegraph.check.program.statements import own_nodes
 from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.rules.errors import NOT_PERMITTED, ON_DEFAULT

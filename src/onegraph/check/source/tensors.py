@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check.constructs import function_around
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.state import Call, Position
 from onegraph.check.source.values import (
@@ -312,11 +313,7 @@ def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
 def _function_source(call: Call) -> ast.AST | None:
     """The function being read in a frame."""
     line = getattr(call.node, "lineno", 0)
-    best: ast.AST | None = None
-    for node in ast.walk(call.file.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-            best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
-    return best
+    return function_around(call.file.tree, line, line, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def _on_other_device(at: Position) -> bool:
