@@ -244,17 +244,7 @@ class _Live(StepCheck):
                     self._add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
                 return
             del garbage
-            wrong = []
-            if other := containers.same_places(outputs, self.truth[index]):
-                verdict.failed = f"another result: {other}"
-            for path, theirs in self.truth[index].items():
-                if path not in outputs:
-                    continue
-                fine, error_size = close(outputs[path].detach(), theirs)
-                verdict.worst = max(verdict.worst, error_size)
-                if not fine:
-                    wrong.append(path)
-            verdict.outputs = tuple(wrong)
+            verdict.compare(outputs, self.truth[index])
             now = _tensors(step, self.roots)
             known = self.state[index]
             verdict.state = tuple(

@@ -8,7 +8,6 @@ import torch
 
 from onegraph.check import compat
 from onegraph.check.live.recorder import Recorder
-from onegraph.check.report import SILENT
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.aliases import changed
 from onegraph.check.simulate.backward import stale
@@ -46,7 +45,7 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
         def seed(*args: Any, **kwargs: Any) -> Any:
             chain = frames.chain(call_step.__code__, 2)
             if chain:
-                recorder.note("CG302", "the random seed is set inside the step, once, at capture", SILENT, chain)
+                recorder.note(*hazards.SEEDED, chain)
             return function(*args, **kwargs)
 
         return seed

@@ -14,7 +14,7 @@ from onegraph.check import compat, containers
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.rules.errors import PREVIOUS_ERROR
-from onegraph.check.simulate import compiled, frames, memory
+from onegraph.check.simulate import compiled, frames, hazards, memory
 from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse
 from onegraph.check.simulate.graphs import NESTED
 from onegraph.check.simulate.machine import Machine
@@ -220,7 +220,7 @@ class ProgramWorld(World):
             return
         if frames.waits_for_thread(self.threads.main):
             chain = frames.chain_of_thread(self.threads.main, self.stop)
-            self.flag(running, "CG309", "work is launched by another thread, whose stream is not captured", chain)
+            self.flag(running, *hazards.OTHER_THREAD[:2], chain)
         else:
             text = (
                 "another thread works on the GPU during a capture in mode 'global', in which none may allocate or wait"

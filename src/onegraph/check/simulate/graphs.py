@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from onegraph.check import compat
-from onegraph.check.rules.errors import NOT_PERMITTED
+from onegraph.check.rules.errors import IN_CAPTURE, NOT_PERMITTED
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import guarded
 from onegraph.check.simulate.recording import keep, put_back
@@ -27,7 +27,6 @@ from onegraph.check.simulate.world import World
 
 NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and capture_end(), or torch.cuda.graph"
 NESTED = f"{NOT_PERMITTED} (a capture in a capture)"
-IN_CAPTURE = "RuntimeError: Cannot prepare for replay during capturing stage"
 
 
 class Recorder(Protocol):

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from onegraph.check import compat
 from onegraph.check.declared import capturable
-from onegraph.check.report import SILENT, CheckError
-from onegraph.check.simulate import frames, kernels
+from onegraph.check.report import CheckError
+from onegraph.check.simulate import frames, hazards, kernels
 from onegraph.check.simulate.copies import in_a_copy
 from onegraph.check.simulate.device import DeviceTensor, refuse, swap
 from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda, has_another
@@ -253,5 +253,5 @@ class _Functions(TorchFunctionMode):
         return view
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
+        self.world.see(*hazards.SEEDED)
         return func(*args, **kwargs)

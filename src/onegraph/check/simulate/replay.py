@@ -1,6 +1,6 @@
 """Simulated replay, the referee: the captured step's ops again, with frozen arguments, against eager on new inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,15 @@ class Verdict:
     def stale(self) -> bool:
         """Another result than eager's, or one that nobody can call the same."""
         return bool(self.outputs or self.state or self.failed or self.doubtful)
+
+    def compare(self, ours: dict[str, Tensor], theirs: dict[str, Tensor], but: Container[str] = ()) -> None:
+        """What a replay gives against what eager gives, by path; nothing is said of the paths `but`."""
+        if other := containers.same_places(ours, theirs):
+            self.failed = f"another result: {other}"
+        both = [path for path in theirs if path in ours and path not in but]
+        compared = {path: close(ours[path].detach(), theirs[path]) for path in both}
+        self.worst = max((error for _, error in compared.values()), default=0.0)
+        self.outputs = tuple(path for path, (fine, _) in compared.items() if not fine)
 
 
 def replay(
@@ -111,20 +120,9 @@ def replay(
             same = doubtful is None and all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
             differs = not same and doubtful is not False
             (verdict.differing if differs else verdict.equal_ops).add(position)
-    if other := containers.same_places(outputs, eager_values):
-        verdict.failed = f"another result: {other}"
-    wrong, unsure = [], []
-    for path, theirs in eager_values.items():
-        if path in outputs:
-            doubtful = doubts.result(outputs[path], eager_outputs[path]) if doubts is not None else None
-            if doubtful is not None:
-                unsure += [f"result{path}"] * doubtful
-                continue
-            fine, error = close(outputs[path], theirs)
-            verdict.worst = max(verdict.worst, error)
-            if not fine:
-                wrong.append(path)
-    verdict.outputs = tuple(wrong)
+    common = {path: (outputs[path], theirs) for path, theirs in eager_outputs.items() if path in outputs}
+    may_differ = {path: doubts.result(*pair) for path, pair in common.items()} if doubts is not None else {}
+    verdict.compare(outputs, eager_values, [path for path, told in may_differ.items() if told is not None])
     moved = [(static, new) for static, new in inputs if storage_of(static) != storage_of(new)]
     given = {storage_of(t) for pair in moved for t in pair}
     touched = []
@@ -141,6 +139,7 @@ def replay(
             touched.append(storage_of(static))
     verdict.state = tuple(touched)
     if doubts is not None:
+        unsure = [f"result{path}" for path, told in may_differ.items() if told]
         verdict.doubtful = (*unsure, *(["state"] if doubts.lasting() else []))
     for whole, value in after.values():
         whole.copy_(value)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onegraph.check import compat
 from onegraph.check.declared import capturable
-from onegraph.check.report import SILENT, CheckError, Severity
+from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import compiled, fake_results, frames, hazards, recording
 from onegraph.check.simulate.device import (
     DeviceTensor,
@@ -230,13 +230,8 @@ class World:
         if chain and self.roots.owns(chain[0][0]) and not frames.in_file(torch.cuda.graphs.__file__, 3):
             recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
             self.unknown([tensor], "a pointer that is handed out", chain, exposed=True)
-            self.see(
-                "CG401",
-                "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
-                "",
-                chain=chain,
-                severity=Severity.UNVERIFIED,
-            )
+            text = "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED)
 
     # running ops
 
@@ -320,12 +315,11 @@ class World:
         if live and hazard is None:
             hazard = hazards.of_op(func, name, args, kwargs, hosts)
         if live and hazard is not None:
-            self._sight(hazard, chain)
+            self.see(*hazards.branch(hazard, self.roots.opname(chain)), chain=chain)
         if live:
             self._trust(func, name, chain)
             if not inside:
-                text = "work is launched by another thread, whose stream is not captured"
-                self.see("CG309", text, SILENT, chain=chain)
+                self.see(*hazards.OTHER_THREAD, chain=chain)
         mine = {id(t.inner): t for t in virtual}
         if live and self.current is not None and (self.current.graph or self.step > self.captured_step):
             for target in targets(func, args, kwargs):
@@ -372,11 +366,6 @@ class World:
             op.opaque, op.given = opaque, given
         return result
 
-    def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:
-        if hazard.code == "CG101":
-            hazard = hazards.branch(hazard, self.roots.opname(chain))
-        self.see(hazard.code, hazard.message, hazard.happens, chain=chain)
-
     def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
         namespace = name.split("::")[0]
         if namespace == "_c10d_functional" and not name.endswith("wait_tensor"):
@@ -399,8 +388,7 @@ class World:
 
     def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that torch compiles with graphs of its own."""
-        happens = "RuntimeError: Cannot prepare for replay during capturing stage"
-        self.see("CG307", hazards.OWN_GRAPHS, happens)
+        self.see(*hazards.OWN_GRAPHS)
         return compiled.watched(self, function, args, kwargs)
 
     def recorded_before(self, node: int) -> bool:
@@ -412,11 +400,7 @@ class World:
 
     def unregistered(self, generator: torch.Generator) -> None:
         """Random numbers are asked of a generator that was made by hand."""
-        self.see(
-            "CG301",
-            "random numbers are drawn from a generator that no graph knows",
-            "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
-        )
+        self.see(*hazards.UNREGISTERED)
 
     def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
         if isinstance(out, Tensor):
