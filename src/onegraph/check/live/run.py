@@ -22,7 +22,7 @@ from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded, line
-from onegraph.check.simulate.compare import StorageTable, differences
+from onegraph.check.simulate.compare import StorageTable, differences, keys
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import RawFinding, Step, close
 from onegraph.check.simulate.replay import Verdict
@@ -315,13 +315,11 @@ class _Live(StepCheck):
         first = self.steps[1]
         later = [self.steps[i] for i in range(2, self.count)]
         for step in later:
-            step.parted = [(o.func, o.chain) for o in step.ops] != [(o.func, o.chain) for o in first.ops]
+            step.parted = keys(step) != keys(first)
         table = StorageTable(self.names, self.alive, self.storages.made, self.returned)
         besides = []
         if self.captured is not None and self.recorder.asked_capturing:
-            self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
-                (o.func, o.chain) for o in first.ops
-            ]
+            self.captured.parted = keys(self.captured) != keys(first)
             besides = differences(first, [self.captured], self.verdicts, table, {})[1]
         findings = Findings(self.recorder, self.roots, self.steps, self.names, self.home, origin=Origin.LIVE)
         # A freed tensor is told where a replay over junk differs; torch makes some where no recorder sees it.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onegraph.check.constructs import Functions, own_nodes, parsed, walked
+from onegraph.check.constructs import Functions, last_name, own_nodes, parsed, walked
 from onegraph.check.places import package_of
 from onegraph.check.report import Frame, relative
 
@@ -190,7 +190,7 @@ def called(code: CodeType, lasti: int) -> str:
     for node in walked(module):
         here = isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == at
         if isinstance(node, ast.Call) and here:
-            return getattr(node.func, "attr", getattr(node.func, "id", ""))
+            return last_name(node.func)
     return ""
 
 

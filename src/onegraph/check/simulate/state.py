@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.check.constructs import targets, walked
+from onegraph.check.constructs import last_name, targets, walked
 from onegraph.check.containers import slots
 from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
@@ -253,5 +253,4 @@ def _bound(node: ast.AugAssign | ast.Assign | ast.AnnAssign | ast.Delete) -> lis
 def _named(node: ast.expr, name: str) -> list[ast.expr]:
     while isinstance(node, ast.Subscript):
         node = node.value
-    spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-    return [node] if spelled == name else []
+    return [node] if name and last_name(node) == name else []

@@ -257,7 +257,7 @@ def instantiate(
 
 def _default(machine: Machine, node: ast.expr) -> Value:
     """What a field of a dataclass holds where it is not given."""
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "field":
+    if isinstance(node, ast.Call) and constructs.last_name(node.func) == "field":
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         if (maker := given.get("default_factory")) is not None:
             return apply(machine, machine.evaluate(maker), [], {}, node)

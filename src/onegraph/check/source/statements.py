@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
-from onegraph.check.source.expressions import capturing, condition, evaluate
-from onegraph.check.source.files import SourceFile
+from onegraph.check.source.expressions import condition, decided, evaluate
+from onegraph.check.source.files import SourceFile, bound_by
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
@@ -81,7 +81,7 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
             return False
         case ast.Import() | ast.ImportFrom():
             for alias in node.names:
-                bound = alias.asname or (alias.name.split(".")[0] if isinstance(node, ast.Import) else alias.name)
+                bound = bound_by(node, alias)
                 machine.at.scope.variables[bound] = names.imported(machine, node, bound)
         case ast.Global() | ast.Nonlocal():
             rebind(machine, node)
@@ -215,14 +215,9 @@ def assignments(tree: ast.Module) -> dict[str, list[tuple[int, bool, str]]]:
 def branch(machine: Machine, node: ast.If) -> bool:
     _set_elsewhere(machine, node.test, [*node.body, *node.orelse])
     test = condition(machine, node.test, "if")
-    known = truth(test)
-    if known is not None and not varies(test):
-        return block(machine, node.body if known else node.orelse)
-    asked = capturing(test)
-    if asked is not None:
-        if _matters(node.body) or _matters(node.orelse):
-            machine.report("CG211", node.test, "the step takes another path while it is captured")
-        return block(machine, node.body if asked else node.orelse)
+    way = decided(machine, test, node.test, matters=_matters(node.body) or _matters(node.orelse))
+    if way is not None:
+        return block(machine, node.body if way else node.orelse)
     work = machine.step.tensor_work
     variables = machine.at.scope.variables
     machine.at.conditions += 1
