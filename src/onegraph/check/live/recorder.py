@@ -236,8 +236,7 @@ class Recorder(compat.TorchDispatchMode):
                 before(message, category, filename, lineno, file, line)
 
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="always"):
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
             try:

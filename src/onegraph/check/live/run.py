@@ -174,8 +174,7 @@ class _Live(StepCheck):
             graph = torch.cuda.CUDAGraph()
             empty, outer = False, sys.exc_info()[1]
             try:
-                with warnings.catch_warnings(record=True) as said:
-                    warnings.simplefilter("always")
+                with warnings.catch_warnings(record=True, action="always") as said:
                     options: dict[str, Any] = {}
                     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
                         options["check_input_liveness"] = True

@@ -77,8 +77,7 @@ def parse(path: str, module: str = "", text: str | None = None) -> SourceFile:
     """The file as a tree. Raises Unreadable on whatever Python itself would not compile."""
     text = decode(path) if text is None else text
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes are the author's business
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes are the author's business
             tree = tree_of(text)
     except SyntaxError as error:
         raise Unreadable(f"{path}:{error.lineno or 1}: syntax error: {error.msg}") from None
