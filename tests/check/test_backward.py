@@ -6,8 +6,9 @@ from torch import nn
 
 from onegraph.check import CheckError, check_step
 from onegraph.check.live.recorder import Numbers, Recorder
-from onegraph.check.live.watch import call_step, calls_noted
+from onegraph.check.live.watch import calls_noted
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.calling import call_step
 from onegraph.check.simulate.records import Step
 
 
@@ -119,9 +120,9 @@ def test_live_notes_a_backward_pass_through_work_of_before_and_puts_torch_back()
     owners = (torch, torch.cuda, torch.autograd, torch.autograd.graph)
     before = [dict(vars(owner)) for owner in owners]
     with calls_noted(recorder):
-        call_step(lambda: (x * x).sum().backward(), ())
+        call_step(lambda: (x * x).sum().backward(), (), {})
         assert recorder.raw_findings == []
-        call_step(lambda: old.backward(), ())
+        call_step(lambda: old.backward(), (), {})
     assert [s.code for s in recorder.raw_findings] == ["CG306"]
     assert [dict(vars(owner)) for owner in owners] == before
 
@@ -139,5 +140,5 @@ def test_live_takes_gradients_of_gradients_for_work_of_the_step():
         return torch.autograd.grad(first.sum(), x)
 
     with calls_noted(recorder):
-        call_step(step, ())
+        call_step(step, (), {})
     assert recorder.raw_findings == []

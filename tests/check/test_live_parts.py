@@ -9,8 +9,9 @@ import torch
 from onegraph.check import check_step
 from onegraph.check.live.failure import forget
 from onegraph.check.live.recorder import Numbers, Recorder
-from onegraph.check.live.watch import call_step, calls_noted, recorded
+from onegraph.check.live.watch import calls_noted, recorded
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.calling import call_step
 from onegraph.check.simulate.records import Step
 
 X = torch.arange(6.0).view(2, 3)

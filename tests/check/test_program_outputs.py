@@ -151,9 +151,9 @@ def test_what_is_kept_of_a_long_program_does_not_grow(tmp_path: Path, monkeypatc
     assert (late.code, late.count) == ("CG209", 198)
     (known,) = worlds
     assert len(known.captures) == 11
-    assert len(known.raw_findings) + len(known.late) <= 11 + 4
+    assert len(known.raw_findings) + len(known.compiled_outputs.late) <= 11 + 4
     assert len(known.taken) == 1
-    assert len(known.compiled_outputs) == 0
+    assert len(known.compiled_outputs.storages) == 0
     assert len(known.randomness.generators) <= 1
     assert len(known.sizes) + len(known.storages.pinned) < 250
     gone = known.captures[1:]

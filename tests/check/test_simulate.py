@@ -160,6 +160,20 @@ def test_every_finding_comes_in_one_run_with_its_calls():
     assert read.source[read.column - 1 :].startswith("x.max().item()")
 
 
+def test_an_op_with_out_writes_the_tensor_that_it_is_given():
+    def factory():
+        held = torch.zeros(4, device="cuda")
+
+        def step(x):
+            torch.maximum(held, x, out=held)
+            return held * 2
+
+        return step, lambda i: (torch.rand(4, device="cuda"),)
+
+    (event,) = [e for e in check_step(factory, source=False).timeline if e.name == "aten.maximum.out"]
+    assert event.writes == event.reads[:1]
+
+
 def test_random_numbers_are_the_same_in_replay_and_eager():
     def factory():
         return (lambda x: x + torch.rand(4, device="cuda")), (lambda i: (torch.ones(4, device="cuda") * i,))

@@ -81,18 +81,15 @@ def _parts(cause: Finding, finding: Finding) -> bool:
     """Two runs of a loop part where its body takes a branch on a device value: the loop goes round as often."""
     if finding.code != "CG201" or not cause.calls or cause.path != finding.path:
         return False
-    module = _module(finding.path)
-    body = _function(module, finding.line, cause.line) if module is not None else None
-    loop, branch = (_statement(body, f.line) if body is not None else None for f in (finding, cause))
+    body = _function(finding.path, finding.line, cause.line)
+    loop, branch = (_statement(body, f.line) for f in (finding, cause))
     return isinstance(loop, ast.For) and isinstance(branch, ast.If | ast.While) and _inside(loop, branch)
 
 
 def _inside_of(branch: Finding, finding: Finding) -> bool:
     """Whether one of the finding's calls stands inside of the `if` at which the path parts; or the tensor is one of
     those that the loop goes through."""
-    module = _module(branch.path)
-    body = _function(module, branch.line, branch.line) if module is not None else None
-    at = _statement(body, branch.line) if body is not None else None
+    at = _statement(_function(branch.path, branch.line), branch.line)
     if isinstance(at, ast.For) and finding.code == "CG205":
         loop = next((i for i, f in enumerate(branch.calls, 1) if f.path == branch.path and _holds(at, f.line)), 0)
         to_loop = (*branch.calls[: loop - 1], replace(branch.calls[loop - 1], line=at.lineno)) if loop else ()
@@ -134,9 +131,7 @@ def _holds(statement: ast.stmt, line: int) -> bool:
 
 
 def _statement_at(frame: Frame) -> ast.stmt | None:
-    module = _module(frame.path)
-    body = _function(module, frame.line, frame.line) if module is not None else None
-    return _statement(body, frame.line) if body is not None else None
+    return _statement(_function(frame.path, frame.line), frame.line)
 
 
 def _here(cause: Finding, finding: Finding) -> bool:
@@ -153,11 +148,10 @@ def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = froze
     if not shared:
         return False
     here, there = source[shared - 1], target[shared - 1]
-    module = _module(here.path)
-    body = _function(module, here.line, there.line) if module is not None else None
+    body = _function(here.path, here.line, there.line)
     if body is None and here.function == "<module>":  # a script's own lines
-        body = module
-    first, last = (_statement(body, f.line) if body is not None else None for f in (here, there))
+        body = _module(here.path)
+    first, last = (_statement(body, f.line) for f in (here, there))
     if body is None or first is None or last is None:
         return False
     if first is last:
@@ -178,9 +172,8 @@ def _reaches(statement: ast.stmt, names: set[str], calls: tuple[Frame, ...], ops
     """Whether a statement reads one of the names, or hands one to the functions that lead to the line in question."""
     if not calls:
         return bool(_read(statement) & names)
-    module = _module(calls[0].path)
-    body = _function(module, calls[0].line, calls[0].line) if module is not None else None
-    last = _statement(body, calls[0].line) if body is not None else None
+    body = _function(calls[0].path, calls[0].line)
+    last = _statement(body, calls[0].line)
     if not isinstance(body, ast.FunctionDef | ast.AsyncFunctionDef) or last is None:
         return False
     handed = _handed(statement, body, names) | {n for n in names if n.startswith(".")}
@@ -249,9 +242,8 @@ def rebinds(frame: Frame) -> bool:
 
 def sized(frame: Frame, ops: Ops = frozenset()) -> bool:
     """Whether a line computes with the size of a tensor: it, or what it reads, asks for a shape or a length."""
-    module = _module(frame.path)
-    body = _function(module, frame.line, frame.line) if module is not None else None
-    last = _statement(body, frame.line) if body is not None else None
+    body = _function(frame.path, frame.line)
+    last = _statement(body, frame.line)
     if body is None or last is None:
         return False
     if _asks_size(last):
@@ -286,20 +278,16 @@ def _module(path: str) -> ast.Module | None:
     return constructs.parsed("".join(linecache.getlines(path)))
 
 
-def _function(module: ast.AST, first: int, last: int) -> ast.AST | None:
-    """The innermost function that holds both lines."""
-    found = None
-    for node in constructs.walked(module):
-        holds = isinstance(node, constructs.Functions) and node.lineno <= min(first, last)
-        if holds and max(first, last) <= (getattr(node, "end_lineno", 0) or 0):
-            found = node
-    return found
+def _function(path: str, first: int, last: int = 0) -> ast.AST | None:
+    """The innermost function of a file that holds a line, or two."""
+    module = _module(path)
+    return constructs.function_around(module, first, last or first) if module is not None else None
 
 
-def _statement(body: ast.AST, line: int) -> ast.stmt | None:
-    """The innermost statement at a line."""
+def _statement(body: ast.AST | None, line: int) -> ast.stmt | None:
+    """The innermost statement of a function at a line."""
     found = None
-    for statement in _statements(body):
+    for statement in _statements(body) if body is not None else ():
         if _holds(statement, line):
             found = statement
     return found
@@ -366,9 +354,6 @@ def _attributes(calls: tuple[Frame, ...]) -> set[str]:
     """Attributes that the functions on the way to a read bind to what they read."""
     found = set()
     for frame in calls:
-        module = _module(frame.path)
-        body = _function(module, frame.line, frame.line) if module is not None else None
-        statement = _statement(body, frame.line) if body is not None else None
-        if statement is not None:
+        if (statement := _statement_at(frame)) is not None:
             found |= {name for name in _bound(statement) if name.startswith(".")}
     return found

@@ -6,8 +6,9 @@ Standard library only. A value that is bound to a name is followed to what the f
 import ast
 import functools
 import linecache
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from onegraph.check import entropy, tables
 
@@ -22,10 +23,11 @@ Placed = ast.stmt | ast.expr | ast.excepthandler | ast.arg | ast.keyword | ast.a
 
 @dataclass(frozen=True)
 class Spot:
-    """A place in a file: the nodes around it, innermost first, up to its statement."""
+    """A place in a file: the nodes around it, innermost first, up to its statement. code: of the finding there."""
 
     module: ast.Module
     nodes: tuple[Placed, ...]
+    code: str = ""
 
     @property
     def statement(self) -> Placed:
@@ -54,18 +56,13 @@ class Spot:
 
 def found(constructs: tuple[str, ...], code: str, path: str, line: int, column: int) -> str:
     """The first of `constructs` that stands at a place (line and column from 1); "" where none does."""
-    spot = at(path, line, column)
-    return _first(constructs, spot, code, _DEEPEST) if spot is not None else ""
-
-
-def at(path: str, line: int, column: int) -> Spot | None:
-    """The nodes at a place; None where the file cannot be read or has no code there."""
     linecache.checkcache(path)
-    return within("".join(linecache.getlines(path)), line, column)
+    spot = within("".join(linecache.getlines(path)), line, column)
+    return _first(constructs, replace(spot, code=code), _DEEPEST) if spot is not None else ""
 
 
 def within(text: str, line: int, column: int) -> Spot | None:
-    """The same of a file's text."""
+    """The nodes at a place of a file's text; None where that is no Python or has no code there."""
     module, lines = parsed(text), text.splitlines(keepends=True)
     if module is None or not 0 < line <= len(lines):
         return None
@@ -156,17 +153,41 @@ def _bound(root: ast.AST) -> dict[str, list[ast.expr]]:
     return values
 
 
+def own_nodes(roots: Iterable[ast.AST], inner: Any = Functions | ast.ClassDef) -> Iterator[ast.AST]:
+    """Nodes from `roots` down, without what is inside of the functions and classes (`inner`) among them."""
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        yield node
+        if not isinstance(node, inner):
+            queue.extend(ast.iter_child_nodes(node))
+
+
+def targets(node: ast.expr) -> list[ast.expr]:
+    """What an assignment to this binds, one by one: `a` and `b.c` of `a, *b.c`."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return [target for item in node.elts for target in targets(item)]
+    return [node.value] if isinstance(node, ast.Starred) else [node]
+
+
+def function_around(module: ast.AST, first: int, last: int, kinds: Any = Functions) -> ast.AST | None:
+    """The innermost function that holds both lines."""
+    low, high = min(first, last), max(first, last)
+    around = [n for n in walked(module) if isinstance(n, kinds) and n.lineno <= low and high <= (n.end_lineno or 0)]
+    return around[-1] if around else None
+
+
 def function_of(module: ast.Module, node: Placed) -> ast.AST:
     """The innermost function around a node, or the file."""
     around = [n for n in _around(module, (node.lineno, node.col_offset)) if isinstance(n, Functions)]
     return around[-1] if around else module
 
 
-def _first(constructs: tuple[str, ...], spot: Spot, code: str, depth: int) -> str:
-    here = next((c for c in constructs if c and TESTS[c](spot, code)), "")
+def _first(constructs: tuple[str, ...], spot: Spot, depth: int) -> str:
+    here = next((c for c in constructs if c and TESTS[c](spot)), "")
     if here or not depth:
         return here
-    uses = [_first(constructs, use, code, depth - 1) for use in _uses(spot)]
+    uses = [_first(constructs, use, depth - 1) for use in _uses(spot)]
     return min((u for u in uses if u), key=constructs.index, default="")
 
 
@@ -182,7 +203,7 @@ def _uses(spot: Spot) -> Iterator[Spot]:
         if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
             nodes = list(_around(spot.module, (node.lineno, node.col_offset)))
             start = max(i for i, n in enumerate(nodes) if isinstance(n, ast.stmt))
-            yield Spot(spot.module, tuple(reversed(nodes[start:])))
+            yield replace(spot, nodes=tuple(reversed(nodes[start:])))
 
 
 # ---- what each construct looks like
@@ -191,60 +212,50 @@ _LOGS = {"print", "debug", "info", "warning", "error", "critical", "exception", 
 _REDUCTIONS = {"max", "min", "sum", "any", "all", "sorted", "list", "tuple", "set"}
 
 
-def _called(*names: str) -> Callable[[Spot, str], bool]:
-    return lambda spot, code: any(name in names for name, _ in spot.calls())
+def _called(*names: str) -> Callable[[Spot], bool]:
+    return lambda spot: any(name in names for name, _ in spot.calls())
 
 
-def _named(name: str) -> Callable[[Spot, str], bool]:
-    return _called(name, f"{name}_", f"_{name}")
-
-
-def _logged(spot: Spot, code: str) -> bool:
+def _logged(spot: Spot) -> bool:
     logs = any(n in _LOGS and (isinstance(c.func, ast.Name) or n != "write") for n, c in spot.calls())
     return logs or spot.inside((ast.JoinedStr, ast.FormattedValue))
 
 
-def _header(kinds: type[ast.AST] | tuple[type[ast.AST], ...], *fields: str) -> Callable[[Spot, str], bool]:
+def _header(kinds: type[ast.AST] | tuple[type[ast.AST], ...], *fields: str) -> Callable[[Spot], bool]:
     """In the test of a branch, the iterable of a loop."""
-    return lambda spot, code: any(isinstance(n, kinds) and spot.below(n, *fields) for n in spot.nodes)
+    return lambda spot: any(isinstance(n, kinds) and spot.below(n, *fields) for n in spot.nodes)
 
 
-def _loop(spot: Spot, code: str) -> bool:
+def _loop(spot: Spot) -> bool:
     if isinstance(spot.statement, ast.For) and (len(spot.nodes) == 1 or spot.below(spot.statement, "iter")):
         return True
     return any(name == "range" for name, _ in spot.calls())
 
 
-def _branch(spot: Spot, code: str) -> bool:
-    tested = _header((ast.If, ast.While, ast.IfExp, ast.Match), "test", "subject")
-    return tested(spot, code)
+def _subscript(*, write: bool, sliced: bool) -> Callable[[Spot], bool]:
+    def test(spot: Spot) -> bool:
+        for node in spot.nodes:
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) == write:
+                parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                bounds = any(isinstance(p, ast.Slice) and (_moves(p.lower) or _moves(p.upper)) for p in parts)
+                single = any(not isinstance(p, ast.Slice | ast.Constant) for p in parts)
+                if bounds if sliced else single:
+                    return True
+        return False
 
-
-def _subscripts(spot: Spot, *, write: bool, sliced: bool) -> bool:
-    for node in spot.nodes:
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) == write:
-            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            bounds = any(isinstance(p, ast.Slice) and (_moves(p.lower) or _moves(p.upper)) for p in parts)
-            single = any(not isinstance(p, ast.Slice | ast.Constant) for p in parts)
-            if bounds if sliced else single:
-                return True
-    return False
+    return test
 
 
 def _moves(bound: ast.expr | None) -> bool:
     return bound is not None and not isinstance(bound, ast.Constant)
 
 
-def _subscript(*, write: bool, sliced: bool) -> Callable[[Spot, str], bool]:
-    return lambda spot, code: _subscripts(spot, write=write, sliced=sliced)
-
-
-def _list_index(spot: Spot, code: str) -> bool:
+def _list_index(spot: Spot) -> bool:
     """The index of a Python list: for CG103 a list as index, else a list of tensors that is indexed."""
     for node in spot.nodes:
         if not isinstance(node, ast.Subscript):
             continue
-        if code == "CG103":
+        if spot.code == "CG103":
             return isinstance(node.slice, ast.List) or any(
                 isinstance(value, ast.List) for value in bindings(spot, last_name(node.slice))
             )
@@ -261,23 +272,23 @@ def _list_index(spot: Spot, code: str) -> bool:
     return False
 
 
-def _write(spot: Spot, code: str) -> bool:
+def _write(spot: Spot) -> bool:
     return any(isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store) for n in spot.nodes) or (
         isinstance(spot.statement, ast.Assign)
         and any(isinstance(target, ast.Subscript) for target in spot.statement.targets)
     )
 
 
-def _nonfinite(spot: Spot, code: str) -> bool:
+def _nonfinite(spot: Spot) -> bool:
     return any(k.arg == "error_if_nonfinite" for name, call in spot.calls() for k in call.keywords if "clip" in name)
 
 
-def _scaler(spot: Spot, code: str) -> bool:
+def _scaler(spot: Spot) -> bool:
     """`scaler.step(optimizer)`: a step of something that is given what it steps."""
     return any(name == "step" and call.args and _is_made_by(spot, call, "GradScaler") for name, call in spot.calls())
 
 
-def _optimizer(spot: Spot, code: str) -> bool:
+def _optimizer(spot: Spot) -> bool:
     return any(
         name == "step" and (not call.args or _is_made_by(spot, call, "GradScaler"))
         and isinstance(call.func, ast.Attribute)
@@ -285,7 +296,7 @@ def _optimizer(spot: Spot, code: str) -> bool:
     )  # fmt: skip
 
 
-def _learning_rate(spot: Spot, code: str) -> bool:
+def _learning_rate(spot: Spot) -> bool:
     """A step of an optimizer that has no `capturable`, or has it set: what changes in it is the learning rate."""
     for name, call in spot.calls():
         if name != "step" or not isinstance(call.func, ast.Attribute):
@@ -296,7 +307,7 @@ def _learning_rate(spot: Spot, code: str) -> bool:
     return False
 
 
-def _fill_value(spot: Spot, code: str) -> bool:
+def _fill_value(spot: Spot) -> bool:
     """`torch.full(shape, value)`, of which the value is no constant."""
     for name, call in spot.calls():
         if name in ("full", "full_like", "new_full", "fill_"):
@@ -311,7 +322,7 @@ def _is_made_by(spot: Spot, call: ast.Call, maker: str) -> bool:
     return any(last_name(v.func) == maker for v in made) or maker.lower().removeprefix("grad") in owner.lower()
 
 
-def _literal(spot: Spot, code: str) -> bool:
+def _literal(spot: Spot) -> bool:
     """A tensor made of numbers that stand in the code."""
     for name, call in spot.calls():
         if name in ("tensor", "as_tensor", "asarray") and call.args:
@@ -323,7 +334,7 @@ def _constant(node: ast.AST) -> bool:
     return not any(isinstance(n, ast.Name | ast.Attribute | ast.Call) for n in ast.walk(node))
 
 
-def _pinned(spot: Spot, code: str) -> bool:
+def _pinned(spot: Spot) -> bool:
     for name, call in spot.calls():
         if name in ("to", "cuda", "copy_") and isinstance(call.func, ast.Attribute):
             source = call.args[0] if name == "copy_" and call.args else call.func.value
@@ -332,7 +343,7 @@ def _pinned(spot: Spot, code: str) -> bool:
     return False
 
 
-def _random(spot: Spot, code: str) -> bool:
+def _random(spot: Spot) -> bool:
     """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
     names = entropy.imported(walked(spot.module))
     parts = list(ast.walk(spot.statement))
@@ -352,7 +363,7 @@ def _draws(spot: Spot, names: dict[str, str], node: ast.AST, depth: int = _DEEPE
     return depth > 0 and any(_draws(spot, names, value, depth - 1) for value in bindings(spot, owner))
 
 
-def _counter(spot: Spot, code: str) -> bool:
+def _counter(spot: Spot) -> bool:
     """A number that the file counts up: at its `+=`, or where an op takes it."""
     if isinstance(spot.statement, ast.AugAssign):
         return True
@@ -361,7 +372,7 @@ def _counter(spot: Spot, code: str) -> bool:
     return bool((counted - {""}) & read)
 
 
-def _rebinding(spot: Spot, code: str) -> bool:
+def _rebinding(spot: Spot) -> bool:
     """An attribute that is read here, or bound here, and bound to a new tensor by a method or function."""
     held = (ast.Attribute, ast.Subscript)
     bound = {
@@ -382,75 +393,66 @@ def _outlives(home: ast.AST, target: ast.AST) -> bool:
     return any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in ast.walk(home))
 
 
-def _product(spot: Spot, code: str) -> bool:
+def _product(spot: Spot) -> bool:
     return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.MatMult) for n in spot.nodes) or _called(
         *tables.PRODUCTS
-    )(spot, code)
+    )(spot)
 
 
-def _host_data(spot: Spot, code: str) -> bool:
-    return _called(*tables.FROM_HOST, "FloatTensor", "LongTensor")(spot, code)
-
-
-def _waits(spot: Spot, code: str) -> bool:
+def _waits(spot: Spot) -> bool:
     """`event.synchronize()`, `stream.synchronize()`; torch.cuda.synchronize() waits for the whole device."""
     return any(
         name == "synchronize" and not dotted(call.func).endswith("cuda.synchronize") for name, call in spot.calls()
     )
 
 
-def _autocast(spot: Spot, code: str) -> bool:
+def _autocast(spot: Spot) -> bool:
     return any("autocast" in last_name(n) for n in ast.walk(spot.statement) if isinstance(n, ast.Attribute | ast.Name))
 
 
-def _compile_mode(spot: Spot, code: str) -> bool:
+def _compile_mode(spot: Spot) -> bool:
     compiles = [n for n in ast.walk(spot.home) if isinstance(n, ast.Call) and last_name(n.func) == "compile"]
     own = {"reduce-overhead", "max-autotune"}
     modes = {k.value.value for c in compiles for k in c.keywords if isinstance(k.value, ast.Constant)}
     return bool(own & modes)
 
 
-def _converted(spot: Spot, code: str) -> bool:
-    return _called("numpy", "cpu", "tolist", "asarray", "array")(spot, code) or any(
+def _converted(spot: Spot) -> bool:
+    return _called("numpy", "cpu", "tolist", "asarray", "array")(spot) or any(
         name == "to" and any(isinstance(a, ast.Constant) and a.value == "cpu" for a in call.args)
         for name, call in spot.calls()
     )
 
 
-def _of_tensors(spot: Spot, code: str) -> bool:
-    return any(name in ("tensor", "as_tensor") and call.args for name, call in spot.calls()) and not _literal(
-        spot, code
-    )
+def _of_tensors(spot: Spot) -> bool:
+    made = any(name in ("tensor", "as_tensor") and call.args for name, call in spot.calls())
+    return made and not _literal(spot)
 
 
-def _reduced(spot: Spot, code: str) -> bool:
+def _reduced(spot: Spot) -> bool:
     named = any(isinstance(call.func, ast.Name) and name in _REDUCTIONS for name, call in spot.calls())
     within = any(isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.In | ast.NotIn) for n in spot.nodes)
     return named or within
 
 
-def _hooked(spot: Spot, code: str) -> bool:
-    return any("hook" in name for name, _ in spot.calls())
-
-
-def _boolean(spot: Spot, code: str) -> bool:
+def _boolean(spot: Spot) -> bool:
     return any(
         isinstance(n, ast.BoolOp) or (isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)) for n in spot.nodes
     )
 
 
-def _mask_write(spot: Spot, code: str) -> bool:
+def _mask_write(spot: Spot) -> bool:
     return any(
         isinstance(n, ast.Subscript) and (isinstance(n.ctx, ast.Store) or _target(spot.statement, n))
         for n in spot.nodes
-    ) or _called("masked_scatter_", "index_put_")(spot, code)  # fmt: skip
+    ) or _called("masked_scatter_", "index_put_")(spot)  # fmt: skip
 
 
 def _target(statement: ast.AST, node: ast.AST) -> bool:
     return isinstance(statement, ast.AugAssign) and statement.target is node
 
 
-def _launch(spot: Spot, code: str) -> bool:
+def _launch(spot: Spot) -> bool:
     """In `kernel[grid](...)`, the grid or an argument, but not the index or bound of a tensor there."""
     for node, parent in zip(spot.nodes, (*spot.nodes[1:], None), strict=True):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
@@ -467,15 +469,15 @@ def _is_grid(spot: Spot, index: ast.expr) -> bool:
 
 _mask_read = _subscript(write=False, sliced=False)
 
-TESTS: dict[str, Callable[[Spot, str], bool]] = {
+TESTS: dict[str, Callable[[Spot], bool]] = {
+    **{construct: _called(*names) for construct, names in tables.CALLS.items()},
     "print or log": _logged,
-    "assert": lambda spot, code: isinstance(spot.statement, ast.Assert),
+    "assert": lambda spot: isinstance(spot.statement, ast.Assert),
     "clip_grad_norm_": _nonfinite,
     "GradScaler": _scaler,
-    "one_hot": _called("one_hot"),
     "launch": _launch,
     "loop count": _loop,
-    "branch": _branch,
+    "branch": _header((ast.If, ast.While, ast.IfExp, ast.Match), "test", "subject"),
     "while": _header(ast.While, "test"),
     "and, or, not": _boolean,
     "fill value": _fill_value,
@@ -488,50 +490,30 @@ TESTS: dict[str, Callable[[Spot, str], bool]] = {
     "size": _called(*tables.SIZED),
     "tensor of tensors": _of_tensors,
     "Python reduction": _reduced,
-    "comparison": _called("equal", "allclose"),
-    "operand": lambda spot, code: spot.inside((ast.BinOp, ast.Compare, ast.AugAssign)),
-    "return": lambda spot, code: isinstance(spot.statement, ast.Return),
+    "operand": lambda spot: spot.inside((ast.BinOp, ast.Compare, ast.AugAssign)),
+    "return": lambda spot: isinstance(spot.statement, ast.Return),
     "numpy": _converted,
-    "where": _called("where"),
     "literal": _literal,
-    "host data": _host_data,
+    "host data": _called(*tables.FROM_HOST, "FloatTensor", "LongTensor"),
     "pinned": _pinned,
-    "copy_": _called("copy_"),
-    "move": _called("to", "cuda"),
-    "repeat_interleave": _named("repeat_interleave"),
-    "unique": _called("unique", "unique_consecutive"),
-    "bincount": _named("bincount"),
-    "nonzero": _called("nonzero", "argwhere", "where"),
     "mask write": _mask_write,
-    "mask": lambda spot, code: _mask_read(spot, code) or _called("masked_select")(spot, code),
-    "inv": _named("inv"),
-    "cholesky": _named("cholesky"),
-    "solve": _named("solve"),
-    "histc": _named("histc"),
-    "isin": _named("isin"),
-    "normal": _named("normal"),
-    "segment_reduce": _named("segment_reduce"),
-    "grouped_mm": _named("grouped_mm"),
+    "mask": lambda spot: _mask_read(spot) or _called("masked_select")(spot),
     "product": _product,
     "event or stream": _waits,
-    "pinned allocation": lambda spot, code: "pin_memory" in ast.dump(spot.statement),
+    "pinned allocation": lambda spot: "pin_memory" in ast.dump(spot.statement),
     "learning rate": _learning_rate,
     "optimizer": _optimizer,
     "random": _random,
     "counter": _counter,
     "rebinding": _rebinding,
     "cat": _called(*tables.CONCATS),
-    "append": _called("append", "extend", "appendleft", "add"),
     "mode": _compile_mode,
-    "graph": _called("graph", "capture_begin", "replay", "make_graphed_callables"),
-    "compile": _called("compile"),
-    "hook": _hooked,
+    "hook": lambda spot: any("hook" in name for name, _ in spot.calls()),
     "autocast": _autocast,
-    "declared": lambda spot, code: False,  # nothing of the text says so
-    "address": _called("data_ptr"),
+    "declared": lambda spot: False,  # nothing of the text says so
     "kernel": _launch,
-    "raise": lambda spot, code: isinstance(spot.statement, ast.Raise | ast.Assert),
-    "refused values": lambda spot, code: False,  # this one and the next are seen in what runs, not in the text
-    "replay": lambda spot, code: False,
+    "raise": lambda spot: isinstance(spot.statement, ast.Raise | ast.Assert),
+    "refused values": lambda spot: False,  # this one and the next are seen in what runs, not in the text
+    "replay": lambda spot: False,
 }
 """How each construct that a rule's Fix names is recognised, given the place and the code of the finding."""

@@ -233,17 +233,3 @@ def same_places(ours: Collection[str], theirs: Collection[str]) -> str:
     """Empty where two trees hold tensors at the same paths; else the first that only one of them has."""
     other = next((path for path in [*ours, *theirs] if (path in ours) != (path in theirs)), None)
     return "" if other is None else f"{other or 'the tensor'} is there in one step and not in the other"
-
-
-__all__ = [
-    "Handed",
-    "arguments",
-    "attributes",
-    "leaves",
-    "mapped",
-    "numbers",
-    "replaced",
-    "same_places",
-    "slots",
-    "tensors",
-]

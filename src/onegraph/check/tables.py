@@ -50,6 +50,8 @@ COLLECTIVES, PAIR_COLLECTIVES, WRITING_COLLECTIVES = (
     frozenset(_NAMES["collectives"][key].split()) for key in ("tensors", "pair", "writes")
 )
 
+CALLS = {construct: tuple(names.split()) for construct, names in _NAMES["constructs"].items()}
+
 LAUNCHES = _owners("launch")
 MAKERS = _owners("make", "make_read")
 PLANNERS = _owners("plan")

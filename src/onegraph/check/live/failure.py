@@ -4,28 +4,27 @@ import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType
 from typing import Any
 
 import torch
 
 from onegraph.check.live.recorder import Recorder, of_call
-from onegraph.check.live.watch import call_step
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.calling import line
+from onegraph.check.simulate.calling import call_step, line
 
+_GENERATOR = ("CG302", "the generator is read or set in the step")
 _TEXTS = (
-    ("generator is not registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("generator needs to be registered", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("not in capture mode", "CG301", "random numbers are drawn from a generator that no graph knows"),
-    ("unjoined", "CG305", "a side stream is not joined before the step ends"),
+    ("generator is not registered", *hazards.UNREGISTERED[:2]),
+    ("generator needs to be registered", *hazards.UNREGISTERED[:2]),
+    ("not in capture mode", *hazards.UNREGISTERED[:2]),
+    ("unjoined", *hazards.UNJOINED[:2]),
     ("legacy stream", "CG304", "work is launched on the default stream inside the step"),
-    ("current_seed", "CG302", "the generator is read or set in the step"),
-    ("get_offset", "CG302", "the generator is read or set in the step"),
+    ("current_seed", *_GENERATOR),
+    ("get_offset", *_GENERATOR),
     ("capturable is False", "CG202", "the optimizer counts its steps on the host"),
     ("uncaptured free", "CG313", "a tensor made in the capture is freed outside of it"),
-    ("during capturing stage", "CG307", hazards.OWN_GRAPHS),
-    ("philox", "CG302", "the generator is read or set in the step"),
+    ("during capturing stage", *hazards.OWN_GRAPHS[:2]),
+    ("philox", *_GENERATOR),
 )
 
 
@@ -33,7 +32,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
     """Name the op and the line at which the capture broke, with `first` as its first error."""
     text = str(error)
     happens = f"{type(first).__name__}: {line(first)}"
-    chain = chain_of(first)
+    chain = frames.chain_of_error(first, call_step.__code__)
     if recorder.broken is not None:
         recorder.last, happens = recorder.broken[:3], recorder.broken[3]
         chain = recorder.broken[1]
@@ -51,9 +50,7 @@ def blame(recorder: Recorder, roots: frames.Roots, error: Exception, first: Base
     other = [c for s, (_, c) in recorder.streams.items() if s != stream]
     where = roots.where(chain)
     if other and where and frames.called(*where) in ("wait", "wait_event", "wait_stream"):
-        recorder.note(
-            "CG303", "work is launched on a stream that did not wait for the capturing one", happens, other[0]
-        )
+        recorder.note(*hazards.ASTRAY[:2], happens, other[0])
         return
     here = recorder.broken is not None or (chain and recorder.last and recorder.last[1][: len(chain)] == chain)
     if here and recorder.last is not None and recorder.last[2]:
@@ -109,17 +106,3 @@ def first_error(error: BaseException, outer: BaseException | None) -> BaseExcept
     while error.__context__ is not None and error.__context__ is not outer:
         error = error.__context__
     return error
-
-
-def chain_of(error: BaseException) -> frames.Chain:
-    """The call chain of an exception, from the step's caller on."""
-    found: list[tuple[CodeType, int]] = []
-    inside = False
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if inside and not frames._skipped(code.co_filename):
-            found.append((code, trace.tb_lasti))
-        inside = inside or code is call_step.__code__
-        trace = trace.tb_next
-    return tuple(reversed(found))

@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from onegraph.check import compat, tables
 from onegraph.check.report import Severity
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.aliases import changed
+from onegraph.check.simulate.hazards import NOT_PERMITTED, Hazard
 from onegraph.check.simulate.records import (
     UNWRITTEN,
     OpRecord,
@@ -23,7 +25,7 @@ from onegraph.check.simulate.records import (
     composed,
     convert_plain,
     eagerly,
-    tensors_in,
+    targets,
     written,
 )
 
@@ -73,11 +75,11 @@ class Recorder(compat.TorchDispatchMode):
         self.captured_step = 1
         self.second_order = False  # gradients of gradients: their nodes are numbered by the engine's own threads
         self.first_node = 0  # sequence number of autograd from which on nodes belong to the running step
-        self.last: tuple[str, frames.Chain, hazards.Hazard | None] | None = None
-        self.blamed: dict[frames.Chain, hazards.Hazard] = {}
+        self.last: tuple[str, frames.Chain, Hazard | None] | None = None
+        self.blamed: dict[frames.Chain, Hazard] = {}
         self.streams: dict[int, tuple[str, frames.Chain]] = {}
         self.capturing = False
-        self.broken: tuple[str, frames.Chain, hazards.Hazard | None, str] | None = None  # the first op that a capture
+        self.broken: tuple[str, frames.Chain, Hazard | None, str] | None = None  # the first op that a capture
         # refused, and its error: the step may have caught that and gone on
         self.outside: dict[int, frames.Chain] = {}  # streams that work was launched on and that are not captured
         self.devices: dict[int, frames.Chain] = {}
@@ -121,9 +123,8 @@ class Recorder(compat.TorchDispatchMode):
             raise
         if shape is not None and device[0].shape != shape:
             self.reshaped.setdefault(id(device[0]), (name, chain))
-        if targets := written(func):
-            changed = [args[i] for i in targets.positions if i < len(args)] + [kwargs.get(n) for n in targets.names]
-            self.written += [weakref.ref(t if t._base is None else t._base) for t in tensors_in(changed)]
+        for target in targets(func, args, kwargs):
+            self.written.append(weakref.ref(target if target._base is None else target._base))
         outs = [o for o in (out if isinstance(out, list | tuple) else [out]) if isinstance(o, Tensor)]
         self._record(func, name, kind, chain, scalars, device, hosts, outs, hazard)
         if hazard is not None and hazard.code in ("CG101", "CG108") and isinstance(out, bool | int | float):
@@ -139,7 +140,7 @@ class Recorder(compat.TorchDispatchMode):
         device: list[Tensor],
         hosts: list[Tensor],
         chain: frames.Chain,
-    ) -> tuple[str, hazards.Hazard | None]:
+    ) -> tuple[str, Hazard | None]:
         """What this op would be blamed for, if it turns out to break the capture."""
         if name in ("aten::copy_", "aten::_to_copy"):
             target = kwargs.get("device")
@@ -149,13 +150,11 @@ class Recorder(compat.TorchDispatchMode):
                 opname=lambda: self.roots.opname(chain),
             )  # fmt: skip
         hazard = hazards.of_op(func, name, args, kwargs, hosts)
-        if hazard is not None and hazard.code == "CG101":
-            hazard = hazards.branch(hazard, self.roots.opname(chain))
-        return "op", hazard
+        return "op", hazard and hazards.branch(hazard, self.roots.opname(chain))
 
     def _record(
         self, func: Any, name: str, kind: str, chain: frames.Chain, scalars: list[Any], device: list[Tensor],
-        hosts: list[Tensor], outs: list[Tensor], hazard: hazards.Hazard | None,
+        hosts: list[Tensor], outs: list[Tensor], hazard: Hazard | None,
     ) -> None:  # fmt: skip
         step = self.step
         assert step is not None
@@ -213,7 +212,7 @@ class Recorder(compat.TorchDispatchMode):
         else:
             name = self.last[0] if self.last is not None and self.last[1] == chain else ""
             hazard = of_call(chain, self.roots, name)
-        self.note(hazard.code, hazard.message, hazard.happens, chain)
+        self.note(*hazard, chain)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -229,7 +228,6 @@ class Recorder(compat.TorchDispatchMode):
             (torch.cuda.Event, "synchronize"),
             (torch.accelerator, "synchronize"),
         ]
-        plain = [(owner, name, getattr(owner, name)) for owner, name in waits]
 
         def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
             if _SYNCHRONIZING in str(message):
@@ -238,17 +236,13 @@ class Recorder(compat.TorchDispatchMode):
                 before(message, category, filename, lineno, file, line)
 
         mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(action="always"):
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
-            for owner, name, function in plain:
-                setattr(owner, name, self._hooked(function))
             try:
-                yield
+                with changed((owner, name, self._hooked(getattr(owner, name))) for owner, name in waits):
+                    yield
             finally:
-                for owner, name, function in plain:
-                    setattr(owner, name, function)
                 torch.cuda.set_sync_debug_mode(mode)
                 warnings.showwarning = before
 
@@ -262,35 +256,22 @@ class Recorder(compat.TorchDispatchMode):
 
 
 _CALLS = (
-    (("elapsed_time", "query"), "CG107", "an event or stream is queried inside the step"),
-    (("synchronize",), "CG106", "the host waits for the device inside the step"),
-    ({*tables.RNG_SETS, "set_state"}, "CG302", "the random seed is set inside the step, once, at capture"),
-    (("backward", "grad"), "CG306", "the backward pass touches work of another stream"),
-    (("compile",), "CG307", "something is compiled inside the step"),
-    (
-        ("print", "tolist", "numpy", "cpu", "item", "int", "float", "bool"),
-        "CG101",
-        "a device value is read on the host",
-    ),
-    (
-        {*tables.FROM_HOST, "new_tensor", "to", "cuda", "copy_"},
-        "CG102",
-        "host data is copied to the device from pageable memory",
-    ),
+    (("elapsed_time", "query"), Hazard("CG107", "an event or stream is queried inside the step", NOT_PERMITTED)),
+    (("synchronize",), hazards.WAITED),
+    ({*tables.RNG_SETS, "set_state"}, hazards.SEEDED._replace(happens=NOT_PERMITTED)),
+    (("backward", "grad"), Hazard("CG306", "the backward pass touches work of another stream", NOT_PERMITTED)),
+    (("compile",), Hazard("CG307", "something is compiled inside the step", NOT_PERMITTED)),
+    (("print", "tolist", "numpy", "cpu", "item", "int", "float", "bool"), hazards.READ),
+    ({*tables.FROM_HOST, "new_tensor", "to", "cuda", "copy_"}, hazards.COPIED),
 )
 
 
-def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> hazards.Hazard:
+def of_call(chain: frames.Chain, roots: frames.Roots, op: str) -> Hazard:
     """The hazard of what the user's code calls there, by name; a sync inside of an op's own code where it has none."""
     where = roots.where(chain)
     name = frames.called(*where) if where else ""
     operation = frames.opname(*where) if where else ""
     if "SUBSCR" in operation or "SLICE" in operation:
-        text = "a Python value is indexed with or assigned by index, which copies it over"
-        return hazards.Hazard("CG103", text, hazards.PAGEABLE)
-    for names, code, message in _CALLS:
-        if name in names:
-            happens = hazards.PAGEABLE if code == "CG102" else hazards.NOT_PERMITTED
-            hazard = hazards.Hazard(code, message, happens)
-            return hazards.branch(hazard, operation) if code == "CG101" else hazard
-    return hazards.Hazard("CG105", hazards.waits(op), hazards.NOT_PERMITTED)
+        return hazards.INDEXED
+    hazard = next((h for names, h in _CALLS if name in names), Hazard("CG105", hazards.waits(op), NOT_PERMITTED))
+    return hazards.branch(hazard, operation)

@@ -17,12 +17,12 @@ from onegraph.check.live.buffers import junk, poison, refill
 from onegraph.check.live.buffers import static as static_of
 from onegraph.check.live.failure import blame, first_error, forget, recover, uncollected
 from onegraph.check.live.recorder import Numbers, Recorder, stored
-from onegraph.check.live.watch import call_step, calls_noted, recorded
+from onegraph.check.live.watch import calls_noted, recorded
 from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
 from onegraph.check.report import SILENT, CheckError, Origin, Report, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.calling import NOTHING, build, given_by, guarded, line
-from onegraph.check.simulate.compare import StorageTable, differences
+from onegraph.check.simulate.calling import NOTHING, build, call_step, given_by, guarded, line
+from onegraph.check.simulate.compare import StorageTable, differences, keys
 from onegraph.check.simulate.findings import Findings, home_of
 from onegraph.check.simulate.records import RawFinding, Step, close
 from onegraph.check.simulate.replay import Verdict
@@ -174,8 +174,7 @@ class _Live(StepCheck):
             graph = torch.cuda.CUDAGraph()
             empty, outer = False, sys.exc_info()[1]
             try:
-                with warnings.catch_warnings(record=True) as said:
-                    warnings.simplefilter("always")
+                with warnings.catch_warnings(record=True, action="always") as said:
                     options: dict[str, Any] = {}
                     if "check_input_liveness" in inspect.signature(torch.cuda.graph.__init__).parameters:
                         options["check_input_liveness"] = True
@@ -244,17 +243,7 @@ class _Live(StepCheck):
                     self._add("CG206", f"an input of the graph is freed before the replay: {line(error)}", chain)
                 return
             del garbage
-            wrong = []
-            if other := containers.same_places(outputs, self.truth[index]):
-                verdict.failed = f"another result: {other}"
-            for path, theirs in self.truth[index].items():
-                if path not in outputs:
-                    continue
-                fine, error_size = close(outputs[path].detach(), theirs)
-                verdict.worst = max(verdict.worst, error_size)
-                if not fine:
-                    wrong.append(path)
-            verdict.outputs = tuple(wrong)
+            verdict.compare(outputs, self.truth[index])
             now = _tensors(step, self.roots)
             known = self.state[index]
             verdict.state = tuple(
@@ -325,13 +314,11 @@ class _Live(StepCheck):
         first = self.steps[1]
         later = [self.steps[i] for i in range(2, self.count)]
         for step in later:
-            step.parted = [(o.func, o.chain) for o in step.ops] != [(o.func, o.chain) for o in first.ops]
+            step.parted = keys(step) != keys(first)
         table = StorageTable(self.names, self.alive, self.storages.made, self.returned)
         besides = []
         if self.captured is not None and self.recorder.asked_capturing:
-            self.captured.parted = [(o.func, o.chain) for o in self.captured.ops] != [
-                (o.func, o.chain) for o in first.ops
-            ]
+            self.captured.parted = keys(self.captured) != keys(first)
             besides = differences(first, [self.captured], self.verdicts, table, {})[1]
         findings = Findings(self.recorder, self.roots, self.steps, self.names, self.home, origin=Origin.LIVE)
         # A freed tensor is told where a replay over junk differs; torch makes some where no recorder sees it.

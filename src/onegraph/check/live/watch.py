@@ -8,14 +8,10 @@ import torch
 
 from onegraph.check import compat
 from onegraph.check.live.recorder import Recorder
-from onegraph.check.report import SILENT
 from onegraph.check.simulate import frames, hazards
+from onegraph.check.simulate.aliases import changed
 from onegraph.check.simulate.backward import stale
-
-
-def call_step(step: Callable[..., Any], given: Any, keywords: dict[str, Any] | None = None) -> Any:
-    """Call chains end at this frame."""
-    return step(*given, **(keywords or {}))
+from onegraph.check.simulate.calling import call_step
 
 
 @contextmanager
@@ -49,7 +45,7 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
         def seed(*args: Any, **kwargs: Any) -> Any:
             chain = frames.chain(call_step.__code__, 2)
             if chain:
-                recorder.note("CG302", "the random seed is set inside the step, once, at capture", SILENT, chain)
+                recorder.note(*hazards.SEEDED, chain)
             return function(*args, **kwargs)
 
         return seed
@@ -75,11 +71,5 @@ def calls_noted(recorder: Recorder) -> Iterator[None]:
     stand_ins += [(module, compat.RUN_BACKWARD, backward) for module in (torch.autograd, torch.autograd.graph)]
     stand_ins.append((torch, "compile", compile))
     stand_ins.append((torch.cuda, "is_current_stream_capturing", asked))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in stand_ins]
-    for owner, name, function in stand_ins:
-        setattr(owner, name, function)
-    try:
+    with changed(stand_ins):
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)

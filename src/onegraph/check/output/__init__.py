@@ -2,6 +2,9 @@
 
 from onegraph.check.report import Origin, Report, Severity, Verdict
 
+LEVELS = {severity: "warning" if severity is Severity.UNVERIFIED else severity.value for severity in Severity}
+"""Severities by the words that code hosts have."""
+
 
 def verdict_words(report: Report) -> str:
     """The verdict as people read it. Reading alone never says that a step can be captured, nor does a report whose

@@ -2,16 +2,11 @@
 
 import os
 
-from onegraph.check.output import plural, verdict_words
+from onegraph.check.output import LEVELS, plural, verdict_words
 from onegraph.check.report import Finding, Report, Severity
 from onegraph.check.rules import RULES
 
-LEVELS = {
-    Severity.ERROR: "error",
-    Severity.WARNING: "warning",
-    Severity.UNVERIFIED: "warning",
-    Severity.NOTE: "notice",
-}
+_LEVELS = LEVELS | {Severity.NOTE: "notice"}
 
 
 def render(report: Report, root: str | None = None) -> str:
@@ -45,7 +40,7 @@ def _command(f: Finding, root: str) -> str:
         *([f"fix: {f.fix}"] if f.fix else []),
     ]
     fields = ",".join(f"{key}={_property(value)}" for key, value in where.items())
-    return f"::{LEVELS[f.severity]} {fields}::{_text(chr(10).join(said))}"
+    return f"::{_LEVELS[f.severity]} {fields}::{_text(chr(10).join(said))}"
 
 
 def _text(value: str) -> str:

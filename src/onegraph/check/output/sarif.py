@@ -7,17 +7,11 @@ from typing import Any
 from urllib.parse import quote
 
 from onegraph import __version__
-from onegraph.check.report import Finding, Report, Severity
+from onegraph.check.output import LEVELS
+from onegraph.check.report import Finding, Report
 from onegraph.check.rules import RULES, fix
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-
-LEVELS = {
-    Severity.ERROR: "error",
-    Severity.WARNING: "warning",
-    Severity.UNVERIFIED: "warning",
-    Severity.NOTE: "note",
-}
 
 
 def render(report: Report, root: str | None = None, *, strict: bool = False) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from onegraph.check import compat, containers
+from onegraph.check.constructs import own_nodes
 from onegraph.check.program import region as regions
 from onegraph.check.program.comparison import EagerComparison
 from onegraph.check.program.held import Gone, let_go
 from onegraph.check.program.ordering import Ordering
 from onegraph.check.program.replays import freed, replay, tell_freed
-from onegraph.check.program.statements import own_nodes
 from onegraph.check.program.world import Capture, ProgramWorld, share_memory
 from onegraph.check.report import Severity
 from onegraph.check.rules.errors import NOT_PERMITTED, ON_DEFAULT
@@ -29,6 +29,8 @@ class Recorder:
 
     def __init__(self, world: ProgramWorld, comparison: EagerComparison) -> None:
         self.world, self.comparison = world, comparison
+        self.clock = 0  # replays of all graphs
+        self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
         self.suite: Any = None
         self.ordering = world.ordering = Ordering(world)
         world.streams.order = self.ordering.order
@@ -170,16 +172,16 @@ class Recorder:
         dead = freed(world, capture)
         if dead:
             tell_freed(world, capture, dead)
-        world.clock += 1
+        self.clock += 1
         self.comparison.compare(capture, dead)
         replay(world, capture, dead)
         capture.replays += 1
-        capture.last = world.clock
+        capture.last = self.clock
 
     def _pool_at_once(self, capture: Capture, frame: FrameType) -> None:
         world = self.world
         current: Any = torch.cuda.current_stream()
-        stream, before = current.id, world.replayed.get(capture.pool)
+        stream, before = current.id, self.replayed.get(capture.pool)
         unwaited = before is not None and before[1] != stream and before[2] == world.waits
         if before is not None and unwaited and share_memory(capture, before[0]):
             chain = frames.chain_from(user_frame(frame), world.stop)
@@ -187,7 +189,7 @@ class Recorder:
             if before[0] is capture:
                 text = "a graph is replayed on a second stream before its last replay is waited for"
             world.flag(capture, "CG312", text, chain)
-        world.replayed[capture.pool] = capture, stream, world.waits
+        self.replayed[capture.pool] = capture, stream, world.waits
         for op in capture.step.ops:
             for number in op.externals:
                 over = world.overwritten(number) if number in world.made_by else None

@@ -14,9 +14,9 @@ from torch import Tensor
 from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import relative
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.device import DeviceTensor, _leaves, storage_of
+from onegraph.check.simulate.device import DeviceTensor, storage_of
 from onegraph.check.simulate.races import Clock, Order, Race
-from onegraph.check.simulate.records import split, tensors_in
+from onegraph.check.simulate.records import targets, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _COPIES = ("aten::copy_", "aten::_to_copy")
@@ -74,26 +74,26 @@ class Ordering:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, chain: Callable[[], Any]) -> None:
         """An op ran outside of captures, on the current stream."""
-        given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, Tensor)]
+        given = list(tensors_in((args, kwargs)))
         device = [t for t in given if isinstance(t, DeviceTensor)]
-        targets = {id(t) for t in split(func, args, kwargs)[0]}
+        writes = {id(t) for t in targets(func, args, kwargs)}
         hosts = [t for t in given if not isinstance(t, DeviceTensor)]
         if self.landed:
             for tensor in hosts:
-                if id(tensor) not in targets:
+                if id(tensor) not in writes:
                     self.read(tensor, chain)
-        self._bridge(device, targets, out)
+        self._bridge(device, writes, out)
         watched = [t for t in device if t.record.number in self.watched]
         outs = [t for t in tensors_in(out) if isinstance(t, DeviceTensor)]
         numbers = {t.record.number for t in device}
-        if not watched or (not targets and outs and all(o.record.number in numbers for o in outs)):  # views alone
+        if not watched or (not writes and outs and all(o.record.number in numbers for o in outs)):  # views alone
             return
         stream, name = self._stream(), func._schema.name
-        used = {t.record.number: (t.record.number, id(t) in targets, t.inner) for t in watched}
+        used = {t.record.number: (t.record.number, id(t) in writes, t.inner) for t in watched}
         for race in self.order.launch(stream, used.values(), chain()):
             self._race(self.watched[race.number], race)
         landing = [t for t in (*hosts, *tensors_in(out)) if not isinstance(t, DeviceTensor)]
-        if name in _COPIES and landing and id(watched[0]) not in targets:
+        if name in _COPIES and landing and id(watched[0]) not in writes:
             blocks = not (kwargs.get("non_blocking") or (name == "aten::copy_" and len(args) > 2 and args[2]))
             made = [t for t in watched if t.record.number in self.world.made_by]
             if blocks or not self.world.storages.is_pinned(landing[0]):
@@ -104,14 +104,14 @@ class Ordering:
         elif name in _READS:
             self.order.host_waits(self.order.now(stream))
 
-    def _bridge(self, device: list[DeviceTensor], targets: set[int], out: Any) -> None:
+    def _bridge(self, device: list[DeviceTensor], writes: set[int], out: Any) -> None:
         """Between two pieces, work that is not captured makes the second one's input of the first one's output."""
         world = self.world
-        read = [t.record.number for t in device if id(t) not in targets]
+        read = [t.record.number for t in device if id(t) not in writes]
         known = [(c, c.replays) for n in read if (c := world.made_by.get(n)) is not None]
         source = next(iter(known), None) or next((self.bridges[n] for n in read if n in self.bridges), None)
         made = [t for t in tensors_in(out) if isinstance(t, DeviceTensor) and t.record.number not in world.made_by]
-        for number in {t.record.number for t in (*made, *(t for t in device if id(t) in targets))} - set(read):
+        for number in {t.record.number for t in (*made, *(t for t in device if id(t) in writes))} - set(read):
             self.bridges.pop(number, None)
             if source is not None:
                 self.bridges[number] = source

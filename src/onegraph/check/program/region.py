@@ -16,8 +16,9 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any
 
+from onegraph.check.constructs import own_nodes
 from onegraph.check.program.held import PLAIN, Gone, Held, hold
-from onegraph.check.program.statements import compiled, outside_of_class, own_nodes, stored, targets
+from onegraph.check.program.statements import compiled, outside_of_class, stored, targets
 from onegraph.check.simulate import frames
 
 _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.AsyncFor, ast.AsyncWith)

@@ -7,9 +7,9 @@ from onegraph.check.program.world import Capture, ProgramWorld
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.simulate.compare import short
 from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
-from onegraph.check.simulate.device import flat_bytes
+from onegraph.check.simulate.randomness import Returns
 from onegraph.check.simulate.records import OpRecord, RawFinding, map_tensors
-from onegraph.check.simulate.replay import REFUSALS, again, refresh, told
+from onegraph.check.simulate.replay import REFUSALS, again, poison_freed, refresh, told
 
 REFUSED = "CUDA error: device-side assert triggered; or memory past the tensor is read or written, without an error"
 
@@ -42,17 +42,10 @@ def replay(world: ProgramWorld, capture: Capture, dead: set[int]) -> None:
     step = capture.step
     with compat.no_torch_function(), world.off(), torch.inference_mode():
         if dead:
-            _poison(step.ops, dead)
-        states: list[torch.Tensor] = []
-        moves = iter(step.rng)
-        move = next(moves, None)
+            poison_freed(step, dead, lambda _: None)
+        returns = Returns(step)
         for position, op in enumerate(step.ops):
-            while move is not None and move[0] <= position:
-                if move[1] < 0:
-                    states.append(torch.get_rng_state())
-                else:
-                    torch.set_rng_state(states[move[1]])
-                move = next(moves, None)
+            returns.before(position)
             if op.captured and op.again is not None:
                 op.again(op, lambda _: None)
             elif op.captured and op.kind in ("op", "h2d", "d2h"):
@@ -90,10 +83,3 @@ def _takes_others(op: OpRecord) -> bool:
             continue
         return True
     return False
-
-
-def _poison(ops: list[OpRecord], dead: set[int]) -> None:
-    for op in ops:
-        for tensor, number in zip(op.tensors, op.externals, strict=False):
-            if number in dead:
-                flat_bytes(tensor).fill_(255)

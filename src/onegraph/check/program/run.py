@@ -108,7 +108,7 @@ def _of_functions(world: ProgramWorld) -> list[Report]:
     skipped = compiled.skips(world.calls, FUNCTIONS)
     findings.of_running(skipped)
     if not any(s.happens == compiled.NO_GRAPH for s in skipped):  # without a graph nothing is overwritten
-        findings.of_running(replace(s, step=FUNCTIONS) for s in world.late)
+        findings.of_running(replace(s, step=FUNCTIONS) for s in world.compiled_outputs.late)
     return [findings.report("", len(world.calls))]
 
 

@@ -12,17 +12,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-
-
-def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Nodes of statements, those inside of functions and classes that they define left out."""
-    queue: list[ast.AST] = list(body)
-    while queue:
-        node = queue.pop()
-        yield node
-        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            queue.extend(ast.iter_child_nodes(node))
+from onegraph.check import constructs
 
 
 def stored(nodes: list[ast.AST]) -> Iterator[str]:
@@ -41,22 +31,16 @@ def stored(nodes: list[ast.AST]) -> Iterator[str]:
 def targets(body: list[ast.stmt]) -> dict[str, ast.expr]:
     """What statements assign, by its text: names, attributes and elements."""
     found: dict[str, ast.expr] = {}
-    for node in own_nodes(body):
+    for node in constructs.own_nodes(body):
         assigned: list[ast.expr] = []
         if isinstance(node, ast.Assign):
             assigned = node.targets
         elif isinstance(node, ast.AnnAssign | ast.AugAssign):
             assigned = [node.target]
-        for target in (t for a in assigned for t in _leaves(a)):
+        for target in (t for a in assigned for t in constructs.targets(a)):
             if not any(isinstance(n, ast.Call) for n in ast.walk(target)):  # which may do more than to name it
                 found[ast.unparse(target)] = target
     return found
-
-
-def _leaves(target: ast.expr) -> list[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        return [leaf for item in target.elts for leaf in _leaves(item)]
-    return [target.value] if isinstance(target, ast.Starred) else [target]
 
 
 def outside_of_class(body: list[ast.stmt], code: CodeType) -> list[ast.stmt]:
@@ -108,9 +92,9 @@ class _Spelled(ast.NodeTransformer):
             names = ("__class__", self.first)
             node.args = [ast.copy_location(ast.Name(name, ast.Load()), node.func) for name in names]
             return node
-        self.depth += isinstance(node, _FUNCTIONS)
+        self.depth += isinstance(node, constructs.Functions)
         self.generic_visit(node)
-        self.depth -= isinstance(node, _FUNCTIONS)
+        self.depth -= isinstance(node, constructs.Functions)
         return node
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.check import compat, containers
+from onegraph.check import compat
+from onegraph.check.program.compiled_outputs import CompiledOutputs
 from onegraph.check.program.region import Region
 from onegraph.check.report import SILENT, Severity
 from onegraph.check.rules.errors import PREVIOUS_ERROR
-from onegraph.check.simulate import compiled, frames, memory
-from onegraph.check.simulate.device import DeviceTensor, StorageRecord, _leaves, refuse
+from onegraph.check.simulate import compiled, frames, hazards, memory
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, refuse
 from onegraph.check.simulate.graphs import NESTED
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.records import RawFinding, Step, tensors_in
@@ -128,19 +129,14 @@ class ProgramWorld(World):
         self.made_inside: set[int] = set()  # all storages that captures made
         self.pools: dict[Any, memory.Pool] = {}
         self.warm: set[Any] = set()
-        self.clock = 0  # replays of all graphs
         self.streams = ProgramStreams()
         self.waits = 0  # how often the program waited for the device or a stream
-        self.replayed: dict[Any, tuple[Capture, int, int]] = {}  # by pool: the last one, its stream, waits until then
         self.taken: dict[tuple[frames.Chain, int], int] = {}  # by line and capture: after which replay views were made
         self.flagged: dict[tuple[int, str, str, frames.Chain], RawFinding] = {}
         self.saves = True
         self.functions = 0  # calls of functions that torch compiles with graphs of their own
-        self.compiled_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # storages that such a function returned: which one, in which call
-        self.compiled_outputs: weakref.WeakKeyDictionary[StorageRecord, tuple[Any, int]] = weakref.WeakKeyDictionary()
+        self.compiled_outputs = CompiledOutputs()
         self.raised: tuple[Any, tuple[tuple[int, ...], ...]] | None = None  # the last op that did, and given shapes
-        self.late: list[RawFinding] = []  # reads of those after a later call
 
     # books
 
@@ -220,7 +216,7 @@ class ProgramWorld(World):
             return
         if frames.waits_for_thread(self.threads.main):
             chain = frames.chain_of_thread(self.threads.main, self.stop)
-            self.flag(running, "CG309", "work is launched by another thread, whose stream is not captured", chain)
+            self.flag(running, *hazards.OTHER_THREAD[:2], chain)
         else:
             text = (
                 "another thread works on the GPU during a capture in mode 'global', in which none may allocate or wait"
@@ -263,15 +259,12 @@ class ProgramWorld(World):
         """Outside of captures such a function is fine: what it does is looked at, and whose outputs it overwrites."""
         if self.phase == "step":
             return function(*args, **kwargs) if self.hosts is not None else super().own_graphs(function, args, kwargs)
-        run = self.compiled_runs.get(function, 0) + 1
-        self.compiled_runs[function] = run
+        run = self.compiled_outputs.called(function)
         if run > compiled.MOST_CALLS:
             out = function(*args, **kwargs)
         else:
             out = self._as_step(lambda: compiled.watched(self, function, args, kwargs))
-        for tensor in containers.tensors(out).values():
-            if isinstance(tensor, DeviceTensor) and not tensor.requires_grad:  # a pending backward keeps them
-                self.compiled_outputs[tensor.record] = weakref.ref(function), run
+        self.compiled_outputs.returned(function, run, out)
         return out
 
     def _as_step(self, work: Callable[[], Any]) -> Any:
@@ -297,15 +290,15 @@ class ProgramWorld(World):
             try:
                 return super().dispatch(func, args, kwargs)
             except REFUSALS:
-                inner = [t.inner for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+                inner = [t.inner for t in tensors_in((args, kwargs)) if isinstance(t, DeviceTensor)]
                 known = not self.unknowns.among(inner)
                 self.raised = (func, tuple(tuple(t.shape) for t in inner)) if known else None
                 raise
         with self.threads.lock, compat.no_torch_function():
-            given = [t for t in _leaves((list(args), kwargs)) if isinstance(t, DeviceTensor)]
+            given = [t for t in tensors_in((args, kwargs)) if isinstance(t, DeviceTensor)]
             graphs = [t for t in given if t.record.number in self.made_by] if self.made_by else []
-            for tensor in given if self.compiled_outputs else ():
-                self._late(tensor)
+            for tensor in given if self.compiled_outputs.storages else ():
+                self._read_compiled(tensor)
             if (self.running or self.threads.errands) and (given or _on_gpu(kwargs.get("device"))):
                 self._meanwhile()
         out = super().dispatch(func, args, kwargs)
@@ -318,19 +311,8 @@ class ProgramWorld(World):
                 self.ordering.ran(func, args, kwargs, out, lambda: frames.chain(self.stop, 4))
         return out
 
-    def _late(self, tensor: DeviceTensor) -> None:
-        """An output of a compiled function is read after the function ran again, into the same memory."""
-        known, run = self.compiled_outputs.get(tensor.record, (None, 0))
-        function = known() if known is not None else None
-        if function is None or self.compiled_runs[function] <= run:
-            return
-        chain = frames.chain(self.stop, 4)
-        if (seen := next((s for s in self.late if s.chain == chain), None)) is not None:
-            seen.count += 1
-            return
-        text = "an output of a compiled function is read after the function ran again, which overwrites it"
-        happens = "RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
-        self.late.append(RawFinding(OUTSIDE, "CG209", Severity.ERROR, chain, text, happens))
+    def _read_compiled(self, tensor: DeviceTensor) -> None:
+        self.compiled_outputs.read(tensor, lambda: frames.chain(self.stop, 4), OUTSIDE)
 
     def host_reads(self, tensor: Tensor) -> None:
         if self.phase != "step" and not self.muted and self.ordering is not None:
@@ -340,7 +322,7 @@ class ProgramWorld(World):
         if self.phase != "step" and not self.muted and tensor.record.number in self.made_by:
             self._read(tensor, frames.chain(self.stop, 3))
         if self.phase != "step" and not self.muted:
-            self._late(tensor)
+            self._read_compiled(tensor)
         super().host_read(kind, message, tensor)
 
     def _outputs_used(self, func: Any, args: tuple[Any, ...], graphs: list[DeviceTensor], out: Any) -> None:

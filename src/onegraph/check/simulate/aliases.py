@@ -1,4 +1,5 @@
-"""Names that modules took from torch before a simulation began: `from torch.cuda import current_stream`."""
+"""Attributes that stand for others while a simulation lasts, and the names that modules took from torch before it
+began: `from torch.cuda import current_stream`."""
 
 import functools
 import os
@@ -14,6 +15,31 @@ from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+ABSENT = object()
+"""What an attribute was that was not there."""
+
+
+@contextmanager
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of modules, classes and objects for the length of a block; those that were not there are removed."""
+    changes = list(changes)
+    before = [(owner, name, vars(owner).get(name, ABSENT)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            put_back(owner, name, value)
+
+
+def put_back(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute to what it was; remove it where it was not there."""
+    if value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from onegraph.check import containers
 from onegraph.check.places import package_of
 from onegraph.check.report import CheckError
 from onegraph.check.simulate import frames
+from onegraph.check.simulate.aliases import changed
 
 _LONGEST = 200
 
@@ -118,11 +119,8 @@ def _no_way_out() -> Iterator[None]:
             leave(status)
         sys.exit(status)
 
-    os._exit = instead
-    try:
+    with changed([(os, "_exit", instead)]):
         yield
-    finally:
-        os._exit = leave
 
 
 def given_by(inputs: Callable[[int], Any], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -185,7 +185,7 @@ class _Groups:
 def _of_some_ranks(name: str, chain: frames.Chain) -> bool:
     """Whether an `if` around the call asks for the rank, and does not run the same collective for the others."""
     for node in frames.branches_around(chain) if name not in PAIR_COLLECTIVES else ():
-        asks = any("rank" in str(getattr(n, "id", getattr(n, "attr", ""))) for n in ast.walk(node.test))
+        asks = any("rank" in last_name(n) for n in ast.walk(node.test))
         arms = [{last_name(c.func) for s in arm for c in ast.walk(s) if isinstance(c, ast.Call)}
                 for arm in (node.body, node.orelse)]  # fmt: skip
         if asks and not all(name in arm for arm in arms):

@@ -12,6 +12,7 @@ from typing import Any
 STUCK = 120.0
 """Seconds after which a copy that does not end is ended."""
 
+_CANNOT = "this machine cannot copy the process ({})"
 RAISE = "run by themselves, its statements raise"
 
 
@@ -20,15 +21,15 @@ def in_a_copy(work: Callable[[], Any]) -> Any:
     try:
         read, write = os.pipe()
     except OSError as error:
-        return f"this machine cannot copy the process ({error.strerror or error})"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: the copy uses none of them
+        return _CANNOT.format(error.strerror or error)
+    # Of forking beside threads: the copy uses none of them.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         try:
             child = os.fork()
         except OSError as error:
             os.close(read)
             os.close(write)
-            return f"this machine cannot copy the process ({error.strerror or error})"
+            return _CANNOT.format(error.strerror or error)
     if child == 0:
         os.close(read)
         _child(work, write)

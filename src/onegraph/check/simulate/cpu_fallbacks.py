@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.check import compat
-from onegraph.check.simulate.records import map_tensors, tensors_in, written
+from onegraph.check.simulate.records import map_tensors, targets
 
 
 class Unavailable(NotImplementedError):
@@ -47,10 +47,7 @@ def _wider(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     wide_args, wide_kwargs = map_tensors(args, widen), map_tensors(kwargs, widen)
     out = func(*wide_args, **wide_kwargs)
-    targets = written(func)
-    for target in tensors_in(
-        [wide_args[i] for i in targets.positions if i < len(wide_args)] + [wide_kwargs.get(n) for n in targets.names]
-    ):
+    for target in targets(func, wide_args, wide_kwargs):
         if id(target) in originals:
             originals[id(target)].copy_(target)
     return map_tensors(out, lambda t: originals.get(id(t), t.to(narrow.get(t.dtype, t.dtype))))

@@ -54,7 +54,7 @@ def _stand_ins(world: World, recorder: graphs.Recorder, made_generators: Generat
     world.streams_main = made.pop("main")
 
     def synchronize(device: Any = None) -> None:
-        world.see("CG106", "the host waits for the device inside the step", hazards.NOT_PERMITTED)
+        world.see(*hazards.WAITED)
         for stream in list(world.streams.order.clocks):
             world.streams.host_waits(stream, world.streams.order.now(stream))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onegraph.check import compat
+from onegraph.check.simulate.records import tensors_in
 
 
 class StorageRecord:
@@ -28,6 +29,10 @@ class StorageRecord:
 
     def __init__(self, number: int, nbytes: int, born: int, phase: str, place: Any) -> None:
         self.number, self.nbytes, self.born, self.phase, self.place = number, nbytes, born, phase, place
+
+    def made_in(self, step: int) -> bool:
+        """Whether the step itself made it, not the inputs that it was given."""
+        return self.born == step and self.phase == "step"
 
 
 class Owner(Protocol):
@@ -90,7 +95,7 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch gives these by keyword and by place
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        world = next(leaf for leaf in _leaves((args, kwargs or {})) if isinstance(leaf, DeviceTensor)).world
+        world = next(t for t in tensors_in((args, kwargs)) if isinstance(t, DeviceTensor)).world
         return world.dispatch(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -201,14 +206,3 @@ def weak(inner: Tensor) -> StorageWeakRef:
 def flat_bytes(inner: Tensor) -> Tensor:
     """The whole storage as uint8 [bytes], sharing memory."""
     return torch.empty(0, dtype=torch.uint8).set_(block(inner).untyped_storage())
-
-
-def _leaves(tree: Any) -> Any:
-    if isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _leaves(item)
-    else:
-        yield tree

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any, Protocol
 
@@ -255,8 +256,6 @@ class Findings:
         return next((Cause(path=f.path, line=f.line, code=f.code) for f in known if f is not None), None)
 
     def _replace(self, finding: Finding, **fields: Any) -> None:
-        from dataclasses import replace
-
         self.found[(finding.code, finding.path, finding.line)] = replace(finding, **fields)
 
     def report(self, target: str, steps: int) -> Report:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onegraph.check.constructs import parsed, walked
+from onegraph.check.constructs import Functions, last_name, own_nodes, parsed, walked
 from onegraph.check.places import package_of
 from onegraph.check.report import Frame, relative
 
@@ -106,9 +106,13 @@ def _own(code: CodeType, lasti: int) -> tuple[CodeType, int]:
 
 
 def chain_of_error(error: BaseException, stop: CodeType) -> Chain:
-    """The calls between where an error was raised and the frame whose code is `stop`, through which it came."""
+    """The calls between where an error was raised and the frame whose code is `stop`; none where it did not come
+    through that."""
+    way = _way(error)
+    if all(code is not stop for code, _ in way):
+        return ()
     found: list[tuple[CodeType, int]] = []
-    for code, lasti in _way(error):
+    for code, lasti in way:
         if code is stop:
             found.clear()
         elif not _skipped(code.co_filename):
@@ -186,7 +190,7 @@ def called(code: CodeType, lasti: int) -> str:
     for node in walked(module):
         here = isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == at
         if isinstance(node, ast.Call) and here:
-            return getattr(node.func, "attr", getattr(node.func, "id", ""))
+            return last_name(node.func)
     return ""
 
 
@@ -309,27 +313,19 @@ def _backwards(mine: Chain, last: Chain, level: int) -> bool:
 
 _BRANCHES = (ast.If, ast.For, ast.While, ast.IfExp, ast.Match, ast.Try, ast.AsyncFor)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def _inside(module: ast.Module, code: CodeType) -> list[ast.AST]:
     """Nodes of the function that `code` was compiled from, without those of functions nested in it."""
-    found: list[ast.AST] = []
     root: ast.AST = module
     for node in walked(module):
-        if isinstance(node, _FUNCTIONS):
+        if isinstance(node, Functions):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
             named = isinstance(node, ast.Lambda) or node.name == code.co_name
             if first == code.co_firstlineno and named and isinstance(node, ast.Lambda) == (code.co_name == "<lambda>"):
                 root = node
                 break
-    queue = list(ast.iter_child_nodes(root))
-    while queue:
-        node = queue.pop()
-        found.append(node)
-        if not isinstance(node, _FUNCTIONS):
-            queue.extend(ast.iter_child_nodes(node))
-    return found
+    return list(own_nodes(ast.iter_child_nodes(root), Functions))
 
 
 def _header(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onegraph.check import compat
 from onegraph.check.report import SILENT, Severity
+from onegraph.check.simulate import hazards
 from onegraph.check.simulate.world import World
 
 _PER_DRAW = 4
@@ -74,7 +75,7 @@ def _kind(world: World) -> Any:
             if self.real is None:
                 world.see("CG302", "a generator is seeded inside the step", SILENT, severity=Severity.WARNING)
             else:
-                world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
+                world.see(*hazards.SEEDED)
             self.moved = -world.randomness.drawn(self)
             with world.off():
                 self._of().manual_seed(int(seed) % 2**64)

@@ -17,17 +17,16 @@ from typing import Any, Protocol
 import torch
 
 from onegraph.check import compat
-from onegraph.check.rules.errors import NOT_PERMITTED
+from onegraph.check.rules.errors import IN_CAPTURE, NOT_PERMITTED
 from onegraph.check.simulate import frames
 from onegraph.check.simulate.calling import guarded
-from onegraph.check.simulate.recording import keep_one, put_back
-from onegraph.check.simulate.records import OpRecord, Step, tensors_in, written
+from onegraph.check.simulate.recording import keep, put_back
+from onegraph.check.simulate.records import OpRecord, Step, targets
 from onegraph.check.simulate.replay import REFUSALS, again, refresh
 from onegraph.check.simulate.world import World
 
 NO_GRAPH = "replay() of a graph that was not captured: call capture_begin() and capture_end(), or torch.cuda.graph"
 NESTED = f"{NOT_PERMITTED} (a capture in a capture)"
-IN_CAPTURE = "RuntimeError: Cannot prepare for replay during capturing stage"
 
 
 class Recorder(Protocol):
@@ -110,7 +109,7 @@ class StepRecorder:
                     continue
                 if live and world.step > world.captured_step:
                     for tensor in _targets(op):
-                        keep_one(world, tensor)
+                        keep(world, tensor)
                 refresh(op)
                 try:
                     _ = op.again(op, lambda _: None) if op.again is not None else again(op)
@@ -127,7 +126,7 @@ def _targets(op: OpRecord) -> Iterator[torch.Tensor]:
     """What a recorded op writes: results that it made, and arguments."""
     yield from (out for out, fresh in zip(op.outs, op.fresh, strict=False) if fresh)
     if op.again is None:
-        yield from tensors_in([op.args[i] for i in written(op.func).positions if i < len(op.args)])
+        yield from targets(op.func, op.args, op.kwargs)
     else:
         yield from op.outs
 

@@ -7,13 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onegraph.check.rules.errors import NOT_PERMITTED, PAGEABLE
+from onegraph.check.rules import errors
+from onegraph.check.rules.errors import NOT_PERMITTED, PAGEABLE, SILENT
 from onegraph.check.tables import sync_row
-
-OWN_GRAPHS = (
-    "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
-    "of another"
-)
 
 
 class Hazard(NamedTuple):
@@ -22,9 +18,30 @@ class Hazard(NamedTuple):
     happens: str
 
 
+# What a simulation and a GPU tell in the same words.
+READ = Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
+COPIED = Hazard("CG102", "host data is copied to the device from pageable memory", PAGEABLE)
+INDEXED = Hazard("CG103", "a Python value is indexed with or assigned by index, which copies it over", PAGEABLE)
+WAITED = Hazard("CG106", "the host waits for the device inside the step", NOT_PERMITTED)
+UNREGISTERED = Hazard("CG301", "random numbers are drawn from a generator that no graph knows", errors.NO_CAPTURE_MODE)
+SEEDED = Hazard("CG302", "the random seed is set inside the step, once, at capture", SILENT)
+ASTRAY = Hazard(
+    "CG303", "work is launched on a stream that did not wait for the capturing one", f"{errors.UNCAPTURED}, or {SILENT}"
+)
+UNJOINED = Hazard("CG305", "a side stream is not joined before the step ends", errors.UNJOINED)
+OWN_GRAPHS = Hazard(
+    "CG307",
+    "what is compiled with mode='reduce-overhead' or 'max-autotune' captures graphs of its own, which cannot be inside "
+    "of another",
+    errors.IN_CAPTURE,
+)
+OTHER_THREAD = Hazard("CG309", "work is launched by another thread, whose stream is not captured", SILENT)
+
+
 def branch(hazard: Hazard, opname: str) -> Hazard:
-    """A host read whose value decides a jump is a branch on a device value. opname: the bytecode that asked for it."""
-    if "JUMP" in opname or opname in ("TO_BOOL", "UNARY_NOT"):
+    """A host read whose value decides a jump is a branch on a device value; any other hazard is what it is. opname: the
+    bytecode that asked for it."""
+    if hazard.code == "CG101" and ("JUMP" in opname or opname in ("TO_BOOL", "UNARY_NOT")):
         return Hazard("CG108", "a Python branch is taken on a device value", hazard.happens)
     return hazard
 
@@ -73,7 +90,7 @@ def of_op(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], h
         what = _NAMED_SHAPES.get(name, name.split("::")[1])
         return Hazard("CG104", f"{what}: the shape of the result depends on device values", NOT_PERMITTED)
     if name == "aten::_local_scalar_dense":
-        return Hazard("CG101", "a device value is read on the host", NOT_PERMITTED)
+        return READ
     if dependent:
         return Hazard("CG101", f"{name.split('::')[1]} gives a host value computed from device data", NOT_PERMITTED)
     if name == "aten::where" and any(not h.dim() for h in hosts):
@@ -161,12 +178,10 @@ def of_copy(*, to_device: bool, pinned: bool, non_blocking: bool, opname: str) -
         return None
     if to_device:
         if "SUBSCR" in opname or "SLICE" in opname:
-            return Hazard(
-                "CG103", "a Python value is indexed with or assigned by index, which copies it over", PAGEABLE
-            )
+            return INDEXED
         if pinned:
             return Hazard("CG102", "a blocking copy from pinned memory waits for the stream", NOT_PERMITTED)
-        return Hazard("CG102", "host data is copied to the device from pageable memory", PAGEABLE)
+        return COPIED
     if pinned:
         return Hazard("CG101", "a blocking copy to the host waits for the stream", NOT_PERMITTED)
     return Hazard("CG101", "a device tensor is copied to the host", PAGEABLE)

@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from onegraph.check.simulate import low_precision
+from onegraph.check.simulate.aliases import ABSENT, changed, put_back
 from onegraph.check.simulate.device import flat_bytes
 from onegraph.check.simulate.libdevice import Libdevice, is_libdevice
 
@@ -295,23 +296,6 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-@contextmanager
-def changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of modules, classes and objects for the length of a block; those that were not there are removed."""
-    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in changes]
-    try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
-_ABSENT = object()
 _PATCHES: list[tuple[Any, str, Any, Any]] = []
 
 
@@ -330,20 +314,16 @@ def _language_patches(interpreter: Any, language: Any) -> list[tuple[Any, str, A
         scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": core}))
     finally:
         found = [
-            (owner, name, old.get(name, _ABSENT), value)
+            (owner, name, old.get(name, ABSENT), value)
             for owner, old in zip(owners, before, strict=True)
             for name, value in vars(owner).items()
-            if old.get(name, _ABSENT) is not value
+            if old.get(name, ABSENT) is not value
         ]
         if scope is not None:
             scope.restore()
         for owner, name, value, _ in found:  # one that raises halfway leaves a language that compiles no more
-            if vars(owner).get(name, _ABSENT) is value:
-                continue
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+            if vars(owner).get(name, ABSENT) is not value:
+                put_back(owner, name, value)
     ours = {"static_print": _quiet, "__index__": _index}
     found = [(o, n, old, ours.get(n, new)) for o, n, old, new in found]
     for owner in _extras(language):

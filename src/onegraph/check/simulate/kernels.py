@@ -169,7 +169,7 @@ def _memory(world: Machine, made: _Launch) -> interpret.Memory:
 
     def first_write(whole: Tensor) -> None:
         if replayed:
-            recording.keep_one(world, whole)
+            recording.keep(world, whole)
         if undo:
             memory.kept.append((whole, whole.clone()))
 
@@ -252,18 +252,8 @@ def _record(world: Machine, made: _Launch, memory: interpret.Memory) -> None:
     touched = _records(world, memory.followed)
     written = {whole.data_ptr() for whole in memory.written.values()}
     outs = [t.inner for t in virtual if flat_bytes(t.inner).data_ptr() in written]
-    op = OpRecord(
-        func=made.kernel,
-        name=made.name,
-        kind="launch",
-        chain=made.chain,
-        scalars=step.addresses.named((*_scalars(made), Argument("grid", made.grid))),
-        shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=tuple(_external(world, r) for r in (*(t.record for t in virtual), *touched)),
-        derived=tuple(t.made == world.step for t in virtual),
-        captured=world.streams.launch(world, made.chain, virtual[0].device.index if virtual else world.device_index),
-        reads=tuple(dict.fromkeys(r.number for r in (*(t.record for t in virtual), *touched))),
-    )
+    scalars = (*_scalars(made), Argument("grid", made.grid))
+    op = recording.begun(world, made.kernel, made.name, "launch", made.chain, scalars, virtual, touched)
     op.writes = tuple(r.number for r in _records(world, list(memory.written.values())))
     if op.captured and world.streams.order.forked:
         used = ((t.record.number, flat_bytes(t.inner).data_ptr() in written, t.inner) for t in virtual)
@@ -300,11 +290,6 @@ class _Again:
         except interpret.Cannot:
             return False
         return True
-
-
-def _external(world: Machine, record: StorageRecord) -> int:
-    """Its number, or -1 where the running step made it."""
-    return -1 if record.born == world.step and record.phase == "step" else record.number
 
 
 def _records(world: Machine, tensors: list[Tensor]) -> list[StorageRecord]:

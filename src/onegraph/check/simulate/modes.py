@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from onegraph.check import compat
 from onegraph.check.declared import capturable
-from onegraph.check.report import SILENT, CheckError
-from onegraph.check.simulate import frames, kernels
+from onegraph.check.report import CheckError
+from onegraph.check.simulate import frames, hazards, kernels
 from onegraph.check.simulate.copies import in_a_copy
 from onegraph.check.simulate.device import DeviceTensor, refuse, swap
 from onegraph.check.simulate.records import body_of, composed, eagerly, for_cuda, has_another
@@ -130,8 +130,6 @@ class _Functions(TorchFunctionMode):
             torch.manual_seed: self.seed,
             torch.random.manual_seed: self.seed,
             torch.seed: self.seed,
-            torch.set_rng_state: self.rng_state,
-            torch.get_rng_state: self.rng_state,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -255,8 +253,5 @@ class _Functions(TorchFunctionMode):
         return view
 
     def seed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.world.see("CG302", "the random seed is set inside the step, once, at capture", SILENT)
-        return func(*args, **kwargs)
-
-    def rng_state(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.world.see(*hazards.SEEDED)
         return func(*args, **kwargs)

@@ -44,3 +44,20 @@ class Randomness:
             if torch.equal(self._states[index], state):
                 step.rng.append((position, index))
                 return
+
+
+class Returns:
+    """What a step did to the generator's state, `Step.rng`, done again in a replay."""
+
+    def __init__(self, step: Step) -> None:
+        self._left = list(step.rng)
+        self._states: list[Tensor] = []
+
+    def before(self, position: int) -> None:
+        """The step's op at this position is next."""
+        while self._left and self._left[0][0] <= position:
+            _, read = self._left.pop(0)
+            if read < 0:
+                self._states.append(torch.get_rng_state())
+            else:
+                torch.set_rng_state(self._states[read])

@@ -1,6 +1,6 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from onegraph.check import compat
 from onegraph.check.simulate import frames, hazards
-from onegraph.check.simulate.device import DeviceTensor, block, flat_bytes, storage_of, weak
+from onegraph.check.simulate.device import DeviceTensor, StorageRecord, block, flat_bytes, storage_of, weak
 from onegraph.check.simulate.machine import Machine
-from onegraph.check.simulate.records import OpRecord, Step, Writes, map_tensors, same, split, tensors_in, written
+from onegraph.check.simulate.records import OpRecord, Step, map_tensors, same, targets, written
 from onegraph.check.simulate.unknown import GivenTensor
 
 
@@ -22,21 +22,9 @@ def launched(
     told before it; None: as it is now."""
     if world.current is None or world.phase != "step":
         return
-    op = OpRecord(
-        func=func,
-        name=name,
-        kind="launch",
-        chain=chain,
-        scalars=world.current.addresses.named(scalars),
-        shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=tuple(
-            -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
-        ),
-        captured=world.streams.launch(world, chain, virtual[0].device.index if virtual else world.device_index),
-        reads=tuple(dict.fromkeys(t.record.number for t in virtual)),
-        opaque=True,
-        given=world.given(virtual, [t.inner for t in virtual]) if given is None else given,
-    )
+    op = begun(world, func, name, "launch", chain, scalars, virtual)
+    op.opaque, op.derived = True, ()
+    op.given = world.given(virtual, [t.inner for t in virtual]) if given is None else given
     if world.step == world.captured_step:
         op.tensors = tuple(t.inner for t in virtual)
     if op.captured:  # what it writes nobody knows: as a reader it meets those that are known to write
@@ -46,21 +34,34 @@ def launched(
     world.current.ops.append(op)
 
 
-def keep(world: Machine, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Writes) -> None:
-    """Copy on write: what an older storage held before this step, for the referee to go back to."""
+def begun(
+    world: Machine, func: Any, name: str, kind: str, chain: frames.Chain, scalars: tuple[Any, ...],
+    virtual: list[DeviceTensor], followed: Sequence[StorageRecord] = (),
+) -> OpRecord:  # fmt: skip
+    """The record of an op, or launch, that is given `virtual`, and reaches the storages `followed` by addresses."""
     assert world.current is not None
-    targets = [args[i] for i in writes.positions if i < len(args)]
-    targets += [kwargs[n] for n in writes.names if n in kwargs]
-    for target in tensors_in(targets):
-        keep_one(world, target)
+    used = [*(t.record for t in virtual), *followed]
+    index = virtual[0].device.index if virtual else world.device_index
+    return OpRecord(
+        func=func,
+        name=name,
+        kind=kind,
+        chain=chain,
+        scalars=world.current.addresses.named(scalars),
+        shapes=tuple(tuple(t.inner.shape) for t in virtual),
+        externals=tuple(-1 if r.made_in(world.step) else r.number for r in used),
+        derived=tuple(t.made == world.step for t in virtual),
+        captured=kind == "view" or world.streams.launch(world, chain, index),
+        reads=tuple(dict.fromkeys(r.number for r in used)),
+    )
 
 
-def keep_one(world: Machine, target: Tensor) -> None:
-    """The same of one tensor that is about to be written."""
+def keep(world: Machine, target: Tensor) -> None:
+    """Copy on write: what an older storage held before this step, for the referee to go back to."""
     assert world.current is not None
     key = storage_of(target)
     record = world.storages.records.get(key)
-    if record is None or (record.born == world.step and record.phase == "step") or key in world.current.before:
+    if record is None or record.made_in(world.step) or key in world.current.before:
         return
     whole = flat_bytes(target)
     world.current.before[key] = (whole, whole.clone())
@@ -93,25 +94,11 @@ def record(
     fresh = tuple(storage_of(o) not in known for o in outs)
     if turns(func) or (outs and kind == "op" and not any(fresh) and not written(func)):
         kind = "view"
-    op = OpRecord(
-        func=func,
-        name=str(func),
-        kind=kind,
-        chain=chain,
-        scalars=step.addresses.named(tuple(scalars)),
-        shapes=tuple(tuple(t.inner.shape) for t in virtual),
-        externals=tuple(
-            -1 if t.record.born == world.step and t.record.phase == "step" else t.record.number for t in virtual
-        ),
-        derived=tuple(t.made == world.step for t in virtual),
-        out_shapes=tuple(tuple(o.shape) for o in outs),
-        codes=(hazard.code,) if hazard else (),
-    )
-    if kind != "view":
-        index = virtual[0].device.index if virtual else world.device_index
-        op.captured = world.streams.launch(world, chain, index)
-        if op.captured and world.streams.order.forked:
-            world.streams.use(world, chain, uses(world, func, args, kwargs, virtual, outs, fresh))
+    op = begun(world, func, str(func), kind, chain, tuple(scalars), virtual)
+    op.out_shapes = tuple(tuple(o.shape) for o in outs)
+    op.codes = (hazard.code,) if hazard else ()
+    if kind != "view" and op.captured and world.streams.order.forked:
+        world.streams.use(world, chain, uses(world, func, args, kwargs, virtual, outs, fresh))
     if kind == "h2d":
         source = hosts[0].detach()
         op.source, op.contents = weak(source), source.clone()
@@ -140,9 +127,9 @@ def uses(
     outs: list[Tensor], fresh: tuple[bool, ...],
 ) -> Iterator[tuple[int, bool, Tensor]]:  # fmt: skip
     """(storage number, whether it is written, the part of it) of all on the device that an op reads or writes."""
-    targets = {id(t) for t in split(func, args, kwargs)[0]}
+    writes = {id(t) for t in targets(func, args, kwargs)}
     for tensor in virtual:
-        yield tensor.record.number, id(tensor.inner) in targets, tensor.inner
+        yield tensor.record.number, id(tensor.inner) in writes, tensor.inner
     for out, new in zip(outs, fresh, strict=True):
         record = world.storages.record(out)
         if new and record is not None:
@@ -177,17 +164,11 @@ def _remember(
         args, kwargs = map_tensors((args, kwargs), lambda t: t.clone() if id(t) in held else t)
     op.args, op.kwargs, op.outs, op.fresh = args, kwargs, tuple(outs), fresh
     op.tensors = tuple(t.inner for t in virtual)
-    op.reads = tuple(dict.fromkeys(t.record.number for t in virtual))
     made = [(o, world.storages.record(o)) for o, new in zip(outs, fresh, strict=True) if new]
     op.allocates = tuple(r.number for _, r in made if r is not None)
     op.bytes = sum(r.nbytes for _, r in made if r is not None)
-    targets = written(op.func)
-    if targets:
-        op.writes = tuple(
-            r.number
-            for t in tensors_in([args[i] for i in targets.positions if i < len(args)])
-            if (r := world.storages.record(t)) is not None
-        )
+    written_to = [world.storages.record(t) for t in targets(op.func, args, kwargs)]
+    op.writes = tuple(r.number for r in written_to if r is not None)
 
 
 def compare(world: Machine, op: OpRecord, step: Step, outs: list[Tensor]) -> None:

@@ -171,18 +171,23 @@ def results_said(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
+    elif isinstance(tree, list | tuple | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_in(item)
+
+
+def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that the op writes, of what it is given."""
+    writes = written(func)
+    given = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
+    return list(tensors_in(given))
 
 
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors that the op writes, the other ones that it is given)."""
-    writes = written(func)
-    found = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
-    targets = list(tensors_in(found))
-    ids = {id(t) for t in targets}
-    return targets, [t for t in tensors_in([args, list(kwargs.values())]) if id(t) not in ids]
+    writes = targets(func, args, kwargs)
+    ids = {id(t) for t in writes}
+    return writes, [t for t in tensors_in((args, kwargs)) if id(t) not in ids]
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -1,6 +1,6 @@
 """Simulated replay, the referee: the captured step's ops again, with frozen arguments, against eager on new inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,8 @@ from onegraph.check import compat, containers
 from onegraph.check.simulate.addresses import point_alike
 from onegraph.check.simulate.cpu_fallbacks import Unavailable, perform
 from onegraph.check.simulate.device import block, flat_bytes, storage_of
-from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, tensors_in, written
+from onegraph.check.simulate.randomness import Returns
+from onegraph.check.simulate.records import UNWRITTEN, OpRecord, Step, close, targets, tensors_in
 from onegraph.check.simulate.unknown import Doubts
 from onegraph.check.simulate.world import World
 
@@ -38,6 +39,15 @@ class Verdict:
     def stale(self) -> bool:
         """Another result than eager's, or one that nobody can call the same."""
         return bool(self.outputs or self.state or self.failed or self.doubtful)
+
+    def compare(self, ours: dict[str, Tensor], theirs: dict[str, Tensor], but: Container[str] = ()) -> None:
+        """What a replay gives against what eager gives, by path; nothing is said of the paths `but`."""
+        if other := containers.same_places(ours, theirs):
+            self.failed = f"another result: {other}"
+        both = [path for path in theirs if path in ours and path not in but]
+        compared = {path: close(ours[path].detach(), theirs[path]) for path in both}
+        self.worst = max((error for _, error in compared.values()), default=0.0)
+        self.outputs = tuple(path for path, (fine, _) in compared.items() if not fine)
 
 
 def replay(
@@ -85,27 +95,22 @@ def replay(
         if storage_of(out) in made:
             _poison(block(out))
     torch.set_rng_state(rng_before)
-    _poison_dead(captured, dead, keep)
+    poison_freed(captured, dead, keep)
     doubts = Doubts(captured, eager, made) if _any_unknown(captured, eager) else None
     if doubts is not None:
         for static, new in inputs:
             doubts.static_input(static, new)
-    states: list[Tensor] = []
-    moves = iter(captured.rng)
-    move = next(moves, None)
+    returns = Returns(captured)
     for position, op in enumerate(captured.ops):
-        while move is not None and move[0] <= position:
-            if move[1] < 0:
-                states.append(torch.get_rng_state())
-            else:
-                torch.set_rng_state(states[move[1]])
-            move = next(moves, None)
+        returns.before(position)
         doubtful = doubts.op(position, op) if doubts is not None else None
         if op.captured and op.again is not None:
             if not op.again(op, lambda t: None if storage_of(t) in made else keep(t)):
                 verdict.failed = verdict.failed or f"{op.name} cannot run again on what it was captured with"
         elif op.captured and (op.kind in ("op", "h2d") or op.feeds):
-            _protect(op, made, keep)
+            for target in targets(op.func, op.args, op.kwargs):
+                if storage_of(target) not in made:  # the graph's own memory
+                    keep(target)
             try:
                 failed = "" if again(op) else f"{op.name} gives another shape"
             except REFUSALS as refusal:
@@ -115,20 +120,9 @@ def replay(
             same = doubtful is None and all(close(a, b)[0] for a, b in zip(op.outs, kept, strict=False))
             differs = not same and doubtful is not False
             (verdict.differing if differs else verdict.equal_ops).add(position)
-    if other := containers.same_places(outputs, eager_values):
-        verdict.failed = f"another result: {other}"
-    wrong, unsure = [], []
-    for path, theirs in eager_values.items():
-        if path in outputs:
-            doubtful = doubts.result(outputs[path], eager_outputs[path]) if doubts is not None else None
-            if doubtful is not None:
-                unsure += [f"result{path}"] * doubtful
-                continue
-            fine, error = close(outputs[path], theirs)
-            verdict.worst = max(verdict.worst, error)
-            if not fine:
-                wrong.append(path)
-    verdict.outputs = tuple(wrong)
+    common = {path: (outputs[path], theirs) for path, theirs in eager_outputs.items() if path in outputs}
+    may_differ = {path: doubts.result(*pair) for path, pair in common.items()} if doubts is not None else {}
+    verdict.compare(outputs, eager_values, [path for path, told in may_differ.items() if told is not None])
     moved = [(static, new) for static, new in inputs if storage_of(static) != storage_of(new)]
     given = {storage_of(t) for pair in moved for t in pair}
     touched = []
@@ -145,6 +139,7 @@ def replay(
             touched.append(storage_of(static))
     verdict.state = tuple(touched)
     if doubts is not None:
+        unsure = [f"result{path}" for path, told in may_differ.items() if told]
         verdict.doubtful = (*unsure, *(["state"] if doubts.lasting() else []))
     for whole, value in after.values():
         whole.copy_(value)
@@ -179,38 +174,13 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _poison_dead(captured: Step, dead: set[int], keep: Callable[[Tensor], None]) -> None:
-    """Freed memory holds whatever came next: ones in every bit."""
+def poison_freed(captured: Step, dead: set[int], keep: Callable[[Tensor], None]) -> None:
+    """Freed memory holds whatever came next: ones in every bit. `keep` is called with each tensor before."""
     for op in captured.ops:
         for tensor, number in zip(op.tensors, op.externals, strict=False):
             if number in dead:
                 keep(tensor)
                 flat_bytes(tensor).fill_(255)
-
-
-def _inputs(op: OpRecord) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def walk(tree: object) -> None:
-        if isinstance(tree, Tensor):
-            found.append(tree)
-        elif isinstance(tree, list | tuple):
-            for item in tree:
-                walk(item)
-
-    walk(op.args)
-    walk(list(op.kwargs.values()))
-    return found
-
-
-def _protect(op: OpRecord, made: set[int], keep: Callable[[Tensor], None]) -> None:
-    """Keep what an op writes outside of the graph's own memory."""
-    targets = written(op.func)
-    arguments = [op.args[i] for i in targets.positions if i < len(op.args)]
-    arguments += [op.kwargs[n] for n in targets.names if n in op.kwargs]
-    for tensor in tensors_in(arguments):
-        if storage_of(tensor) not in made:
-            keep(tensor)
 
 
 def told(error: BaseException) -> str:
@@ -276,7 +246,7 @@ def _equal_storage(captured: Step, eager: Step, key: int, whole: Tensor, value: 
     if torch.equal(whole, value):
         return True
     for op in reversed(captured.ops):
-        for tensor in (*op.outs, *_inputs(op)):
+        for tensor in (*op.outs, *tensors_in((op.args, op.kwargs))):
             if (
                 storage_of(tensor) == key
                 and tensor.dtype is not torch.uint8

@@ -357,23 +357,20 @@ class _Simulation(StepCheck):
 
     # storages
 
-    def _alive(self) -> set[int]:
-        return {record.number for record in list(self.world.storages.records.values())}
-
     def _dead(self, captured: Step) -> set[int]:
         """Storages that the captured step read and that no tensor of the user refers to any more."""
         outside = {n for op in captured.ops for n in op.externals if n != -1}
-        dead = outside - self._alive()
+        dead = outside - self.world.storages.alive()
         # Only what was made since the build can be in a cycle that nobody refers to, and inputs are held here anyway:
         # to collect takes longer than a small step.
         made = self.world.storages.made
         if not dead and any(made.get(n, ("build", -1))[1] >= 0 for n in outside - captured.inputs.keys()):
             gc.collect()
-            dead = outside - self._alive()
+            dead = outside - self.world.storages.alive()
         return dead
 
     def _table(self, captured: Step) -> StorageTable:
-        alive = self._alive() - self._dead(captured)
+        alive = self.world.storages.alive() - self._dead(captured)
         return StorageTable(self.names, alive, self.world.storages.made, self.returned)
 
     # the report

@@ -9,7 +9,7 @@ from torch import Tensor
 from onegraph.check.report import Severity
 from onegraph.check.rules.errors import NOT_PERMITTED
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import plain_of
 from onegraph.check.simulate.interpret import constexprs
 from onegraph.check.simulate.machine import Machine
 
@@ -74,11 +74,9 @@ def _kind(constant: bool, value: Any, parameter: Any) -> str:
     loose = getattr(parameter, "do_not_specialize", False)
     unaligned = loose or getattr(parameter, "do_not_specialize_on_alignment", False)
     if isinstance(value, Tensor):
-        inner = value.inner if isinstance(value, DeviceTensor) else value
-        aligned = inner.storage_offset() * inner.element_size() % 16 == 0
-        return f"of {str(value.dtype).removeprefix('torch.')}" + (
-            "" if aligned or unaligned else ", not aligned to 16 bytes"
-        )
+        inner = plain_of(value)
+        aligned = unaligned or inner.storage_offset() * inner.element_size() % 16 == 0
+        return f"of {str(value.dtype).removeprefix('torch.')}" + ("" if aligned else ", not aligned to 16 bytes")
     if isinstance(value, tuple):
         return f"({', '.join(_kind(False, v, parameter) for v in value)})"
     if isinstance(value, bool) or not isinstance(value, int):
@@ -146,10 +144,4 @@ def _tuned_in_capture(world: Machine, tuner: Any, key: tuple[Any, ...], known: l
     text = f"Triton kernel {name} is tuned inside the capture: {why}; tuning waits for the device"
     if world.step > world.captured_step:
         text = f"Triton kernel {name} is tuned again in step {world.step}: a replay launches what was captured"
-    world.see(
-        "CG307",
-        text,
-        NOT_PERMITTED,
-        chain=world.chain(4),
-        values=values,
-    )
+    world.see("CG307", text, NOT_PERMITTED, chain=world.chain(4), values=values)

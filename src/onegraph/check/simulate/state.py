@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onegraph.check.constructs import walked
+from onegraph.check.constructs import last_name, targets, walked
 from onegraph.check.containers import slots
 from onegraph.check.places import package_of
 from onegraph.check.simulate import frames
@@ -246,16 +246,11 @@ def _changed(node: ast.AST, name: str) -> list[ast.expr]:
 
 
 def _bound(node: ast.AugAssign | ast.Assign | ast.AnnAssign | ast.Delete) -> list[ast.expr]:
-    targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
-    return [t for target in targets for t in _targets(target)]
-
-
-def _targets(node: ast.expr) -> list[ast.expr]:
-    return [t for item in node.elts for t in _targets(item)] if isinstance(node, ast.Tuple | ast.List) else [node]
+    bound = node.targets if isinstance(node, ast.Assign | ast.Delete) else [node.target]
+    return [t for target in bound for t in targets(target)]
 
 
 def _named(node: ast.expr, name: str) -> list[ast.expr]:
     while isinstance(node, ast.Subscript):
         node = node.value
-    spelled = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-    return [node] if spelled == name else []
+    return [node] if name and last_name(node) == name else []

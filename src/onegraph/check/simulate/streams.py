@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from onegraph.check.report import relative
-from onegraph.check.rules.errors import SILENT, UNCAPTURED, UNJOINED
+from onegraph.check.rules.errors import SILENT
 from onegraph.check.simulate import frames, hazards
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.simulate.races import Clock, Order, Race
 
-OUTSIDE = f"{UNCAPTURED}, or {SILENT}"
 RACE = "silently wrong: whichever of the two runs first decides the result, in eager too"
 
 
@@ -70,10 +69,7 @@ class Streams:
             text = "work is launched on the default stream inside the step: it runs once, at capture"
             world.see("CG304", text, SILENT, chain=chain)
         else:
-            world.see(
-                "CG303", "work is launched on a stream that did not wait for the capturing one",
-                OUTSIDE, chain=chain,
-            )  # fmt: skip
+            world.see(*hazards.ASTRAY, chain=chain)
         return False
 
     def use(self, world: Machine, chain: frames.Chain, used: Iterable[tuple[int, bool, Tensor]]) -> None:
@@ -99,7 +95,7 @@ class Streams:
     def wait(self, world: Machine, waiter: int, reached: bool, source: int, what: str) -> None:
         """`waiter` waits for work of `source`, which the capture had reached or not."""
         if waiter in self.reached and not reached and source not in self.strayed:
-            world.see("CG305", f"the step waits for {what}, which is not part of the capture", OUTSIDE)
+            world.see("CG305", f"the step waits for {what}, which is not part of the capture", hazards.ASTRAY.happens)
         if reached:
             self.reached.add(waiter)
         if waiter == self.main or waiter in self.reached:
@@ -117,7 +113,7 @@ class Streams:
             raw for raw in world.raw_findings if raw.happens != RACE or raw.step != world.step or not alone & raw.note
         ]
         for chain in self.open.values():
-            world.see("CG305", "a side stream is not joined before the step ends", UNJOINED, chain=chain)
+            world.see(*hazards.UNJOINED, chain=chain)
 
 
 def make(world: Machine) -> dict[str, Any]:

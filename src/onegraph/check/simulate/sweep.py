@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onegraph.check import containers
 from onegraph.check.report import CheckError
-from onegraph.check.simulate.device import DeviceTensor
+from onegraph.check.simulate.device import DeviceTensor, plain_of
 
 EDGES = (0, 1, 2, 15, 16, 17, 127, 128, 129)
 """Nothing, one, and what lies around pages of 16 and 128."""
@@ -100,9 +100,7 @@ def _values(hint: Iterable[int] | None, leaf: Any) -> list[int]:
 
 
 def _plain(leaf: Any) -> Tensor | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    return (leaf.inner if isinstance(leaf, DeviceTensor) else leaf).detach()
+    return plain_of(leaf).detach() if isinstance(leaf, Tensor) else None
 
 
 def _others(leaf: Any, values: list[int]) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from onegraph.check.places import package_of
 from onegraph.check.simulate import aliases, kernels
-from onegraph.check.simulate.interpret import changed
 from onegraph.check.simulate.machine import Machine
 from onegraph.check.tables import LAUNCHES, SIMULATED_MAKERS
 
@@ -27,7 +26,7 @@ def stand_ins(world: Machine) -> Iterator[None]:
     if by_identity:  # `from cuda.core import launch` in modules of the user's
         imported = aliases.holders(by_identity.keys(), aliases.modules_of(lambda path: package_of(path) is None))
         changes += [(module, name, by_identity[id(value)]) for module, name, value in imported]
-    with changed(changes):
+    with aliases.changed(changes):
         yield
 
 

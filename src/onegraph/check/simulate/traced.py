@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onegraph.check import compat
 from onegraph.check.report import CheckError
-from onegraph.check.simulate.records import written
+from onegraph.check.simulate.records import tensors_in, written
 
 
 class _Tape(compat.TorchDispatchMode):
@@ -27,9 +27,8 @@ class _Tape(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _tensors(out) or (
-            hasattr(func, "_schema") and written(func)
-        ):  # a number that Python read is a constant of the trace from now on
+        # A number that Python read is a constant of the trace from now on.
+        if next(tensors_in(out), None) is not None or (hasattr(func, "_schema") and written(func)):
             self.ops.append((func, args, kwargs or {}, out))
         return out
 
@@ -38,13 +37,13 @@ class _Traced:
     """The ops of one run of `function` on `examples`, with other inputs in their place."""
 
     def __init__(self, function: Callable[..., Any], examples: tuple[Any, ...]) -> None:
-        self.examples = _tensors(examples)
+        self.examples = list(tensors_in(examples))
         with _Tape() as tape, torch.no_grad():
             self.result = function(*examples)
         self.ops = tape.ops
 
     def __call__(self, *given: Any) -> Any:
-        inputs = _tensors(given)
+        inputs = list(tensors_in(given))
         if len(inputs) != len(self.examples):
             raise CheckError(
                 f"a traced function: got {len(inputs)} tensors, allowed {len(self.examples)} as it was traced"
@@ -56,23 +55,12 @@ class _Traced:
 
         for func, args, kwargs, out in self.ops:
             again = func(*_map(current, args), **_map(current, kwargs))
-            now.update((id(before), after) for before, after in zip(_tensors(out), _tensors(again), strict=True))
+            now.update((id(before), after) for before, after in zip(tensors_in(out), tensors_in(again), strict=True))
         return _map(current, self.result)
 
 
 def _map(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return compat.tree_map(lambda value: change(value) if isinstance(value, Tensor) else value, tree)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _map(note, tree)
-    return found
 
 
 def trace(func: Any, example_inputs: Any = None, *_: Any, **keywords: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from onegraph.check.simulate import kernels, specialized
+from onegraph.check.simulate.aliases import changed
 from onegraph.check.simulate.imports import when_imported
-from onegraph.check.simulate.interpret import changed
 from onegraph.check.simulate.machine import Machine
 
 

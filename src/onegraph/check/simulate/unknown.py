@@ -152,7 +152,7 @@ def given_of(
     written_to = {id(t) for t in targets}
     for tensor in tensors:
         inner, record = tensor.inner, tensor.record
-        outside = not (record.born == made_in and record.phase == "step")
+        outside = not record.made_in(made_in)
         unknown = inner in unknowns
         still = outside and record.number not in step.inputs and storage_of(inner) not in step.before
         whole = id(inner) in written_to

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onegraph.check import compat
 from onegraph.check.declared import capturable
-from onegraph.check.report import SILENT, CheckError, Severity
+from onegraph.check.report import CheckError, Severity
 from onegraph.check.simulate import compiled, fake_results, frames, hazards, recording
 from onegraph.check.simulate.device import (
     DeviceTensor,
@@ -28,7 +28,7 @@ from onegraph.check.simulate.recording import convert
 from onegraph.check.simulate.records import (
     RawFinding,
     Step,
-    split,
+    targets,
     tensors_in,
     written,
 )
@@ -172,6 +172,10 @@ class World:
             return
         chain = self.chain()
         self.see("CG101", message, hazards.PAGEABLE if kind != "item" else hazards.NOT_PERMITTED, chain=chain)
+        self._note_read(tensor, chain)
+
+    def _note_read(self, tensor: DeviceTensor, chain: frames.Chain) -> None:
+        """What the host learns of a tensor, for steps to be compared by; of a large one nothing."""
         if self.current is not None and tensor.numel() <= 64:
             for value in tensor.inner.detach().flatten().tolist():
                 self.current.reads.append((chain, value, len(self.current.ops)))
@@ -226,13 +230,8 @@ class World:
         if chain and self.roots.owns(chain[0][0]) and not frames.in_file(torch.cuda.graphs.__file__, 3):
             recording.launched(self, ESCAPE, "data_ptr", chain, [tensor], ())
             self.unknown([tensor], "a pointer that is handed out", chain, exposed=True)
-            self.see(
-                "CG401",
-                "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen",
-                "",
-                chain=chain,
-                severity=Severity.UNVERIFIED,
-            )
+            text = "the address of a device tensor is handed out: whatever uses it (ctypes, a raw kernel) is not seen"
+            self.see("CG401", text, "", chain=chain, severity=Severity.UNVERIFIED)
 
     # running ops
 
@@ -291,7 +290,6 @@ class World:
         live = self.phase == "step" and not self.muted
         chain = self.chain(3) if live else ()
         inside = self.threads.in_main()
-        writes = written(func)
         kind = "op"
         hazard = None
         if name in ("aten::_to_copy", "aten::copy_"):
@@ -300,9 +298,8 @@ class World:
                 name, args, kwargs, hosts, target=device, to_device=to_device, on_device=bool(virtual),
                 is_pinned=self.storages.is_pinned, opname=lambda: self.roots.opname(chain),
             )  # fmt: skip
-            if kind == "d2h" and self.current is not None and virtual and virtual[0].numel() <= 64:
-                for value in virtual[0].inner.detach().flatten().tolist():
-                    self.current.reads.append((chain, value, len(self.current.ops)))
+            if kind == "d2h" and virtual:
+                self._note_read(virtual[0], chain)
         elif virtual:  # without one a tensor of the host lends its shape, as in zeros_like(host, device="cuda")
             for host in hosts:
                 own = not name.startswith("aten::")  # an op of somebody's own, who may give it tensors of the host
@@ -318,24 +315,24 @@ class World:
         if live and hazard is None:
             hazard = hazards.of_op(func, name, args, kwargs, hosts)
         if live and hazard is not None:
-            self._sight(hazard, chain)
+            self.see(*hazards.branch(hazard, self.roots.opname(chain)), chain=chain)
         if live:
             self._trust(func, name, chain)
             if not inside:
-                text = "work is launched by another thread, whose stream is not captured"
-                self.see("CG309", text, SILENT, chain=chain)
+                self.see(*hazards.OTHER_THREAD, chain=chain)
         mine = {id(t.inner): t for t in virtual}
-        if live and writes and self.current is not None and (self.current.graph or self.step > self.captured_step):
-            recording.keep(self, args, kwargs, writes)
+        if live and self.current is not None and (self.current.graph or self.step > self.captured_step):
+            for target in targets(func, args, kwargs):
+                recording.keep(self, target)
         if live and recording.turns(func) and self.current is not None:
             recording.freeze(self.current, virtual[0].inner)
         if torch.Tag.nondeterministic_seeded in func.tags and self.randomness.defaults and "generator" not in kwargs:
             self.randomness.draw(self.randomness.defaults[self.device_index])
         met = live and self.unknowns.among([*(t.inner for t in virtual), *hosts])
-        given = self.given(virtual, split(func, args, kwargs)[0]) if met else ()
+        given = self.given(virtual, targets(func, args, kwargs)) if met else ()
         out, opaque = fake_results.result(self, func, args, kwargs, chain)
         if opaque and not met:
-            given = self.given(virtual, split(func, args, kwargs)[0])
+            given = self.given(virtual, targets(func, args, kwargs))
         told = hazard is not None and hazard.code == "CG101" and isinstance(out, bool | int | float)
         if told and self.current is not None:  # .item(), torch.equal
             self.current.reads.append((chain, out, len(self.current.ops)))
@@ -353,10 +350,10 @@ class World:
             if kwargs.get("non_blocking"):
                 self.pin(out)
         if opaque:
-            self.unknown([*split(func, args, kwargs)[0], *outs], name, chain)
+            self.unknown([*targets(func, args, kwargs), *outs], name, chain)
         elif self.unknowns:
             self._note_unknown(self.unknowns.flow(func, args, kwargs, outs))
-        if writes and torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags and written(func):
             for tensor in virtual:
                 if tensor.shape != tensor.inner.shape and live:
                     self.reshaped.setdefault(id(tensor), (name, chain))
@@ -368,11 +365,6 @@ class World:
             op = self.current.ops[-1]
             op.opaque, op.given = opaque, given
         return result
-
-    def _sight(self, hazard: hazards.Hazard, chain: frames.Chain) -> None:
-        if hazard.code == "CG101":
-            hazard = hazards.branch(hazard, self.roots.opname(chain))
-        self.see(hazard.code, hazard.message, hazard.happens, chain=chain)
 
     def _trust(self, func: Any, name: str, chain: frames.Chain) -> None:
         namespace = name.split("::")[0]
@@ -396,8 +388,7 @@ class World:
 
     def own_graphs(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that torch compiles with graphs of its own."""
-        happens = "RuntimeError: Cannot prepare for replay during capturing stage"
-        self.see("CG307", hazards.OWN_GRAPHS, happens)
+        self.see(*hazards.OWN_GRAPHS)
         return compiled.watched(self, function, args, kwargs)
 
     def recorded_before(self, node: int) -> bool:
@@ -409,11 +400,7 @@ class World:
 
     def unregistered(self, generator: torch.Generator) -> None:
         """Random numbers are asked of a generator that was made by hand."""
-        self.see(
-            "CG301",
-            "random numbers are drawn from a generator that no graph knows",
-            "RuntimeError: Attempt to increase offset for a CUDA generator not in capture mode",
-        )
+        self.see(*hazards.UNREGISTERED)
 
     def _wrap(self, out: Any, mine: dict[int, DeviceTensor], index: int, outs: list[Tensor]) -> Any:
         if isinstance(out, Tensor):

@@ -22,6 +22,7 @@ from onegraph.check.source.values import (
     Unknown,
     Value,
     join,
+    kind_of,
     read_at,
     tensors,
     varies,
@@ -157,8 +158,7 @@ def _next(at: Position, iterator: Value) -> Value:
     value = iterator.any
     if lasting and iterator.kind == "iterator" and not iterator.in_step and isinstance(value, Const | Plain):
         several = iterator.items is None or len(set(map(repr, iterator.items))) > 1
-        kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
-        return Plain(kind, varying=True) if several else value
+        return Plain(kind_of(value), varying=True) if several else value
     return value
 
 

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import replace
 
-from onegraph.check import tables
+from onegraph.check import constructs, tables
 from onegraph.check.source import (
     binding,
     builtin_calls,
@@ -210,23 +210,13 @@ def call_function(machine: Machine, func: Func, args: list[Value], keywords: Key
 def _body(machine: Machine, node: ast.FunctionDef | ast.AsyncFunctionDef, frame: Call) -> Value:
     through = machine.block(node.body)
     if id(node) not in machine.known.generators:
-        machine.known.generators[id(node)] = "yield" in frame.file.text and _yields(node)
+        yields = (isinstance(inner, ast.Yield | ast.YieldFrom) for inner in constructs.own_nodes(node.body))
+        machine.known.generators[id(node)] = "yield" in frame.file.text and any(yields)
     if machine.known.generators[id(node)]:
         return Seq("iterator", None, UNKNOWN, machine.at.in_step)
     if through:
         frame.returns.append(Const(None))
     return join_all(tuple(frame.returns))
-
-
-def _yields(node: ast.AST) -> bool:
-    todo = list(ast.iter_child_nodes(node))
-    while todo:
-        inner = todo.pop()
-        if isinstance(inner, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            todo.extend(ast.iter_child_nodes(inner))
-    return False
 
 
 def id_name(func: Func) -> str:
@@ -267,7 +257,7 @@ def instantiate(
 
 def _default(machine: Machine, node: ast.expr) -> Value:
     """What a field of a dataclass holds where it is not given."""
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "field":
+    if isinstance(node, ast.Call) and constructs.last_name(node.func) == "field":
         given = {keyword.arg: keyword.value for keyword in node.keywords}
         if (maker := given.get("default_factory")) is not None:
             return apply(machine, machine.evaluate(maker), [], {}, node)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from onegraph.check.constructs import end_of
+from onegraph.check.constructs import end_of, own_nodes
 from onegraph.check.source.files import SourceFile
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -67,15 +67,7 @@ def found_in(file: SourceFile) -> Captures:
 
 def own(body: list[ast.stmt], names: frozenset[str]) -> bool:
     """True where these statements may capture, without what the functions and classes among them do."""
-    todo: list[ast.AST] = list(body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            continue
-        if _captures(node, names):
-            return True
-        todo += ast.iter_child_nodes(node)
-    return False
+    return any(_captures(node, names) for node in own_nodes(body))
 
 
 def _captures(node: ast.AST, names: frozenset[str]) -> bool:

@@ -25,6 +25,7 @@ from onegraph.check.source.values import (
     is_plain,
     join,
     join_all,
+    kind_of,
     read_at,
     truth,
     varies,
@@ -81,6 +82,17 @@ def capturing(value: Value) -> bool | None:
     return None
 
 
+def decided(machine: Machine, test: Value, node: ast.expr, *, matters: bool = True) -> bool | None:
+    """The one way that a test takes; None where that is not known. `matters`: whether the other does anything else."""
+    known = truth(test)
+    if known is not None and not varies(test):
+        return known
+    asked = capturing(test)
+    if asked is not None and matters:
+        machine.report("CG211", node, "the step takes another path while it is captured")
+    return asked
+
+
 def _logical(values: list[Value], either: bool = False) -> Value:
     known = [truth(v) for v in values]
     if all(k is not None for k in known):
@@ -130,7 +142,7 @@ def binary_value(machine: Machine, node: ast.AST, left: Value, right: Value, op:
     if isinstance(op, ast.BitOr) and (capturing(left) or capturing(right)):
         return Plain("capturing")
     if is_plain(left) and is_plain(right):
-        kinds = {type(v.value).__name__ if isinstance(v, Const) else getattr(v, "kind", "") for v in (left, right)}
+        kinds = {kind_of(v) for v in (left, right)}
         kind = "float" if "float" in kinds or isinstance(op, ast.Div) else kinds.pop() if len(kinds) == 1 else ""
         return Plain(kind, varying=varies(left) or varies(right), read=read_at(left, right))
     return UNKNOWN
@@ -171,22 +183,16 @@ def _bool(machine: Machine, node: ast.BoolOp) -> Value:
 
 def _conditional(machine: Machine, node: ast.IfExp) -> Value:
     test = condition(machine, node.test, "if")
-    known = truth(test)
-    if known is not None and not varies(test):
-        return evaluate(machine, node.body if known else node.orelse)
-    asked = capturing(test)
-    if asked is not None:
-        machine.report("CG211", node.test, "the step takes another path while it is captured")
-        return evaluate(machine, node.body if asked else node.orelse)
+    way = decided(machine, test, node.test)
+    if way is not None:
+        return evaluate(machine, node.body if way else node.orelse)
     work = machine.step.tensor_work
     machine.at.conditions += 1
     body, other = evaluate(machine, node.body), evaluate(machine, node.orelse)
     machine.at.conditions -= 1
     moving = varies(test)
-    if moving and machine.at.in_step and machine.step.tensor_work > work:
-        machine.report(
-            "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
-        )
+    if moving:
+        machine.path_varies(node.test, work)
     result = join(body, other)
     if moving and isinstance(result, Plain) and body != other:
         return replace(result, varying=True)
@@ -248,9 +254,8 @@ def _comprehension(machine: Machine, node: ast.ListComp | ast.SetComp | ast.Gene
             evaluate(machine, node.key)
             return Dict(None, evaluate(machine, node.value), machine.at.in_step)
         element = evaluate(machine, node.elt)
-        if machine.at.in_step and machine.step.tensor_work > work and rounds_vary(iterable):
-            text = f"`{short(generator.iter)}` changes from step to step: so does the number of rounds"
-            machine.report("CG201", generator.iter, text)
+        if rounds_vary(iterable):
+            machine.path_varies(generator.iter, work, rounds=True)
     finally:
         machine.at.conditions -= conditional
         call.scope = outer

@@ -77,8 +77,7 @@ def parse(path: str, module: str = "", text: str | None = None) -> SourceFile:
     """The file as a tree. Raises Unreadable on whatever Python itself would not compile."""
     text = decode(path) if text is None else text
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes are the author's business
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes are the author's business
             tree = tree_of(text)
     except SyntaxError as error:
         raise Unreadable(f"{path}:{error.lineno or 1}: syntax error: {error.msg}") from None
@@ -95,15 +94,17 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def bound_by(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
+    """The name that an import binds: `torch` of `import torch.nn`."""
+    return alias.asname or (alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name)
+
+
 def _bind(body: list[ast.stmt], names: dict[str, list[ast.stmt]]) -> None:
     for statement in body:
         match statement:
-            case ast.Import():
+            case ast.Import() | ast.ImportFrom():
                 for alias in statement.names:
-                    names.setdefault(alias.asname or alias.name.split(".")[0], []).append(statement)
-            case ast.ImportFrom():
-                for alias in statement.names:
-                    names.setdefault(alias.asname or alias.name, []).append(statement)
+                    names.setdefault(bound_by(statement, alias), []).append(statement)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names.setdefault(statement.name, []).append(statement)
             case ast.Assign():

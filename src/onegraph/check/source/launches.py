@@ -44,10 +44,8 @@ def launch(machine: Machine, func: Value, given: Iterable[Value], node: ast.AST)
     elif isinstance(func, Ext):
         whose = LAUNCHES.get(func.name, whose)
     given = tuple(given)
-    for value in given:
-        machine.used(value, node)
-    if machine.at.in_step:
-        machine.step.tensor_work += 1
+    machine.used(given, node)
+    machine.worked()
     if whose != "compiled" or any(t.on_device for v in given for t in tensors(v)):
         text = f"`{short(node)}` launches a {whose} kernel, which is not looked into"
         machine.report("CG401", node, text)

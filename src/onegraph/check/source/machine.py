@@ -2,7 +2,7 @@
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,14 +42,18 @@ class Machine(ABC):
             self.found.steps.add((self.at.file.path, place(node)[0]))
         self.at.in_step = self.at.explicit = begins
 
+    def worked(self) -> None:
+        """An op ran here: whatever decides about this place decides about work of the step."""
+        self.step.tensor_work += self.at.in_step
+
     def tensor(self, device: str = "", **fields: object) -> Tensor:
         """A new tensor, made here."""
-        if self.at.in_step:
-            self.step.tensor_work += 1
-            if device.startswith("cuda:") and device != "cuda:0" and not self.step.second_device and self.at.reporting:
-                self.step.second_device = True
-                text = f"the step works on {device}: capture needs a stream of that device"
-                self.report("CG303", self.at.stack[-1].node, text)
+        self.worked()
+        second = device.startswith("cuda:") and device != "cuda:0"
+        if second and self.at.in_step and self.at.reporting and not self.step.second_device:
+            self.step.second_device = True
+            text = f"the step works on {device}: capture needs a stream of that device"
+            self.report("CG303", self.at.stack[-1].node, text)
         site = self.step.site(self.at.in_step)
         return Tensor(device=device, in_step=self.at.in_step, site=site, **fields)  # type: ignore[arg-type]
 
@@ -85,6 +89,20 @@ class Machine(ABC):
             fix=fix(code, file.path, line, column),
         )
 
+    def path_varies(self, node: ast.AST, since: int, *, rounds: bool = False, leaves: bool = False) -> None:
+        """A value that changes from step to step decides which work is done: whether, or in a loop how often.
+
+        Args:
+            since: `StepState.tensor_work` before what it decides about. leaves: the function may end there.
+        """
+        if self.at.in_step and (self.step.tensor_work > since or leaves):
+            what = ": so does the number of rounds" if rounds else " and decides which work is done"
+            self.report("CG201", node, f"`{short(node)}` changes from step to step{what}")
+
+    def touches_generator(self, node: ast.AST, *, sure: bool = False) -> None:
+        """The state of a generator is read or set."""
+        self.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sure)
+
     # ---- what the step changes from run to run
 
     def stored(
@@ -117,8 +135,12 @@ class Machine(ABC):
             later = self.remember(node or self.at.stack[-1].node)
             self.step.left.setdefault(site, (text, partial(later, "CG205", text)))
 
-    def used(self, value: Value, node: ast.AST) -> None:
-        """An op takes this argument: a list that outlives the step, or an input of changing shape."""
+    def used(self, values: Iterable[Value], node: ast.AST) -> None:
+        """An op takes these arguments: lists that outlive the step, inputs of changing shape among them."""
+        for value in values:
+            self._used(value, node)
+
+    def _used(self, value: Value, node: ast.AST) -> None:
         if isinstance(value, Seq) and not value.in_step and self.at.reporting and self.step.carried_over(value):
             text = f"`{short(node)}` reads tensors that the last step left in a list"
             self.report("CG205", node, text)

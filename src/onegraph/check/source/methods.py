@@ -70,9 +70,8 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
         case ExtObj(kind=entropy.GENERATOR):
             return entropy.method(machine.at, receiver, name, args, keywords)
         case ExtObj(kind="torch.Generator"):
-            if name in tables.RNG_STATE:  # it may be a generator that no captured op draws from
-                text = f"`{short(node)}` touches the generator's state in the step"
-                machine.report("CG302", node, text, sure=False)
+            if name in tables.RNG_STATE:
+                machine.touches_generator(node)  # it may be one that no captured op draws from
             return receiver if name == "manual_seed" else UNKNOWN
         case ExtObj() if receiver.kind.startswith("torch.nn."):
             if name in ("to", "cuda", "eval", "train", "half", "requires_grad_", "bfloat16", "float"):
@@ -83,12 +82,10 @@ def method(machine: Machine, receiver: Value, name: str, args: list[Value], keyw
             return UNKNOWN
         case Ext() | ExtObj() if name.startswith("launch") or (name == "run" and launches.is_kernel(receiver)):
             given = (*args, *keywords.values())
-            for value in given:
-                machine.used(value, node)
+            machine.used(given, node)
             moving = name == "launch-moving" or any(varies(a) for a in given)
             on_device = [t for a in given for t in tensors(a) if t.on_device]
-            if machine.at.in_step:
-                machine.step.tensor_work += 1
+            machine.worked()
             if moving and on_device:
                 scalar(machine, node, Plain(read=read_at(*given)), on_device[0], "a kernel's argument or grid")
             return Const(None)

@@ -4,8 +4,9 @@ import ast
 import builtins
 from dataclasses import replace
 
+from onegraph.check.constructs import last_name
 from onegraph.check.source import entropy, tensors
-from onegraph.check.source.files import SourceFile
+from onegraph.check.source.files import SourceFile, bound_by
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.state import Call, Knowledge
 from onegraph.check.source.values import (
@@ -118,8 +119,7 @@ def imported(machine: Machine, statement: ast.Import | ast.ImportFrom, name: str
     """What an import statement binds `name` to."""
     file = machine.at.file
     for alias in statement.names:
-        bound = alias.asname or (alias.name.split(".")[0] if isinstance(statement, ast.Import) else alias.name)
-        if bound != name:
+        if bound_by(statement, alias) != name:
             continue
         if isinstance(statement, ast.Import):
             wanted = alias.name if alias.asname else alias.name.split(".")[0]
@@ -243,14 +243,7 @@ def members(known: Knowledge, cls: Class) -> dict[str, ast.stmt]:
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
     """Last names of the decorators: `@functools.cache` -> "cache"."""
-    names = set()
-    for item in node.decorator_list:
-        inner = item.func if isinstance(item, ast.Call) else item
-        if isinstance(inner, ast.Attribute):
-            names.add(inner.attr)
-        elif isinstance(inner, ast.Name):
-            names.add(inner.id)
-    return names
+    return {last_name(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list} - {""}
 
 
 def member_value(machine: Machine, obj: Value, cls: Class, name: str, after: Class | None = None) -> Value | None:
@@ -312,7 +305,7 @@ def attribute(machine: Machine, owner: Value, name: str, node: ast.AST) -> Value
                 return Module(inner) if inner is not None else UNKNOWN
             return value
         case Tensor():
-            return tensors.attribute(owner, name, node)
+            return tensors.attribute(owner, name)
         case Class():
             found = member_value(machine, owner, owner, name)
             return found if found is not None else UNKNOWN

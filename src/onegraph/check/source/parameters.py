@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check.constructs import last_name
 from onegraph.check.source.machine import Machine
 from onegraph.check.source.state import Position
 from onegraph.check.source.values import (
@@ -98,7 +99,7 @@ def annotated(at: Position, node: ast.expr | None) -> Value:
             return annotated(at, ast.parse(node.value, mode="eval").body)
         except (SyntaxError, ValueError, RecursionError):
             return UNKNOWN
-    last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    last = last_name(node)
     if last in TENSOR_NAMES:
         return Tensor("cuda" if at.presume else "", sure=False)
     if last in PLAIN_NAMES:
@@ -106,7 +107,7 @@ def annotated(at: Position, node: ast.expr | None) -> Value:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return _union(at, [node.left, node.right])
     if isinstance(node, ast.Subscript):
-        name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+        name = last_name(node.value)
         inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if name == "Optional":
             return _union(at, [*inner, ast.Constant(None)])

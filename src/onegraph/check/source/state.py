@@ -17,6 +17,7 @@ from onegraph.check.source.values import (
     Seq,
     Tensor,
     Value,
+    kind_of,
     sites,
     tensors,
     varies,
@@ -214,10 +215,9 @@ class StepState:
         for key in self.moving:
             value = self._values[key]
             if isinstance(value, Const | Plain):
-                kind = type(value.value).__name__ if isinstance(value, Const) else value.kind
                 first, second = (self._numbers.get(key, {}).get(run) for run in (0, 1))
                 grows = first is not None and second is not None and first < second
-                self._setters[key](Plain(kind, varying=True, least=first if grows else None))
+                self._setters[key](Plain(kind_of(value), varying=True, least=first if grows else None))
             elif isinstance(value, Seq) and isinstance(value.any, Const | Plain):
                 self._setters[key](replace(value, items=None, element=Plain("", varying=True)))
 

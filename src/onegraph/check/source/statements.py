@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from onegraph.check.source import expressions, launches, names, tensors, values
 from onegraph.check.source.binding import bind
-from onegraph.check.source.expressions import capturing, condition, evaluate
-from onegraph.check.source.files import SourceFile
+from onegraph.check.source.expressions import condition, decided, evaluate
+from onegraph.check.source.files import SourceFile, bound_by
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.names import iterate
 from onegraph.check.source.values import (
@@ -81,7 +81,7 @@ def execute(machine: Machine, node: ast.stmt) -> bool:
             return False
         case ast.Import() | ast.ImportFrom():
             for alias in node.names:
-                bound = alias.asname or (alias.name.split(".")[0] if isinstance(node, ast.Import) else alias.name)
+                bound = bound_by(node, alias)
                 machine.at.scope.variables[bound] = names.imported(machine, node, bound)
         case ast.Global() | ast.Nonlocal():
             rebind(machine, node)
@@ -215,34 +215,25 @@ def assignments(tree: ast.Module) -> dict[str, list[tuple[int, bool, str]]]:
 def branch(machine: Machine, node: ast.If) -> bool:
     _set_elsewhere(machine, node.test, [*node.body, *node.orelse])
     test = condition(machine, node.test, "if")
-    known = truth(test)
-    if known is not None and not varies(test):
-        return block(machine, node.body if known else node.orelse)
-    asked = capturing(test)
-    if asked is not None:
-        if _matters(node.body) or _matters(node.orelse):
-            machine.report("CG211", node.test, "the step takes another path while it is captured")
-        return block(machine, node.body if asked else node.orelse)
+    way = decided(machine, test, node.test, matters=_matters(node.body) or _matters(node.orelse))
+    if way is not None:
+        return block(machine, node.body if way else node.orelse)
     work = machine.step.tensor_work
     variables = machine.at.scope.variables
     machine.at.conditions += 1
     before = dict(variables)
     through = block(machine, node.body)
     after = dict(variables)
-    variables.clear()
-    variables.update(before)
+    become(variables, before)
     other = block(machine, node.orelse)
     machine.at.conditions -= 1
     moving = varies(test)
-    if moving and machine.at.in_step and (machine.step.tensor_work > work or not through or not other):
-        machine.report(
-            "CG201", node.test, f"`{short(node.test)}` changes from step to step and decides which work is done"
-        )
+    if moving:
+        machine.path_varies(node.test, work, leaves=not (through and other))
     if through and other:
         merge(variables, after, moving=moving)
     elif through:
-        variables.clear()
-        variables.update(after)
+        become(variables, after)
     if through != other and not _raises(node.body if not through else node.orelse):
         machine.at.conditions += 1  # what follows runs only where that branch did not return
         machine.at.stack[-1].extra_conditions += 1
@@ -279,18 +270,26 @@ def branches(machine: Machine, bodies: list[list[ast.stmt]]) -> bool:
     states = []
     machine.at.conditions += 1
     for body in bodies:
-        variables.clear()
-        variables.update(before)
+        become(variables, before)
         if block(machine, body):
             states.append(dict(variables))
     machine.at.conditions -= 1
-    if not states:
-        return False
+    return _joined(variables, states)
+
+
+def _joined(variables: dict[str, Value], states: list[dict[str, Value]]) -> bool:
+    """The variables after one of several ways, not known which. False where there is none."""
+    if states:
+        become(variables, states[0])
+        for state in states[1:]:
+            merge(variables, state)
+    return bool(states)
+
+
+def become(variables: dict[str, Value], others: dict[str, Value]) -> None:
+    """The scope's own dictionary, which functions in it hold, with the contents of another."""
     variables.clear()
-    variables.update(states[0])
-    for state in states[1:]:
-        merge(variables, state)
-    return True
+    variables.update(others)
 
 
 def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
@@ -310,10 +309,8 @@ def loop(machine: Machine, node: ast.For | ast.AsyncFor) -> None:
             bind(machine, node.target, element)
             block(machine, node.body)
             merge(variables, before)
-    if machine.at.in_step and machine.step.tensor_work > work and expressions.rounds_vary(iterable):
-        machine.report(
-            "CG201", node.iter, f"`{short(node.iter)}` changes from step to step: so does the number of rounds"
-        )
+    if expressions.rounds_vary(iterable):
+        machine.path_varies(node.iter, work, rounds=True)
     block(machine, node.orelse)
 
 
@@ -329,10 +326,8 @@ def while_loop(machine: Machine, node: ast.While) -> None:
         block(machine, node.body)
         merge(variables, before)
         test = condition(machine, node.test, "while")
-    if machine.at.in_step and varies(test) and machine.step.tensor_work > work:
-        machine.report(
-            "CG201", node.test, f"`{short(node.test)}` changes from step to step: so does the number of rounds"
-        )
+    if varies(test):
+        machine.path_varies(node.test, work, rounds=True)
     block(machine, node.orelse)
 
 
@@ -414,16 +409,11 @@ def try_block(machine: Machine, node: ast.Try | ast.TryStar) -> bool:
     machine.at.conditions += 1
     for handler in node.handlers:
         merge(before, dict(variables))
-        variables.clear()
-        variables.update(before)
+        become(variables, before)
         if handler.name:
             variables[handler.name] = UNKNOWN
         if block(machine, handler.body):
             states.append(dict(variables))
     machine.at.conditions -= 1
-    if states:
-        variables.clear()
-        variables.update(states[0])
-        for state in states[1:]:
-            merge(variables, state)
-    return block(machine, node.finalbody) and bool(states)
+    through = _joined(variables, states)
+    return block(machine, node.finalbody) and through

@@ -121,14 +121,13 @@ def _pinned(machine: Machine, source: Tensor, node: ast.AST) -> None:
 
 def method(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """`tensor.name(*args)`."""
-    handled = _host(machine, tensor, name, args, keywords, node)
+    handled = _host(machine, tensor, name, node)
     if handled is not None:
         return handled
     if name in tables.PLAIN_METHODS:
         kind = "shape" if name in ("size", "stride") and not args else "int"
         return Plain(kind)
-    for value in (tensor, *args):
-        machine.used(value, node)
+    machine.used((tensor, *args), node)
     handled = _moves(machine, tensor, name, args, keywords, node)
     if handled is not None:
         return handled
@@ -137,12 +136,10 @@ def method(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywo
         handled = _shapes(machine, tensor, name, args, keywords, node)
         if handled is not None:
             return handled
-    return _result(machine, tensor, name, args, keywords, node)
+    return _result(machine, tensor, name, args, keywords)
 
 
-def _host(
-    machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords, node: ast.AST
-) -> Value | None:
+def _host(machine: Machine, tensor: Tensor, name: str, node: ast.AST) -> Value | None:
     """Methods that bring values to the host."""
     if name in tables.READERS or name in tables.HOST_READS:
         if tensor.on_device:
@@ -179,8 +176,7 @@ def _moves(
         source = args[0]
         non_blocking = non_blocking or (len(args) > 1 and _flag(args[1]))
         if isinstance(source, Tensor):
-            if machine.at.in_step:
-                machine.step.tensor_work += 1
+            machine.worked()
             if tensor.on_device and source.on_host:
                 move(machine, source, tensor.device, node, non_blocking=non_blocking)
             elif tensor.on_host and source.on_device and not (tensor.pinned and non_blocking):
@@ -207,7 +203,7 @@ def _arguments(
     """Host values among the arguments of an op on the device."""
     for value in (*args, *keywords.values()):
         if isinstance(value, Tensor):
-            cpu_operand(machine, node, value, tensor)
+            cpu_operand(machine, node, value)
         elif varies(value):
             if name in tables.SHAPE_ARGUMENTS:
                 text = f"the shape of `{short(node)}` changes from step to step"
@@ -219,6 +215,11 @@ def _arguments(
             if inner:
                 text = f"`{short(node)}` reads a device tensor for a size"
                 machine.report("CG101", node, text, sure=inner[0].sure)
+    drawn(machine, name, keywords, node)
+
+
+def drawn(machine: Machine, name: str, keywords: Keywords, node: ast.AST) -> None:
+    """An op that draws random numbers, if it does, may name a generator."""
     generator = keywords.get("generator")
     if name in tables.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
         machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
@@ -254,13 +255,11 @@ def _shapes(
     return None
 
 
-def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
+def _result(machine: Machine, tensor: Tensor, name: str, args: list[Value], keywords: Keywords) -> Value:
     inplace = name.endswith("_") and not name.startswith("_")
     if inplace and name != "requires_grad_":
-        if machine.at.in_step:
-            machine.step.tensor_work += 1
-        accumulates = name not in ("fill_", "copy_", "zero_")
-        written(machine, tensor, args[-1] if args else UNKNOWN, accumulates=accumulates)
+        machine.worked()
+        written(machine, tensor, args[-1] if args else UNKNOWN, accumulates=name not in ("fill_", "copy_", "zero_"))
         return replace(tensor, optional=False)
     if name in _SPLITS | {"chunk", "unbind"}:
         return split_result(machine.at, tensor, args)

@@ -3,6 +3,7 @@
 import ast
 from dataclasses import replace
 
+from onegraph.check.constructs import function_around
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.state import Call, Position
 from onegraph.check.source.values import (
@@ -43,7 +44,7 @@ def as_mask(tensor: Tensor) -> Tensor:
     return replace(tensor, boolean=True)
 
 
-def attribute(tensor: Tensor, name: str, node: ast.AST) -> Value:
+def attribute(tensor: Tensor, name: str) -> Value:
     """`tensor.name`."""
     if name in ("shape",):
         return Plain("shape")
@@ -70,8 +71,8 @@ def binary(machine: Machine, node: ast.AST, left: Value, right: Value) -> Value:
             if varies(other):
                 scalar(machine, node, other, on_device[0])
         for operand in operands:
-            cpu_operand(machine, node, operand, on_device[0])
-            machine.used(operand, node)
+            cpu_operand(machine, node, operand)
+        machine.used(operands, node)
     device = (on_device or operands)[0].device
     if len(operands) == 2 and not on_device and operands[0].device != operands[1].device:
         device = ""
@@ -101,7 +102,7 @@ def scalar(machine: Machine, node: ast.AST, value: Value, tensor: Tensor, what: 
     )
 
 
-def cpu_operand(machine: Machine, node: ast.AST, operand: Tensor, device: Tensor) -> None:
+def cpu_operand(machine: Machine, node: ast.AST, operand: Tensor) -> None:
     """A 0-d CPU tensor whose contents change meets a device tensor."""
     if operand.on_host and operand.rank == 0 and (operand.varying or operand.site in machine.step.host_written):
         machine.report("CG203", node, f"`{short(node)}` passes a CPU scalar by value, and the step changes it")
@@ -125,7 +126,7 @@ def written(machine: Machine, tensor: Tensor, source: Value, *, accumulates: boo
 
 def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
     """`tensor[...]` as a value."""
-    machine.used(tensor, node)
+    machine.used((tensor,), node)
     rank, basic = _index(machine, node, tensor, store=None)
     if basic:
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -136,13 +137,12 @@ def load_item(machine: Machine, node: ast.Subscript, tensor: Tensor) -> Value:
 
 def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Value) -> None:
     """`tensor[...] = value`."""
-    if machine.at.in_step:
-        machine.step.tensor_work += 1
+    machine.worked()
     rank, basic = _index(machine, node, tensor, store=value)
     if tensor.on_device:
         if isinstance(value, Tensor) and value.on_host and value.rank != 0 and not value.pinned:
             machine.report("CG102", node, f"`{short(node)} = ...` copies a CPU tensor to the device", sure=tensor.sure)
-        elif is_plain(value) and ((basic and rank == 0) or _gathers(machine, node, tensor)):
+        elif is_plain(value) and ((basic and rank == 0) or _gathers(machine, node)):
             text = f"`{short(node)} = ...` sets one element from a Python number: a copy from pageable memory"
             machine.report("CG103", node, text, sure=tensor.sure)
         elif varies(value):
@@ -151,7 +151,7 @@ def store_item(machine: Machine, node: ast.Subscript, tensor: Tensor, value: Val
         written(machine, tensor, value, accumulates=False)
 
 
-def _gathers(machine: Machine, node: ast.Subscript, tensor: Tensor) -> bool:
+def _gathers(machine: Machine, node: ast.Subscript) -> bool:
     """True where the index holds an integer tensor: the number is then copied to the device for index_put_."""
     machine.at.quiet += 1
     parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -313,11 +313,7 @@ def _capture(machine: Machine, node: ast.expr, value: ExtObj) -> None:
 def _function_source(call: Call) -> ast.AST | None:
     """The function being read in a frame."""
     line = getattr(call.node, "lineno", 0)
-    best: ast.AST | None = None
-    for node in ast.walk(call.file.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-            best = node if best is None or node.lineno >= getattr(best, "lineno", 0) else best
-    return best
+    return function_around(call.file.tree, line, line, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def _on_other_device(at: Position) -> bool:

@@ -7,7 +7,7 @@ from onegraph.check import tables
 from onegraph.check.source import entropy, launches, tensor_methods
 from onegraph.check.source.machine import Machine, short
 from onegraph.check.source.state import place
-from onegraph.check.source.tensor_methods import device_of, rank_of, split_result
+from onegraph.check.source.tensor_methods import device_of, drawn, rank_of, split_result
 from onegraph.check.source.tensors import cpu_operand, scalar
 from onegraph.check.source.values import (
     UNKNOWN,
@@ -137,8 +137,7 @@ def _torch(machine: Machine, name: str, args: list[Value], keywords: Keywords, n
         device = first if args else keywords.get("device")
         return ExtObj(name, "cpu" if device is None else device_of(device), machine.at.in_step)
     if last in tables.RNG_STATE and (name.count(".") == 1 or name.startswith("torch.random.")):
-        sets = last in tables.RNG_SETS
-        machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
+        machine.touches_generator(node, sure=last in tables.RNG_SETS)
         return UNKNOWN
     if name == "torch.compile":
         machine.report("CG307", node, "`torch.compile` is called in the step")
@@ -186,7 +185,7 @@ def _factory(machine: Machine, last: str, args: list[Value], keywords: Keywords,
     is_pinned = keywords.get("pin_memory") == Const(True)
     if is_pinned:
         machine.report("CG107", node, f"`{short(node)}` allocates pinned memory in the step", sure=False)
-    _generator(machine, last, keywords, node)
+    drawn(machine, last, keywords, node)
     sure = all(t.sure for t in read) and not (isinstance(keywords.get("device"), Device) and machine.at.presume)
     shape = args[:1] if last == "full" else args if last in ("zeros", "ones", "empty", "rand", "randn") else []
     return machine.tensor(
@@ -238,12 +237,6 @@ def _is_int(value: Value) -> bool:
     return False
 
 
-def _generator(machine: Machine, last: str, keywords: Keywords, node: ast.AST) -> None:
-    generator = keywords.get("generator")
-    if last in tables.RANDOM and isinstance(generator, ExtObj) and generator.note != "cpu":
-        machine.report("CG301", node, f"`{short(node)}` draws from a generator that the graph must be told of")
-
-
 def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Keywords, node: ast.AST) -> Value:
     """Any other function of torch: an op on tensors."""
     first = args[0] if args else keywords.get("input", UNKNOWN)
@@ -260,15 +253,14 @@ def _op(machine: Machine, name: str, last: str, args: list[Value], keywords: Key
             if varies(value) and not tensors(value):
                 scalar(machine, node, value, on_device[0])
         for operand in given:
-            cpu_operand(machine, node, operand, on_device[0])
+            cpu_operand(machine, node, operand)
         if last == "one_hot" and len(args) < 2 and "num_classes" not in keywords:
             machine.report("CG104", node, "`one_hot` without `num_classes` reads the largest value", sure=sure)
         if last == "where" and len(args) == 1:
             machine.report("CG104", node, "one-argument `where` has a shape that depends on data", sure=sure)
         _waits(machine, name, last, args, keywords, node, sure)
-    for value in args:
-        machine.used(value, node)
-    _generator(machine, last, keywords, node)
+    machine.used(args, node)
+    drawn(machine, last, keywords, node)
     if last == "where" and len(args) == 1:
         return Seq("tuple", None, machine.tensor(result_device, sure=sure, rank=1, integer=True), machine.at.in_step)
     if last in tables.SPLITS:
@@ -336,8 +328,7 @@ def _cuda(machine: Machine, name: str, args: list[Value], keywords: Keywords, no
         case "device":
             return ExtObj("torch.cuda.device")
         case _ if last in tables.RNG_STATE:
-            sets = last in tables.RNG_SETS
-            machine.report("CG302", node, f"`{short(node)}` touches the generator's state in the step", sure=sets)
+            machine.touches_generator(node, sure=last in tables.RNG_SETS)
         case "FloatTensor" | "LongTensor" | "HalfTensor" | "IntTensor" | "BoolTensor":
             machine.report("CG102", node, f"`{short(node)}` builds a device tensor from host data in the step")
             return machine.tensor("cuda")

@@ -245,7 +245,7 @@ def join(a: Value, b: Value) -> Value:
                 grown=a.grown or b.grown,
             )
         case (Const() | Plain(), Const() | Plain()):
-            kinds = {_kind(a), _kind(b)}
+            kinds = {kind_of(a), kind_of(b)}
             if "capturing" in kinds:  # a guarded question whether the stream is captured is still that question
                 return Plain("capturing")
             moving = (isinstance(a, Plain) and a.varying) or (isinstance(b, Plain) and b.varying)
@@ -288,8 +288,9 @@ def join_all(values: tuple[Value, ...]) -> Value:
     return result
 
 
-def _kind(value: Const | Plain) -> str:
-    return type(value.value).__name__ if isinstance(value, Const) else value.kind
+def kind_of(value: Value) -> str:
+    """The type of a Python value, "" where it is not known."""
+    return type(value.value).__name__ if isinstance(value, Const) else value.kind if isinstance(value, Plain) else ""
 
 
 def varies(value: Value, depth: int = 3) -> bool:
