@@ -32,6 +32,7 @@ from onegraph import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.models import Models
 from onegraph.serve.worker import Worker
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -90,8 +91,9 @@ def served(form: str = "hermes"):  # type: ignore[no-untyped-def]
         (path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": CASES[form].template}))
         with LLM(path, max_num_seqs=2, max_model_len=8192, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
             worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-            worker.start()
-            yield Script(Server(worker, Settings(name="tiny")).app())
+            models = Models.of("tiny", worker)
+            models.start()
+            yield Script(Server(models, Settings()).app())
             worker.close()
 
 

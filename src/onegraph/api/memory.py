@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from onegraph.api.device import pick_precision
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, attention_cache, unread_layers
-from onegraph.models.load import checkpoint_config
+from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import free_cache_memory
 from onegraph.models.shares import TPShard
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
+MAX_MODEL_LEN = 4096  # unless the caller gives more
 UNBOUNDED = 1 << 50  # bytes: `free_memory` of a system that does not say
 HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU holds so; the ends have 2
 
@@ -32,10 +35,59 @@ class Memory:
     tokens: int
     free: int | None
 
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.weights + self.cache <= self.free
+
     def __str__(self) -> str:
         free = "" if self.free is None else f"; {human_bytes(self.free)} are free"
         cache = f"KV cache {human_bytes(self.cache)} for {self.tokens} tokens"
         return f"memory: weights {human_bytes(self.weights)}, {cache}{free}"
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How a checkpoint is loaded: the dtype of activations, what a CPU holds linears in where that is another, how keys
+    and values are stored (None: in the dtype), and what memory that takes (None for DeepSeek-V4)."""
+
+    dtype: torch.dtype
+    held: Held | None
+    kv: TurboQuantConfig | None
+    max_model_len: int
+    memory: Memory | None
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    dtype: str | torch.dtype,
+    kv_cache_dtype: str,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    kv_cache_tokens: int | None,
+    gpus: int,
+) -> LoadPlan:
+    """Of the arguments of `LLM`. Reads no weights. Raises ValueError for what checkpoint or device rule out."""
+    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
+    config = parse_config(checkpoint.config)
+    found, held = pick_precision(
+        dtype, device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
+    )
+    if max_model_len is None:
+        max_model_len = min(config.max_positions, MAX_MODEL_LEN)
+    if not 1 <= max_model_len <= config.max_positions:
+        raise ValueError(f"max_model_len is {max_model_len}; the model allows 1 to {config.max_positions}")
+    if kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
+        raise ValueError(
+            f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
+            "that and more, or a smaller max_model_len"
+        )
+    memory = needed_memory(
+        checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
+        gpus=gpus,
+    )  # fmt: skip
+    return LoadPlan(found, held, kv, max_model_len, memory)
 
 
 def needed_memory(
@@ -60,9 +112,9 @@ def needed_memory(
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
         return None
-    weights = _weights(checkpoint, config, device, dtype, held) // gpus
     free = free_cache_memory(device)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
+    weights = _weights(checkpoint, config, device, dtype, held) // gpus
     if tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))

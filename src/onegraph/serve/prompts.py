@@ -21,7 +21,7 @@ from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
 from onegraph.serve.dialect import AnswerForm, Dialect
-from onegraph.serve.errors import APIError
+from onegraph.serve.errors import ENDING, APIError
 from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import PARTIAL, Echo
 
@@ -85,7 +85,7 @@ class Prompts:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
         except (RuntimeError, APIError):
             if self._closed:
-                raise APIError("the server is shutting down", status=503) from None
+                raise APIError(ENDING, status=503) from None
             raise
 
     def close(self) -> None:
