@@ -193,6 +193,7 @@ class LLM:
             name = "pipeline_parallel_size" if split == "layer" else "tensor_parallel_size"
             cure = "leave it out: a CPU runs the whole model" if str(device) == "cpu" else "allowed is auto or cuda"
             raise ValueError(f"{name}: got {gpus} on the device {device}; {cure}; GPUs are counted from cuda:0 on")
+        paths = {name: Path(folder) for name, folder in (adapters or {}).items()}
         located = locate(model, option="model")
         self.path = located.name
         self.device = pick_device(device)
@@ -201,6 +202,7 @@ class LLM:
             plan = plan_load(
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
+                adapters=paths, speculative=None if speculative is None else str(speculative),
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
             self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len
@@ -222,7 +224,7 @@ class LLM:
                 fp8_kv=kv_cache_dtype == "fp8",
                 drafts=speculative == MTP,
                 held=held,
-                adapters={name: Path(folder) for name, folder in (adapters or {}).items()},
+                adapters=paths,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None
