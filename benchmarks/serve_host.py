@@ -62,6 +62,7 @@ def serve(model: str, batch: int, step: float, context: int) -> None:
     from onegraph.formats.checkpoint import Checkpoint
     from onegraph.serve.app import Settings
     from onegraph.serve.http import bind, listen
+    from onegraph.serve.models import Models
     from onegraph.serve.worker import Worker
 
     torch.set_num_threads(1)
@@ -76,7 +77,7 @@ def serve(model: str, batch: int, step: float, context: int) -> None:
         child = worker._writer.tokenizer._cage._child
         assert child is not None
         said = json.dumps({"port": socket.getsockname()[1], "text": child.pid})
-        listen(socket, worker, Settings(name="m"), grace=0, ready=lambda: print(said, flush=True))
+        listen(socket, Models.of("m", worker), Settings(), grace=0, ready=lambda: print(said, flush=True))
 
 
 def cpu_seconds(pid: int) -> float:

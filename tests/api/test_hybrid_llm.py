@@ -8,6 +8,7 @@ import torch
 
 from models import Decoder, hf_model
 from onegraph.api.llm import LLM
+from onegraph.api.memory import Memory
 from onegraph.api.quantize import quantize
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -65,12 +66,22 @@ def test_the_text_of_a_published_model_is_run_quantized_and_drafted(variant: str
     assert (got - want).norm() < 0.75 * want.norm()
     params = SamplingParams(max_tokens=12, temperature=0.0)
     for path in (tmp_path / "m", tmp_path / "q"):
-        with LLM(path, device="cpu", dtype="float32", max_context=64) as llm:
+        told: list[Memory] = []
+        with LLM(path, device="cpu", dtype="float32", max_context=64, on_memory=told.append) as llm:
             plain = llm.generate("1 2 3 5 8 13", params).text
             assert llm.skipped.keys() == {"model.visual", "mtp"}
-        with LLM(path, device="cpu", dtype="float32", max_context=64, draft="mtp", draft_tokens=2) as llm:
+        with LLM(
+            path, device="cpu", dtype="float32", max_context=64, draft="mtp", draft_tokens=2, on_memory=told.append
+        ) as llm:
             assert llm.generate("1 2 3 5 8 13", params).text == plain
             assert llm.stats.drafted_tokens
+            speculation = llm.engine.executor.speculation
+            assert speculation is not None
+            drafter: Any = speculation.drafter
+        own = sum(tensor.nbytes for name, tensor in drafter.head.named_buffers() if not name.endswith((".cos", ".sin")))
+        assert told[1].weights - told[0].weights == pytest.approx(own, rel=0.01)
+        each = sum(tensor[0].nbytes for tensor in (*drafter.cache.keys, *drafter.cache.values)) // 16
+        assert told[1].cache - told[0].cache == each * told[0].tokens
 
 
 def test_nvfp4_leaves_what_is_never_rounded(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from eagle import net_of, write_head
 from fuzz import tiny
 from models import save_hf
 from onegraph import LLM
@@ -17,6 +18,7 @@ from onegraph.api.memory import Memory
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
+from test_serve_adapters import write_adapter
 
 KIMI = Path(__file__).parents[1] / "models" / "configs" / "Kimi-Linear-48B-A3B-Instruct.json"
 
@@ -37,6 +39,69 @@ def test_what_is_told_is_what_is_taken(path: Path, dtype: str) -> None:
         pages = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
         assert found.tokens == 3 * 96
         assert found.cache == pages - pages // llm.engine.executor.sizes.pages, "all but the sentinel's page"
+
+
+def told_and_taken(path: Path, dtype: str = "float32", **how: Any) -> tuple[Memory, Any]:
+    """What is told, and the model that was loaded then."""
+    told: list[Memory] = []
+    with LLM(path, device="cpu", max_num_seqs=3, max_model_len=96, dtype=dtype, on_memory=told.append, **how) as llm:
+        return told[0], llm.engine
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_what_drafts_is_in_the_sums(path: Path, tmp_path: Path, kind: str, dtype: str) -> None:
+    method = str(tiny.write_model(tmp_path / "other", seed=3))
+    if kind == "eagle":
+        with Checkpoint.open(path) as checkpoint:
+            whole = Llama.load(checkpoint, max_context=96)
+        layers, vocabulary = (0, 0, 1), torch.arange(whole.config.vocab_size - 8)
+        method = f"eagle:{write_head(tmp_path / 'head', net_of(whole, layers, vocabulary), layers, vocabulary)}"
+    alone, _ = told_and_taken(path, dtype)
+    both, engine = told_and_taken(path, dtype, speculative=method)
+    drafter = engine.executor.speculation.drafter
+    module = drafter.model if kind == "model" else drafter.head
+    weights = sum(tensor.nbytes for name, tensor in module.named_buffers() if not name.endswith((".cos", ".sin")))
+    assert both.weights - alone.weights == pytest.approx(weights, rel=0.02)
+    pages = sum(tensor.nbytes for tensor in (*drafter.cache.keys, *drafter.cache.values))
+    assert both.cache - alone.cache == pages - pages // engine.executor.sizes.pages
+    assert both.tokens == alone.tokens
+
+
+def test_what_drafts_leaves_less_to_the_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, _ = told_and_taken(path)
+    free = alone.weights + 8 * alone.cache
+    monkeypatch.setattr(memory, "free_cache_memory", lambda device: free)
+    assert told_and_taken(path)[0].tokens == 3 * 96
+    less, engine = told_and_taken(path, speculative=str(path))
+    assert less.tokens < 3 * 96 // 2 + 16, "of the same size, with a cache of the same size"
+    assert engine.executor.sizes.pages == 1 + -(-less.tokens // 16)
+
+
+def test_adapters_are_in_the_sums(path: Path, tmp_path: Path) -> None:
+    """Slots for two and for none, of the larger rank, over joined linears."""
+    adapters = {name: write_adapter(tmp_path / name, i) for i, name in enumerate(("red", "blue"))}
+    alone, _ = told_and_taken(path)
+    both, engine = told_and_taken(path, adapters=adapters)
+    own = [tensor.nbytes for name, tensor in engine.model.named_buffers() if name.endswith((".down", ".up"))]
+    assert both.weights - alone.weights == sum(own) > 0
+    (tmp_path / "blue" / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: cannot be read"):
+        told_and_taken(path, adapters=adapters)
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("NGRAM", "speculative: got 'NGRAM'; allowed are 'ngram'"),
+        ("mtp", "speculative: 'mtp' are the draft layers of"),
+        ("eagle:", "speculative: 'eagle:' names no head"),
+        ("nowhere", "speculative: nowhere"),
+    ],
+)
+def test_what_cannot_draft_is_refused_as_such(path: Path, method: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        told_and_taken(path, speculative=method)
 
 
 def test_the_default_cache_fits_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

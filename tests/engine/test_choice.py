@@ -235,6 +235,27 @@ def test_a_prompt_is_scored_as_by_the_definition(make, model, monkeypatch, at_on
             assert [value for _, value in each.top] == pytest.approx(law.topk(top).values.tolist(), abs=1e-4)
 
 
+def test_answers_to_one_prompt_score_it_once(make):
+    """Whether the others begin while the first one is scored, or later; where nothing is shared, too."""
+    prompt = [(7 * i) % VOCABULARY for i in range(40)]
+    params = [SamplingParams(max_tokens=4, prompt_logprobs=2, temperature=1.0, seed=seed) for seed in range(4)]
+    for rows in (1, 4):
+        engine = make(max_batch=rows, chunk=16)
+        (alone,) = engine.complete([prompt], params[:1])
+        assert engine.stats.prefill_tokens == 40
+        found = engine.complete([prompt] * 4, params)
+        assert [each.prompt_logprobs for each in found] == [alone.prompt_logprobs] * 4
+        shared = 39 // engine.executor.sizes.page_size * engine.executor.sizes.page_size  # one token is left to read
+        assert engine.stats.prefill_tokens == 40 + 3 * (40 - shared)
+    plain = make(max_batch=4).generate([prompt] * 4, [replace(each, prompt_logprobs=None) for each in params])
+    assert [each.output for each in found] == plain
+    other = engine.complete(
+        [prompt, prompt[:-1], prompt], [params[0], params[0], replace(params[0], prompt_logprobs=0)]
+    )
+    assert [len(each.prompt_logprobs) for each in other] == [39, 38, 39]
+    assert [len(each.prompt_logprobs[0].top) for each in other] == [2, 2, 0]
+
+
 def test_lower_priorities_are_admitted_first(make):
     engine, ended = make(max_batch=1), []
     params = [SamplingParams(max_tokens=2, priority=priority) for priority in (1, 0, -3, 0, 1)]

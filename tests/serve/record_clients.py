@@ -32,6 +32,7 @@ from onegraph import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.models import Models
 from onegraph.serve.worker import Worker
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -50,8 +51,14 @@ class Script:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self.texts, self.requests = app, list[str](), list[Any]()
+        self.further: dict[str, Any] = {}  # fields that every request is given
+
+    def next_text(self, asked: Any) -> str:
+        return self.texts.pop(0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST":
+            return await self._app(scope, receive, send)
         body = b""
         while True:
             message = await receive()
@@ -59,14 +66,15 @@ class Script:
             if not message.get("more_body"):
                 break
         asked = json.loads(body)
-        self.requests.append({"request": asked})
+        entry: dict[str, Any] = {"request": asked}
+        self.requests.append(entry)
         given = dict(asked)
         free = asked.get("tool_choice", "auto") == "auto"
         if free and asked.get("response_format", {}).get("type") in (None, "text", "json_object"):
             given.pop("response_format", None)
-            given["regex"] = re.escape(self.requests[-1].setdefault("script", self.texts.pop(0)))
+            given["regex"] = re.escape(entry.setdefault("script", self.next_text(asked)))
         given |= {"parallel_tool_calls": False} if asked.get("tool_choice") == "required" else {}
-        data = json.dumps(given | {"seed": 1}).encode()
+        data = json.dumps(given | self.further | {"seed": 1}).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(data)).encode())]}
         sent = False
@@ -90,8 +98,9 @@ def served(form: str = "hermes"):  # type: ignore[no-untyped-def]
         (path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": CASES[form].template}))
         with LLM(path, max_num_seqs=2, max_model_len=8192, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
             worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-            worker.start()
-            yield Script(Server(worker, Settings(name="tiny")).app())
+            models = Models.of("tiny", worker)
+            models.start()
+            yield Script(Server(models, Settings()).app())
             worker.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from serve.call_texts import CALLS, CASES, CITY, FUNCTIONS, TOOLS
 
+from onegraph.engine.arguments import ArgumentError
 from onegraph.serve import forms
 from onegraph.serve.call_grammar import CallGrammar
 from onegraph.serve.calls import AnswerReader
@@ -164,3 +165,13 @@ def test_what_is_allowed_is_read_as_the_calls(name: str) -> None:
     assert [part.name for part in parts.calls if part.name] == [each for each, _ in CALLS][
         : 1 if CASES[name].one else 2
     ]
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused_behind_a_thought() -> None:
+    """Texts of schemas are read here, and Python reads about a thousand levels."""
+    write = CallGrammar(forms.HERMES, {}, THINK)
+    deep = '{"properties": {"a": ' * 5000 + "{}" + "}}" * 5000
+    with pytest.raises(ArgumentError, match="json_schema: it is nested too deeply; give a simpler one") as refused:
+        write.after_thought({"json_schema": deep})
+    assert refused.value.field == "json_schema"
+    assert '%json {"type": "integer"' in write.after_thought({"json_schema": '{"type": "integer"}'})

@@ -21,6 +21,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.errors import APIError
+from onegraph.serve.models import Models
 from onegraph.serve.responses import Conversations, parse
 from onegraph.serve.worker import Worker
 from test_serve_tools import QWEN
@@ -45,8 +46,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def app(path: Path) -> Iterator[Starlette]:
     with LLM(path, max_num_seqs=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-        worker.start()
-        yield Server(worker, Settings(name="tiny", api_key=KEY)).app()
+        models = Models.of("tiny", worker)
+        models.start()
+        yield Server(models, Settings(api_key=KEY)).app()
         worker.close()
 
 

@@ -19,6 +19,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
+from onegraph.serve.models import Models
 from onegraph.serve.worker import Worker
 
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
@@ -61,8 +62,9 @@ def test_a_request_chooses_by_the_model_it_names(llm: LLM) -> None:
 
     with Checkpoint.open(llm.path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-    worker.start()
-    app = Server(worker, Settings(name="m")).app()
+    models = Models.of("m", worker)
+    models.start()
+    app = Server(models, Settings()).app()
     *answers, unknown = (found := asyncio.run(ask()))[0]
     worker.close()
     assert [answer.json()["choices"][0]["text"] for answer in answers] == wanted

@@ -20,6 +20,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.logprobs import completion_logprobs
+from onegraph.serve.models import Models
 from onegraph.serve.prompts import _echo
 from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import Echo, TokenText
@@ -43,8 +44,9 @@ def tokenizer(path: Path) -> Iterator[Tokenizer]:
 def app(path: Path, tokenizer: Tokenizer) -> Iterator[Starlette]:
     with LLM(path, max_num_seqs=4, device="cpu") as llm:
         worker = Worker(llm, tokenizer, queue=8, prepare="plain")
-        worker.start()
-        yield Server(worker, Settings(name="tiny")).app()
+        models = Models.of("tiny", worker)
+        models.start()
+        yield Server(models, Settings()).app()
         worker.close()
 
 

@@ -21,6 +21,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.errors import APIError
 from onegraph.serve.forms import THOUGHTS
+from onegraph.serve.models import Models
 from onegraph.serve.protocol import parse
 from onegraph.serve.worker import Worker
 
@@ -61,8 +62,9 @@ def tokenizer(path: Path) -> Tokenizer:
 def app(path: Path) -> Iterator[Starlette]:
     with LLM(path, max_num_seqs=4, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-        worker.start()
-        yield Server(worker, Settings(name="tiny", origins=("http://page",))).app()
+        models = Models.of("tiny", worker)
+        models.start()
+        yield Server(models, Settings(origins=("http://page",))).app()
         worker.close()
 
 
@@ -164,8 +166,9 @@ def test_marks_that_are_control_tokens(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": DIGIT}}
     with LLM(path, max_num_seqs=2, device="cpu") as llm, Checkpoint.open(path) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare="plain")
-        worker.start()
-        app = Server(worker, Settings(name="tiny")).app()
+        models = Models.of("tiny", worker)
+        models.start()
+        app = Server(models, Settings()).app()
         how: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "add"}}}
         (made,) = ask(app, logprobs=True, **how).choices
         chunks = ask(app, stream=True, **how)

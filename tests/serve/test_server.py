@@ -36,6 +36,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.errors import APIError
 from onegraph.serve.http import bind, listen
+from onegraph.serve.models import Models
 from onegraph.serve.protocol import parse
 from onegraph.serve.worker import Full, Worker
 
@@ -769,7 +770,7 @@ def test_a_request_that_the_listener_cuts_off_ends_quietly(llm: LLM) -> None:
         task.cancel()
         await task
 
-    app = Server(Worker(llm, llm.tokenizer, queue=2), Settings(name="plain")).app()
+    app = Server(Models.of("plain", Worker(llm, llm.tokenizer, queue=2)), Settings()).app()
     asyncio.run(cut())
 
 
@@ -785,7 +786,7 @@ def test_who_reads_that_it_serves_can_connect(model: Path) -> None:
     with LLM(model, max_model_len=96, device="cpu") as llm, Checkpoint.open(model) as checkpoint, found:
         worker = Worker(llm, Tokenizer(checkpoint), queue=2)
         with pytest.raises(Heard):
-            listen(found, worker, Settings(name="plain"), grace=0, ready=ready)
+            listen(found, Models.of("plain", worker), Settings(), grace=0, ready=ready)
         worker.close()
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MEMORY, SECONDS = 512 << 20, 5  # bytes of addresses and seconds of CPU time in which a grammar must compile
 MAX_NEWLINES, MAX_BLANKS = 2, 40  # whitespace between two parts of a JSON text: enough for eight levels of indentation
+TOO_DEEP = "json_schema: it is nested too deeply; give a simpler one"
 QUOTE, BACKSLASH, NEWLINE = b'"\\\n'
 
 
@@ -96,7 +97,7 @@ def _request(params: SamplingParams) -> tuple[str, str]:
     try:
         return "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError:
-        raise ArgumentError("json_schema", "json_schema: it is nested too deeply; give a simpler one") from None
+        raise ArgumentError("json_schema", TOO_DEEP) from None
 
 
 class Blanks:

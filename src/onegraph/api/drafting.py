@@ -49,15 +49,22 @@ def drafters(
     two do not match.
     """
     ranks: list[Rank] = list(model.ranks)
+    check_name(name)
     if name == NGRAM:
         return [NgramDrafter for _ in ranks]
     if name == MTP:
         return [own_layers(rank, path) for rank in ranks]
     if name.startswith(EAGLE):
         return [eagle(name, rank) for rank in ranks]
-    if name.lower() in (NGRAM, MTP, EAGLE[:-1]) or name.lower().startswith(EAGLE) or not name:
-        raise ValueError(f"speculative: got {name!r}; {ALLOWED}")
     return second(name, tokenizer, ranks, held=held, max_context=max_context, progress=progress)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for what names nothing that may draft."""
+    known = name in (NGRAM, MTP) or name.startswith(EAGLE)
+    lower = name.lower()
+    if not known and (lower in (NGRAM, MTP, EAGLE[:-1]) or lower.startswith(EAGLE) or not name):
+        raise ValueError(f"speculative: got {name!r}; {ALLOWED}")
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
@@ -68,11 +75,11 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
                 f"speculative: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
                 f"{model.config.model_type!r} has none that run here: use {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
             )
-        with Checkpoint.open(locate(path).path) as checkpoint, _told():
+        with Checkpoint.open(locate(path).path) as checkpoint, told():
             return partial(HeadDrafter, QwenDraft.load(checkpoint, model))
     if not model.config.drafts:
         raise ValueError(f"speculative: {path} has no draft layers (num_nextn_predict_layers is 0): use {NGRAM!r}")
-    with Checkpoint.open(path) as checkpoint, _told():
+    with Checkpoint.open(path) as checkpoint, told():
         return partial(HeadDrafter, DeepseekDraft.load(checkpoint, model))
 
 
@@ -80,21 +87,37 @@ def eagle(name: str, model: Rank) -> MakeDrafter:
     """The EAGLE-3 head whose place stands behind "eagle:"."""
     if isinstance(model, DeepseekV4):
         raise ValueError(f"speculative: EAGLE heads are for Llama-like models; DeepSeek-V4 has its own layers, {MTP!r}")
-    where = name.removeprefix(EAGLE)
-    if not where:
-        raise ValueError(f"speculative: {name!r} names no head; give its directory, '{EAGLE}PATH'")
-    with _told(), Checkpoint.open(locate(where).path) as checkpoint:
+    with head_checkpoint(name) as checkpoint:
         return partial(HeadDrafter, EagleHead.load(checkpoint, model))
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def head_checkpoint(name: str) -> Iterator[Checkpoint]:
+    """Of a head, whose place stands behind "eagle:"."""
+    where = name.removeprefix(EAGLE)
+    if not where:
+        raise ValueError(f"speculative: {name!r} names no head; give its directory, '{EAGLE}PATH'")
+    with told(), Checkpoint.open(locate(where).path) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
+def second_checkpoint(name: str) -> Iterator[Checkpoint]:
+    """Of another model that drafts."""
+    with told(), Checkpoint.open(locate(name).path) as checkpoint:
+        if {"speculators_model_type", "draft_vocab_size"} & checkpoint.config.keys():
+            raise ValueError(f"speculative: {name} is an EAGLE head; say '{EAGLE}{name}'")
+        yield checkpoint
+
+
+@contextmanager
+def told() -> Iterator[None]:
     """What is wrong with a drafter, as such: the model's own files are fine."""
     try:
         yield
     except ValueError as error:
-        told = str(error)
-        raise ValueError(told if told.startswith("speculative: ") else f"speculative: {told}") from None
+        says = str(error)
+        raise ValueError(says if says.startswith("speculative: ") else f"speculative: {says}") from None
 
 
 def second(
@@ -108,9 +131,7 @@ def second(
 ) -> list[MakeDrafter]:
     """Another, smaller model of the same tokens, whole on each rank."""
     vocabulary = ranks[0].config.vocab_size
-    with _told(), Checkpoint.open(locate(name).path) as checkpoint:
-        if {"speculators_model_type", "draft_vocab_size"} & checkpoint.config.keys():
-            raise ValueError(f"speculative: {name} is an EAGLE head; say '{EAGLE}{name}'")
+    with second_checkpoint(name) as checkpoint:
         config = parse_config(checkpoint.config)
         found = config.vocab_size
         if found != vocabulary:
@@ -128,7 +149,7 @@ def second(
                 f"speculative: the tokens of {name} are not the model's: use a model of the same family, or with "
                 f"{NGRAM!r}"
             )
-        told = None if progress is None else partial(progress, "loading")
+        loading = None if progress is None else partial(progress, "loading")
         drafting = [
             load_decoder(
                 checkpoint,
@@ -136,7 +157,7 @@ def second(
                 rank.dtype,
                 max_context=max_context,
                 held=held,
-                progress=one_progress(told, i, len(ranks)),
+                progress=one_progress(loading, i, len(ranks)),
             )
             for i, rank in enumerate(ranks)
         ]

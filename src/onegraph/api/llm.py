@@ -22,10 +22,10 @@ from onegraph.api.completion import AnswerText, Completion, expand_n, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.defaults import SamplingDefaults
 from onegraph.api.deprecated import public_names, renamed, warn
-from onegraph.api.device import pick_device, pick_precision
+from onegraph.api.device import pick_device
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
-from onegraph.api.memory import Memory, needed_memory
+from onegraph.api.memory import Memory, plan_load
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import (
     is_index,
@@ -41,12 +41,9 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.turboquant import parse_kv
-from onegraph.models.config import LlamaConfig
-from onegraph.models.load import Split, load_decoder, packable, parse_config
+from onegraph.models.load import Split, load_decoder
 from onegraph.models.wrapper import skipped
 
-MAX_MODEL_LEN = 4096  # unless the caller gives more
 # Arguments of the engine and the loader -> those of LLM, for errors
 PUBLIC = {
     "gpus": "tensor_parallel_size",
@@ -196,37 +193,27 @@ class LLM:
             name = "pipeline_parallel_size" if split == "layer" else "tensor_parallel_size"
             cure = "leave it out: a CPU runs the whole model" if str(device) == "cpu" else "allowed is auto or cuda"
             raise ValueError(f"{name}: got {gpus} on the device {device}; {cure}; GPUs are counted from cuda:0 on")
+        paths = {name: Path(folder) for name, folder in (adapters or {}).items()}
         located = locate(model, option="model")
         self.path = located.name
         self.device = pick_device(device)
         self.random = None if seed is None else Random(seed)
-        with public_names(PUBLIC):
-            setting = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
         with Checkpoint.open(located.path) as checkpoint, public_names(PUBLIC):
-            config = parse_config(checkpoint.config)
+            plan = plan_load(
+                checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
+                adapters=paths, speculative=None if speculative is None else str(speculative),
+            )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
-            self.dtype, held = pick_precision(
-                dtype, self.device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
-            )
+            self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len
             self.weights = held or str(self.dtype).removeprefix("torch.")
-            if max_model_len is None:
-                max_model_len = min(config.max_positions, MAX_MODEL_LEN)
-            if kv_cache_tokens is not None and kv_cache_tokens < max_model_len <= config.max_positions:
-                raise ValueError(
-                    f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
-                    "that and more, or a smaller max_model_len"
-                )
             self.tokenizer = Tokenizer(checkpoint) if tokenizer is None else tokenizer
             self.sampling_defaults = SamplingDefaults.of(checkpoint)
-            memory = needed_memory(
-                checkpoint, self.device, self.dtype, held, setting, rows=max_num_seqs, context=max_model_len,
-                tokens=kv_cache_tokens, gpus=gpus,
-            )  # fmt: skip
-            if memory is not None:
+            if plan.memory is not None:
                 if on_memory is not None:
-                    on_memory(memory)
-                if memory.tokens < max_num_seqs * max_model_len:
-                    kv_cache_tokens = memory.tokens
+                    on_memory(plan.memory)
+                if plan.memory.tokens < max_num_seqs * max_model_len:
+                    kv_cache_tokens = plan.memory.tokens
             decoder = load_decoder(
                 checkpoint,
                 self.device,
@@ -237,7 +224,7 @@ class LLM:
                 fp8_kv=kv_cache_dtype == "fp8",
                 drafts=speculative == MTP,
                 held=held,
-                adapters={name: Path(folder) for name, folder in (adapters or {}).items()},
+                adapters=paths,
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None
@@ -259,13 +246,13 @@ class LLM:
                     max_context=max_model_len,
                     progress=progress,
                 )
-            pages = None if kv_cache_tokens is None else 1 + -(-kv_cache_tokens // page_size_of(decoder, setting))
+            pages = None if kv_cache_tokens is None else 1 + -(-kv_cache_tokens // page_size_of(decoder, plan.kv))
             self._engine: Engine | None = Engine(
                 decoder,
                 max_batch=max_num_seqs,
                 max_context=max_model_len,
                 pages=pages,
-                kv=setting,
+                kv=plan.kv,
                 draft=drafting,
                 draft_tokens=num_speculative_tokens,
                 capture=capture,

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from onegraph.api.device import pick_precision
+from onegraph.api.drafting import EAGLE, MTP, NGRAM, check_name, head_checkpoint, second_checkpoint
 from onegraph.api.size import human_bytes
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.turboquant import TurboQuantConfig
+from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
+from onegraph.models.adapters import adapter_bytes
 from onegraph.models.config import LlamaConfig
+from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.llama import Llama, attention_cache, unread_layers
-from onegraph.models.load import checkpoint_config
+from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import free_cache_memory
+from onegraph.models.qwen_mtp import DraftConfig, has_draft, has_layer
 from onegraph.models.shares import TPShard
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
+MAX_MODEL_LEN = 4096  # unless the caller gives more
 UNBOUNDED = 1 << 50  # bytes: `free_memory` of a system that does not say
 HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU holds so; the ends have 2
 
@@ -32,10 +42,61 @@ class Memory:
     tokens: int
     free: int | None
 
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.weights + self.cache <= self.free
+
     def __str__(self) -> str:
         free = "" if self.free is None else f"; {human_bytes(self.free)} are free"
         cache = f"KV cache {human_bytes(self.cache)} for {self.tokens} tokens"
         return f"memory: weights {human_bytes(self.weights)}, {cache}{free}"
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """How a checkpoint is loaded: the dtype of activations, what a CPU holds linears in where that is another, how keys
+    and values are stored (None: in the dtype), and what memory that takes (None for DeepSeek-V4)."""
+
+    dtype: torch.dtype
+    held: Held | None
+    kv: TurboQuantConfig | None
+    max_model_len: int
+    memory: Memory | None
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    dtype: str | torch.dtype,
+    kv_cache_dtype: str,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    kv_cache_tokens: int | None,
+    gpus: int,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    speculative: str | None = None,
+) -> LoadPlan:
+    """Of the arguments of `LLM`. Reads no weights. Raises ValueError for what checkpoint or device rule out."""
+    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
+    config = parse_config(checkpoint.config)
+    found, held = pick_precision(
+        dtype, device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
+    )
+    if max_model_len is None:
+        max_model_len = min(config.max_positions, MAX_MODEL_LEN)
+    if not 1 <= max_model_len <= config.max_positions:
+        raise ValueError(f"max_model_len is {max_model_len}; the model allows 1 to {config.max_positions}")
+    if kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
+        raise ValueError(
+            f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
+            "that and more, or a smaller max_model_len"
+        )
+    memory = needed_memory(
+        checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
+        gpus=gpus, adapters=adapters, speculative=speculative,
+    )  # fmt: skip
+    return LoadPlan(found, held, kv, max_model_len, memory)
 
 
 def needed_memory(
@@ -49,8 +110,11 @@ def needed_memory(
     context: int,
     tokens: int | None,
     gpus: int,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
+    speculative: str | None = None,
 ) -> Memory | None:
-    """What loading will take; None for DeepSeek-V4, whose cache has kinds of state of its own.
+    """What loading will take, with adapters and what drafts; None for DeepSeek-V4, whose cache has kinds of state of
+    its own.
 
     Left out are recurrent states, which do not grow with the text, and what a cache in codes takes more for layers that
     it keeps exact because of their biases.
@@ -60,9 +124,14 @@ def needed_memory(
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
         return None
-    weights = _weights(checkpoint, config, device, dtype, held) // gpus
     free = free_cache_memory(device)
+    drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
+    weights = _weights(checkpoint, config, device, dtype, held) // gpus + drafting[0]
+    if adapters:
+        layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
+        weights += adapter_bytes(adapters, config.family_name, layers, joined, dtype.itemsize)
+    each, fixed = each + drafting[1], fixed + drafting[2]
     if tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
@@ -80,6 +149,46 @@ def _weights(
         blocks = loader.parts.linears
         found |= {name: n * k * (HELD[held] if name in blocks else 2) for name, (n, k, _) in loader.layers().items()}
     return sum(found.values())
+
+
+def _draft_bytes(
+    speculative: str | None,
+    checkpoint: Checkpoint,
+    config: LlamaConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    held: Held | None,
+    kv: TurboQuantConfig | None,
+    *,
+    rows: int,
+    context: int,
+) -> tuple[int, int, int]:
+    """Of what drafts, on each device: bytes of its weights, and of its cache as `_cache_bytes`."""
+    if speculative is None or speculative == NGRAM:
+        return 0, 0, 0
+    check_name(speculative)
+    if speculative == MTP:
+        if not has_draft(config) or not has_layer(checkpoint):
+            return 0, 0, 0  # which loading it refuses
+        own = DraftConfig.of(config, {name: checkpoint.shape(name) for name in checkpoint.names})
+        return _weights(checkpoint, own, device, dtype, None), _layer_bytes(own, dtype), 0
+    if speculative.startswith(EAGLE):
+        with head_checkpoint(speculative) as found:
+            loader = EagleHead.loader(found, config, device, dtype)
+            loader.check()
+            layer = EagleConfig.from_dict(found.config).layer
+            return sum(loader.device_bytes().values()), _layer_bytes(layer, dtype), 0
+    with second_checkpoint(speculative) as found:
+        other = checkpoint_config(found)
+        if not isinstance(other, LlamaConfig):
+            return 0, 0, 0
+        cache = _cache_bytes(other, device, dtype, kv, rows=rows, context=context, gpus=1)
+        return (_weights(found, other, device, dtype, held), *cache)
+
+
+def _layer_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Of a token's keys and values in one layer."""
+    return 2 * config.kv_heads * config.head_dim * dtype.itemsize
 
 
 def _cache_bytes(

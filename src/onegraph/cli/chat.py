@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer,
     any weight is read, for what no turn could do."""
     from onegraph.api.conversation import reserved_tokens
     from onegraph.api.defaults import SamplingDefaults
-    from onegraph.api.llm import MAX_MODEL_LEN
+    from onegraph.api.memory import MAX_MODEL_LEN
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.models.load import parse_config
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from onegraph.cli.batch import Request, read_batch, rows
@@ -187,15 +188,28 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def load(args: argparse.Namespace, **chosen: Any) -> LLM:
-    """The model of a command, with a progress bar on a terminal."""
+def engine_options() -> AbstractContextManager[None]:
+    """`options` of the arguments of LLM that options of the commands name."""
+    names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
+    return options(*names, *(f"{name}:" for name in names), "speculative:", "batch_invariant:", "kv_cache_tokens:")
+
+
+def load(
+    args: argparse.Namespace, model: str | None = None, check: Callable[[], None] = lambda: None, **chosen: Any
+) -> LLM:
+    """The model of a command (`args.model`), with a progress bar on a terminal. check: called while it is read; what it
+    raises ends that."""
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
-    colons = *(f"{name}:" for name in names), "speculative:", "batch_invariant:", "kv_cache_tokens:"
-    with options(*names, *colons), bar as loading:
-        llm = LLM(args.model, progress=loading, **chosen)
+    with engine_options(), bar as loading:
+
+        def progress(what: str, done: int, total: int) -> None:
+            check()
+            if loading is not None:
+                loading(what, done, total)
+
+        llm = LLM(args.model if model is None else model, progress=progress, **chosen)
     tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
     tell_skipped(llm.skipped)
     return llm

@@ -1,4 +1,4 @@
-"""`onegraph serve`: an OpenAI-compatible server over one model."""
+"""`onegraph serve`: an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import BATCH, CONTEXT, MODEL, UsageError, import_engine, number, one_line, open_model, remark
-from onegraph.cli.generate import add_engine, engine, load
+from onegraph.cli.generate import add_engine, engine, engine_options, load
 from onegraph.formats.extras import install
+
+if TYPE_CHECKING:
+    from onegraph.api.memory import Memory
+    from onegraph.serve.models import Model
+    from onegraph.serve.worker import Worker
 
 EPILOG = f"""\
 examples:
   onegraph serve out/smollm2-4bit
   onegraph serve out/smollm2-4bit --host 0.0.0.0 --port 8080 --max-num-seqs 32 --kv-cache-dtype turboquant:4
+  onegraph serve small=out/smollm2-4bit out/qwen3-8b-3bit --keep-alive 600
   ONEGRAPH_API_KEY=secret onegraph serve out/smollm2-4bit
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -42,11 +49,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="OpenAI-compatible server",
-        description="Serves a model over HTTP with OpenAI's API.",
+        description="Serves one or several models over HTTP with OpenAI's API.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="[NAME=]MODEL",
+        help=f"{MODEL}; NAME: in the API [the last part of MODEL]",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
     parser.add_argument(
         "--port", type=number(int, 0, 65535), default=8000, metavar="N", help="port; 0 for any free one [8000]"
@@ -72,10 +84,20 @@ def add_parser(commands: Any) -> None:
         "checked on loopback addresses without an API key]",
     )
     parser.add_argument(
-        "--served-model-name",
-        type=model_name,
-        metavar="NAME",
-        help="model name in the API [the last part of MODEL]",
+        "--served-model-name", type=model_name, metavar="NAME", help="same as NAME=MODEL, for one model"
+    )
+    parser.add_argument(
+        "--max-loaded-models",
+        type=number(int, 1, 1 << 10),
+        default=1,
+        metavar="N",
+        help="maximum number of models in memory; for another one the least recently used is unloaded [1]",
+    )
+    parser.add_argument(
+        "--keep-alive",
+        type=number(float, 0, 1e9, open_low=True),
+        metavar="S",
+        help="seconds without a request after which a model is unloaded [never]",
     )
     parser.add_argument(
         "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
@@ -168,54 +190,106 @@ def adapter(text: str) -> tuple[str, str]:
     return name, folder
 
 
+def names_of(args: argparse.Namespace) -> dict[str, str]:
+    """The paths of the models by their names. Raises UsageError."""
+    found: dict[str, str] = {}
+    several = len(args.models) > 1
+    for option, given in (("--served-model-name", args.served_model_name), ("--lora-modules", args.lora_modules)):
+        if several and given:
+            cure = "write NAME=MODEL" if option == "--served-model-name" else "serve the model of the adapters alone"
+            raise UsageError(f"{option}: it is for one model, {len(args.models)} are given; {cure}")
+    for word in args.models:
+        name, equals, path = word.partition("=")
+        if not equals or os.path.exists(word):
+            name, path = Path(os.path.abspath(word)).name, word  # of '.', too
+        if not (name.strip() and path):
+            raise UsageError(f"MODEL: got {one_line(repr(word), 60)}; allowed is MODEL or NAME=MODEL")
+        if name in found:
+            raise UsageError(f"two models have the name {name!r}; give one of them another: NAME={path}")
+        found[name] = path
+    if args.served_model_name:
+        found = dict(zip([args.served_model_name], found.values(), strict=True))
+    adapters = {name for name, _ in args.lora_modules}
+    if adapters & found.keys() or len(adapters) < len(args.lora_modules):
+        raise UsageError("--lora-modules: two models have the same name; give each adapter a name of its own")
+    return found
+
+
+def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str) -> Model:
+    """A model that the command names, which is not loaded yet; the memory that it takes is printed where there are
+    several. Raises ValueError for what shows without loading it."""
+    from onegraph.api.memory import plan_load
+    from onegraph.api.tokenizer import Tokenizer
+    from onegraph.serve.models import Model
+    from onegraph.serve.worker import Worker
+
+    sizes = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": args.max_model_len,
+        "kv_cache_tokens": args.kv_cache_tokens,
+    }
+    adapters = dict(args.lora_modules)
+
+    def load_worker(check: Callable[[], None], announce: Callable[[Memory], None]) -> Worker:
+        def on_memory(memory: Memory) -> None:
+            remark(str(memory))
+            announce(memory)
+
+        remark(f"loading {path}")
+        with open_model(path) as checkpoint:
+            writer = Tokenizer(checkpoint)
+        llm = load(args, path, check, adapters=adapters, **sizes, **place, on_memory=on_memory)
+        return Worker(llm, writer, queue=args.queue, prepare=args.prepare)
+
+    with engine_options(), open_model(path) as checkpoint:
+        gpus = max(place.get(each) or 1 for each in ("tensor_parallel_size", "pipeline_parallel_size", "gpus"))
+        plan = plan_load(
+            checkpoint, place["device"], dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, gpus=gpus,
+            adapters={each: Path(folder) for each, folder in adapters.items()}, speculative=args.speculative, **sizes,
+        )  # fmt: skip
+    if len(args.models) > 1:
+        remark(f"{name}: {'memory: measured when it is loaded' if plan.memory is None else plan.memory}")
+    return Model(
+        name, load_worker, max_model_len=plan.max_model_len, limit=args.max_num_seqs + args.queue, adapters=[*adapters]
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     import_engine("tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:
         raise UsageError(f"serve needs {error.name}, which is not installed; {install('serve')}") from None
-    from onegraph.api.tokenizer import Tokenizer
     from onegraph.serve.app import Settings
-    from onegraph.serve.worker import Worker
+    from onegraph.serve.models import Models
 
-    place = engine(args)
+    place, paths = engine(args), names_of(args)
     key = os.environ.get("ONEGRAPH_API_KEY") if args.api_key is None else args.api_key
     if key is not None and not (key and key.isascii()):
         told, cure = ("ONEGRAPH_API_KEY", "unset it") if args.api_key is None else ("--api-key", "leave it out")
         raise UsageError(f"{told}: it is empty or not ASCII; {cure} to serve without a key")
     with bind(args.host, args.port) as socket:
-        remark(f"loading {args.model}")
-        with open_model(args.model) as checkpoint:
-            writer = Tokenizer(checkpoint)
-        sizes = {
-            "max_num_seqs": args.max_num_seqs,
-            "max_model_len": args.max_model_len,
-            "kv_cache_tokens": args.kv_cache_tokens,
-        }
-        name = args.served_model_name or Path(os.path.abspath(args.model)).name  # of '.', too
-        adapters = dict(args.lora_modules)
-        if name in adapters or len(adapters) < len(args.lora_modules):
-            raise UsageError("--lora-modules: two models have the same name; give each adapter a name of its own")
-        llm = load(args, adapters=adapters, **sizes, **place, on_memory=remark)
+        found = Models(
+            [served(args, place, name, path) for name, path in paths.items()],
+            most=args.max_loaded_models,
+            keep_alive=args.keep_alive,
+            remark=remark,
+        )
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:
-            remark(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            remark(f"serving {', '.join(paths)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
 
         def ending() -> None:
             with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
                 remark(f"stopping: running requests have {args.grace} s")
 
         sys.setswitchinterval(SWITCH)
-        with llm:
-            worker = Worker(llm, writer, queue=args.queue, prepare=args.prepare)
-            guarded = args.allow_host or (key is None and ip_address(host).is_loopback)
-            hosts = (*args.allow_host, args.host.lower()) if guarded else None
-            settings = Settings(
-                name=name, api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts,
-            )  # fmt: skip
-            ended_by = listen(socket, worker, settings, grace=args.grace, ready=ready, ending=ending)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
+        guarded = args.allow_host or (key is None and ip_address(host).is_loopback)
+        hosts = (*args.allow_host, args.host.lower()) if guarded else None
+        settings = Settings(api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts)
+        ended_by = listen(socket, found, settings, grace=args.grace, ready=ready, ending=ending)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
     return 0

@@ -176,7 +176,11 @@ class Engine:
 
     def request(self, prompt: Seq[int], params: SamplingParams) -> Sequence:
         """What `scheduler` takes. Raises ValueError for what cannot run."""
-        return self._sequences([prompt], params)[0]
+        return self.requests(prompt, [params])[0]
+
+    def requests(self, prompt: Seq[int], params: Seq[SamplingParams]) -> list[Sequence]:
+        """`request` of several answers to one prompt, which is scored once."""
+        return self._sequences([prompt] * len(params), params)
 
     def _sequences(self, prompts: Seq[Seq[int]], params: Params) -> list[Sequence]:
         vocabulary = self.model.config.vocab_size

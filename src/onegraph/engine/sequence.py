@@ -23,7 +23,8 @@ class Sequence:
     many of them prefill reads, set when the sequence is admitted. kept: how many were at its latest snapshot. exact:
     whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
     needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for;
-    prompt_logprobs likewise, of the prompt's tokens from the second on. drafts: how they fare, where somebody drafts.
+    prompt_logprobs likewise, of the prompt's tokens from the second on, and one list for all answers to a prompt.
+    drafts: how they fare, where somebody drafts.
     cancelled: it ends before the next token. error: why it ended before its time. adapter: its slot of
     `nn.lora.Adapters`, 0 for none.
     """
@@ -126,12 +127,14 @@ def make_sequences(
         params = [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
         raise ValueError(f"params: got {len(params)} for {len(prompts)} prompts; give one for each, or one for all")
-    sequences = []
+    sequences: list[Sequence] = []
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
         tokens = _tokens(index, prompt, vocabulary)
         sequence = Sequence(index, tokens, wanted, seed, wanted.most(sizes.context - len(tokens)))
         sequence.adapter = _slot(wanted.adapter, adapters or {})
+        if sequences and _scored_alike(sequences[-1], sequence):  # answers to one prompt, which is scored once
+            sequence.prompt_logprobs = sequences[-1].prompt_logprobs
         _check_size(sequence, sizes)
         _check_text(sequence, constrain)
         _check_biases(sequence, vocabulary)
@@ -139,6 +142,11 @@ def make_sequences(
             sequence.constraint = constrain(wanted)
         sequences.append(sequence)
     return sequences
+
+
+def _scored_alike(one: Sequence, other: Sequence) -> bool:
+    scores = [each.params.prompt_logprobs for each in (one, other)]
+    return None not in scores and scores[0] == scores[1] and one.adapter == other.adapter and one.prompt == other.prompt
 
 
 def _slot(name: str | None, adapters: Mapping[str, int]) -> int:

@@ -1,12 +1,12 @@
 """LoRA adapters as peft saves them: adapter_config.json and adapter_model.safetensors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -36,13 +36,50 @@ def read_adapters(folders: Mapping[str, Path], rename: Callable[[str], str]) -> 
     return Adapters({name: read_adapter(folder, rename) for name, folder in folders.items()})
 
 
+def adapter_bytes(
+    folders: Mapping[str, Path],
+    rename: Callable[[str], str],
+    layers: Mapping[str, tuple[int, int, bool]],
+    siblings: Sequence[Sequence[str]],
+    itemsize: int,
+) -> int:
+    """Bytes that `Adapters` takes on the device. Reads no weights. Raises CheckpointError.
+
+    layers: (n, k, bias) of the model's linears by name. siblings: ends of the names of those that become one linear.
+    """
+    ranks: dict[str, int] = {}
+    for folder in folders.values():
+        _config(folder)
+        try:
+            with safe_open(folder / WEIGHTS, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    layer, _, kind = name.removeprefix(PREFIX).rpartition(".lora_")
+                    if kind == "A.weight":
+                        layer = rename(f"{layer}.weight").removesuffix(".weight")
+                        ranks[layer] = max(ranks.get(layer, 0), file.get_slice(name).get_shape()[0])
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(folder, error) from None
+    total = 0
+    for layer, rank in ranks.items():
+        ends = next((names for names in siblings if layer.endswith(tuple(names))), ())
+        own = next((end for end in ends if layer.endswith(end)), "")
+        joined = [layer.removesuffix(own) + end for end in ends] or [layer]
+        sizes = [layers[name] for name in joined if name in layers]
+        total += rank * (sum(n for n, _, _ in sizes) + max((k for _, k, _ in sizes), default=0))
+    return (len(folders) + 1) * total * itemsize
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{folder / WEIGHTS}: cannot be read: {' '.join(str(error).split())[:200]}")
+
+
 def read_adapter(folder: Path, rename: Callable[[str], str]) -> dict[str, LowRank]:
     """What it adds to which layer."""
     config = _config(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / WEIGHTS}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise _unreadable(folder, error) from None
     found: dict[str, LowRank] = {}
     for name, a in tensors.items():
         layer, _, kind = name.removeprefix(PREFIX).rpartition(".lora_")

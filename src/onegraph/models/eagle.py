@@ -231,6 +231,13 @@ class EagleHead(nn.Module):
         self.register_buffer("vocabulary", vocabulary)
         self.eval()
 
+    @staticmethod
+    def loader(checkpoint: Checkpoint, model: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Loader:
+        """What reads the head of a model with this config. Raises ValueError for what `EagleConfig` does not take."""
+        config = EagleConfig.from_dict(checkpoint.config)
+        files = _Files(config, len(config.behind(model.layers)), checkpoint.names)
+        return Loader(checkpoint, files, dtype, decode=device.type == "cpu")
+
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: Llama | ChainedLlama) -> "EagleHead":
         """Reads the head that belongs to `target` onto its device, in its dtype.
@@ -249,10 +256,9 @@ class EagleHead(nn.Module):
                     f"{checkpoint.path}: {name} is {found}, the model's is {wanted}: it is another model's head"
                 )
         layers, device, eps = config.behind(model.layers), target.device, layer.eps
-        files = _Files(config, len(layers), checkpoint.names)
-        loader = Loader(checkpoint, files, target.dtype, decode=device.type == "cpu")
+        loader = cls.loader(checkpoint, model, device, target.dtype)
         loader.check()
-        parts, rope = files.parts, layer.ropes[0]
+        parts, rope = loader.parts, layer.ropes[0]
         # Heads are trained on texts shorter than they serve (2,048 is common): tables reach as far as the target's.
         cos, sin = (None, None) if rope is None else rope.tables(layer.head_dim, target.max_context, device)
         attention = Attention(

@@ -119,7 +119,7 @@ class QwenDraft(nn.Module):
 
         Raises ValueError (CheckpointError among them) that names what is missing or wrong.
         """
-        if f"{FC}.weight" not in checkpoint and not any(name.startswith(f"{FC}.") for name in checkpoint.names):
+        if not has_layer(checkpoint):
             raise CheckpointError(
                 f"{checkpoint.path} has no tensor {FC + '.weight'!r}, so it comes without its draft layer: draft with "
                 "'ngram'"
@@ -173,6 +173,11 @@ class QwenDraft(nn.Module):
             layers=1, pages=pages, page_size=page_size, kv_heads=self.config.kv_heads, head_dim=self.config.head_dim,
             rows=rows, pages_per_row=pages_per_row, device=self.norm.device, dtype=self.dtype,
         )  # fmt: skip
+
+
+def has_layer(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint comes with its draft layer."""
+    return any(name.startswith(f"{FC}.") for name in checkpoint.names)
 
 
 def has_draft(config: object) -> bool:

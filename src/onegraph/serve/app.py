@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,22 +28,22 @@ from onegraph.serve.connection import STALLED
 from onegraph.serve.errors import APIError, overloaded
 from onegraph.serve.guard import Guard
 from onegraph.serve.metrics import Metrics
+from onegraph.serve.models import Loaded, LoadError, Model, Models
 from onegraph.serve.page import chat_page
 from onegraph.serve.prompts import Prompts
 from onegraph.serve.protocol import CompletionRequest, parse
 from onegraph.serve.reply import Reply, json_response
-from onegraph.serve.text import Answer, Piece
+from onegraph.serve.text import Piece
 from onegraph.serve.tokens import parse_detokenize, parse_tokenize
-from onegraph.serve.worker import Full, Stopped, Worker
+from onegraph.serve.worker import Full, Stopped
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """name: of the model, as clients call it. api_key: None for none. max_body: bytes. origins, hosts: as `Guard`."""
+    """api_key: None for none. max_body: bytes. origins, hosts: as `Guard`."""
 
-    name: str
     api_key: str | None = None
     max_body: int = 4 << 20
     origins: tuple[str, ...] = ()
@@ -54,11 +53,11 @@ class Settings:
 class Server:
     """What the endpoints share."""
 
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        self.worker, self.settings = worker, settings
-        self.metrics = Metrics(worker)
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self.served, self.settings = models, settings
+        self.metrics = Metrics(models)
         self.created = int(time.time())
-        self.bodies, self.prompts = Bodies(settings.max_body), Prompts(worker.llm)
+        self.bodies = Bodies(settings.max_body)
         self.conversations = responses.Conversations()
 
     def app(self) -> Starlette:
@@ -89,17 +88,17 @@ class Server:
 
     def end(self) -> None:
         """Every request that has no answer yet, or is not complete, gets an error. In the event loop."""
-        self.worker.stop()
+        self.served.end()
         self.bodies.end()
-        self.prompts.close()
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        unloading = asyncio.create_task(self.served.unload_idle())
         try:
             yield
         finally:
-            self.prompts.close()
-            await asyncio.to_thread(self.worker.close)
+            unloading.cancel()
+            await self.served.close()
 
     def _guarded(
         self, endpoint: Callable[[Request], Any], body: Callable[[APIError], Any] = APIError.body
@@ -136,19 +135,17 @@ class Server:
     # ------------------------------------------------------------------------------------------------------- endpoints
 
     async def health(self, request: Request) -> Response:
-        failure = self.worker.failure
+        failure = self.served.failure
         return json_response({"status": "ok" if failure is None else failure}, 200 if failure is None else 503)
 
     async def report(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": list(map(self._card, self._names))})
+        return json_response({"object": "list", "data": list(map(self._card, self.served.names))})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._check_name(name)
-        return json_response(self._card(name))
+        return json_response(self._card(request.path_params["name"]))
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, lambda body: (parse(body, chat=False), None))
@@ -165,7 +162,8 @@ class Server:
     async def count_tokens(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
             asked, _ = messages.parse(body, count=True)
-            tokens = await self._tokenized(request, asked.model, self.prompts.tokenize(asked, True))
+            model = self._model(asked.model)
+            tokens = await self._tokenized(request, model, lambda prompts: prompts.tokenize(asked, True))
         return json_response({"input_tokens": len(tokens)})
 
     async def embeddings(self, request: Request) -> Response:
@@ -176,52 +174,53 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            model, asked, special = parse_tokenize(body)
-            tokens = await self._tokenized(request, model, self.prompts.tokenize(asked, special))
-        about = {"count": len(tokens), "max_model_len": self.worker.llm.max_model_len}
+            name, asked, special = parse_tokenize(body)
+            model = self._model(name)
+            tokens = await self._tokenized(request, model, lambda prompts: prompts.tokenize(asked, special))
+        about = {"count": len(tokens), "max_model_len": model.max_model_len}
         return json_response(about | {"tokens": tokens, "token_strs": None})
 
     async def detokenize(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            model, tokens = parse_detokenize(body)
-            return json_response({"prompt": await self._tokenized(request, model, self.prompts.detokenize(tokens))})
+            name, tokens = parse_detokenize(body)
+            text = await self._tokenized(request, self._model(name), lambda prompts: prompts.detokenize(tokens))
+            return json_response({"prompt": text})
 
-    async def _tokenized(self, request: Request, model: str | None, work: Coroutine[Any, Any, T]) -> T:
+    async def _tokenized(self, request: Request, model: Model, work: Callable[[Prompts], Coroutine[Any, Any, T]]) -> T:
         """What `work` gives, which counts towards the queue like an answer."""
-        with contextlib.closing(work):
-            if model is not None:
-                self._check_name(model)
-            with self._reserved(1):
-                return await _while_connected(request, work)
+        async with self._reserved(request, model, 1) as (_, prompts):
+            return await _while_connected(request, work(prompts))
 
-    @contextlib.contextmanager
-    def _reserved(self, count: int) -> Iterator[None]:
-        """Places in the queue for as long as the context lasts; of an answer, `Worker.submit` goes on from there."""
+    @asynccontextmanager
+    async def _reserved(self, request: Request, model: Model, count: int) -> AsyncIterator[Loaded]:
+        """Places in the queue of a model, which is loaded first, for as long as the context lasts; of an answer,
+        `Worker.submit` goes on from there."""
         try:
-            self.worker.reserve(count)
+            loaded = self.served.try_reserve(model, count)
+            if loaded is None:
+                loaded = await _while_connected(request, self.served.reserve(model, count))
         except Full:
             raise overloaded() from None
-        except Stopped as stopped:
-            raise APIError(str(stopped), status=503) from None
+        except (Stopped, LoadError) as error:
+            raise APIError(str(error), status=503) from None
         try:
-            yield
+            yield loaded
         finally:
-            self.worker.release(count)
-
-    @property
-    def _names(self) -> list[str]:
-        """The model, then its adapters."""
-        return [self.settings.name, *self.worker.llm.engine.adapters]
+            loaded.worker.release(count)
 
     def _card(self, name: str) -> dict[str, Any]:
+        model = self._model(name)
         about = {"id": name, "object": "model", "created": self.created, "owned_by": "onegraph"}
-        about |= {"parent": self.settings.name} if name != self.settings.name else {}
-        return about | {"max_model_len": self.worker.llm.max_model_len}
+        about |= {"parent": model.name} if name != model.name else {}
+        return about | {"max_model_len": model.max_model_len}
 
-    def _check_name(self, name: str | None) -> None:
-        if name not in self._names:
-            message = f"the model {name!r} is not served here; this is {', '.join(map(repr, self._names))}"
+    def _model(self, name: str | None) -> Model:
+        """None stands for the first one."""
+        found = self.served.all[0] if name is None else self.served.find(name)
+        if found is None:
+            message = f"the model {name!r} is not served here; this is {', '.join(map(repr, self.served.names))}"
             raise APIError(message, status=404, param="model", code="model_not_found")
+        return found
 
     # --------------------------------------------------------------------------------------------------------- answers
 
@@ -231,15 +230,15 @@ class Server:
         """understand: a body -> what it asks for, and the form of its answer where that is not OpenAI's of old."""
         async with self.bodies.read(request) as body:
             asked, shape = understand(body)
-            self._check_name(asked.model)
-            if asked.answers > self.worker.limit:
-                message = f"the request asks for {asked.answers} answers; {self.worker.limit} can be computed or wait"
+            model = self._model(asked.model)
+            if asked.answers > model.limit:
+                message = f"the request asks for {asked.answers} answers; {model.limit} can be computed or wait"
                 raise APIError(f"{message} at once", param="n")
             started = time.perf_counter()
-            with self._reserved(asked.answers):
-                read = await _while_connected(request, self.prompts.read(asked))
+            async with self._reserved(request, model, asked.answers) as (worker, prompts):
+                read = await _while_connected(request, prompts.read(asked))
                 try:
-                    answers, pieces = self.worker.submit(
+                    answers, pieces = worker.submit(
                         read.sequences, asked.stops, reserved=True, keep=read.keep, echoes=read.echoes
                     )
                 except Stopped as stopped:
@@ -249,17 +248,12 @@ class Server:
         if asked.stream:
             events = reply.events(timed)
             events = events if shape is None else shape.events(events, reply.prompt_tokens)
-            return _EventStream(events, lambda: self.worker.cancel(answers))
-        whole = await self._whole(request, reply, timed, answers)
-        return json_response(whole if shape is None else shape.whole(whole))
-
-    async def _whole(
-        self, request: Request, reply: Reply, pieces: AsyncIterator[Piece], answers: Sequence[Answer]
-    ) -> dict[str, Any]:
+            return _EventStream(events, lambda: worker.cancel(answers))
         try:
-            return await _while_connected(request, reply.whole(pieces))
+            whole = await _while_connected(request, reply.whole(timed))
         finally:
-            self.worker.cancel(answers)
+            worker.cancel(answers)
+        return json_response(whole if shape is None else shape.whole(whole))
 
 
 class _EventStream(Response):

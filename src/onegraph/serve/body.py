@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
-from onegraph.serve.errors import APIError, overloaded
+from onegraph.serve.errors import ENDING, APIError, overloaded
 
 BODY_SECONDS = 60  # in which a body must be there
 DISCARDED = 1 << 28  # bytes of a body too large that are read and dropped, so that its sender gets to read the answer
@@ -60,7 +60,7 @@ class Bodies:
                     self._reading.remove(reading)
         except TimeoutError:
             if self._ended:
-                raise APIError("the server is shutting down", status=503) from None
+                raise APIError(ENDING, status=503) from None
             raise APIError(f"the body did not come within {BODY_SECONDS} s", status=408) from None
         if size > self._limit:
             raise APIError(f"the body has more than {self._limit} bytes (--max-body)", status=413)

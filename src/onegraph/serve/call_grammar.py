@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onegraph.api.constraint import TOO_DEEP
+from onegraph.engine.arguments import ArgumentError
 from onegraph.serve.forms import CallForm, Fields, Thought
 from onegraph.serve.schemas import resolve, types_of
 from onegraph.serve.tools import NO_ARGUMENTS
@@ -82,14 +84,18 @@ class CallGrammar:
         return self._written(f"{free} | {ahead} {behind}", call)
 
     def after_thought(self, constraint: Mapping[str, Json]) -> str:
-        """A "json_schema" or "regex" behind the end of a thought that the prompt has opened."""
+        """A "json_schema" or "regex" behind the end of a thought that the prompt has opened. Raises ValueError for a
+        schema that is no JSON, or is nested too deeply to be read or written."""
         if "regex" in constraint:
             # Between slashes: a slash or a line feed in it, escaped or not, gets another name
             regex = re.sub(r"\\.|/|\n", _named, constraint["regex"], flags=re.DOTALL)
             body = f"/{regex}/"
         else:
             schema = constraint["json_schema"]
-            body = _json(json.loads(schema) if isinstance(schema, str) else schema)
+            try:
+                body = _json(json.loads(schema) if isinstance(schema, str) else schema)
+            except RecursionError:
+                raise ArgumentError("json_schema", TOO_DEEP) from None
         return self._written(f"{self._thoughts(True, False)} {body}", [])
 
     # ------------------------------------------------------------------------------------------------------------ calls

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+ENDING = "the server is shutting down"
+
 
 class APIError(Exception):
     """What the client did wrong, as OpenAI's API says it: an HTTP status, one sentence, the field, a code."""

@@ -14,7 +14,8 @@ import uvicorn
 
 from onegraph.serve.app import Server, Settings
 from onegraph.serve.connection import MAX_HEAD, Connection, connection_limit
-from onegraph.serve.worker import Stopped, Worker
+from onegraph.serve.models import Models
+from onegraph.serve.worker import Stopped
 
 BACKLOG = 2048  # connections that wait until they are taken: all that come while the model is loaded
 CURES = {
@@ -51,7 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def listen(
     found: socket.socket,
-    worker: Worker,
+    models: Models,
     settings: Settings,
     *,
     grace: int,
@@ -65,10 +66,10 @@ def listen(
     where a step cannot be built.
     """
     try:
-        worker.start()
+        models.start()
     except Stopped as error:
         raise ValueError(str(error)) from None
-    server = Server(worker, settings)
+    server = Server(models, settings)
     config = uvicorn.Config(
         server.app(),
         http=type("Limited", (Connection,), {"limit": connection_limit()}),  # one parser, whatever is installed

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from onegraph.serve.models import Models
 from onegraph.serve.text import Piece
 from onegraph.serve.worker import Worker
 
@@ -16,13 +19,13 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The registry of one server: what happens to requests is counted here, the rest is asked of the worker."""
+    """The registry of one server: what happens to requests is counted here, the rest is asked of the models."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, models: Models) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_OfWorker(worker))
+        self.registry.register(_OfModels(models))
         own = self.registry
-        self.responses = Counter(
+        self.responses = PrometheusCounter(
             "onegraph_responses", "Responses, by endpoint and status.", ["endpoint", "status"], registry=own
         )
         self._first = Histogram(
@@ -42,29 +45,41 @@ class Metrics:
         self._whole.observe(time.perf_counter() - started)
 
 
-class _OfWorker(Collector):
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+class _OfModels(Collector):
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        worker, stats = self._worker, self._worker.stats
-        used, pages = worker.pages
+        workers = list(self._models.workers.values())
+        pages = [worker.pages for worker in workers]
         for name, what, value in (
-            ("running", "Answers that have a row in the engine.", worker.running),
-            ("waiting", "Answers that wait for a row or for pages.", worker.waiting),
-            ("pages_used", "Pages of the KV cache that answers hold.", used),
-            ("pages", "Pages of the KV cache.", pages),
+            ("running", "Answers that have a row in the engine.", sum(worker.running for worker in workers)),
+            ("waiting", "Answers that wait for a row, for pages or for a model.", self._waiting(workers)),
+            ("pages_used", "Pages of the KV cache that answers hold.", sum(used for used, _ in pages)),
+            ("pages", "Pages of the KV cache.", sum(count for _, count in pages)),
         ):
             yield GaugeMetricFamily(f"onegraph_{name}", what, value=value)
-        for name, what, count in (
-            ("prompt_tokens", "Tokens of prompts that were computed.", stats.prefill_tokens),
-            ("shared_tokens", "Tokens of prompts that were found in pages of earlier ones.", stats.shared_tokens),
-            ("generated_tokens", "Tokens that were generated.", worker.counts["tokens"]),
-            ("decode_steps", "Decode steps.", stats.decode_steps),
-            ("preemptions", "Times that an answer gave up its pages, to be resumed.", stats.preemptions),
+        totals = sum((model.totals for model in self._models.all), Counter())
+        for name, what in (
+            ("prompt_tokens", "Tokens of prompts that were computed."),
+            ("shared_tokens", "Tokens of prompts that were found in pages of earlier ones."),
+            ("generated_tokens", "Tokens that were generated."),
+            ("decode_steps", "Decode steps."),
+            ("preemptions", "Times that an answer gave up its pages, to be resumed."),
         ):
-            yield CounterMetricFamily(f"onegraph_{name}", what, value=count)
+            yield CounterMetricFamily(f"onegraph_{name}", what, value=totals[name])
         answers = CounterMetricFamily("onegraph_answers", "Answers, by how they ended.", labels=["end"])
         for end in ("finished", "cancelled", "failed"):
-            answers.add_metric([end], worker.counts[end])
+            answers.add_metric([end], totals[end])
         yield answers
+        loaded = GaugeMetricFamily("onegraph_model_loaded", "1 for a model that is loaded.", labels=["model"])
+        loads = CounterMetricFamily("onegraph_model_loads", "Times that a model was loaded.", labels=["model"])
+        for model in self._models.all:
+            loaded.add_metric([model.name], model.loaded is not None)
+            loads.add_metric([model.name], model.loads)
+        yield loaded
+        yield loads
+
+    def _waiting(self, workers: Sequence[Worker]) -> int:
+        to_load = sum(waiter.count for model in self._models.all for waiter in model.waiting)
+        return to_load + sum(worker.waiting for worker in workers)

@@ -21,7 +21,7 @@ from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
 from onegraph.engine.sequence import Sequence
 from onegraph.serve.dialect import AnswerForm, Dialect
-from onegraph.serve.errors import APIError
+from onegraph.serve.errors import ENDING, APIError
 from onegraph.serve.protocol import CompletionRequest
 from onegraph.serve.text import PARTIAL, Echo
 
@@ -85,7 +85,7 @@ class Prompts:
             return await asyncio.get_running_loop().run_in_executor(lane.thread, partial(work, *arguments, lane))
         except (RuntimeError, APIError):
             if self._closed:
-                raise APIError("the server is shutting down", status=503) from None
+                raise APIError(ENDING, status=503) from None
             raise
 
     def close(self) -> None:
@@ -133,12 +133,11 @@ class Prompts:
             adapter = asked.model if asked.model in llm.engine.adapters else None
             params = SamplingParams(stop=sorted(stops), adapter=adapter, **sampling)
             base = llm.sampling_defaults.fill(params)
-            rows = [
-                (prompt, replace(params, max_tokens=self._length(asked, prompt)))
-                for prompt in prompts
-                for params in expand_n(base, llm.random)
-            ]
-            sequences = [llm.engine.request(*row) for row in rows]  # checks the ids, which `_echo` decodes
+            sequences = []  # made first: that checks the ids, which `_echo` decodes
+            for prompt in prompts:
+                length = self._length(asked, prompt)
+                answers = [replace(params, max_tokens=length) for params in expand_n(base, llm.random)]
+                sequences += llm.engine.requests(prompt, answers)
             echoes = [
                 echo
                 for text, prompt in zip(asked.prompts if asked.messages is None else [""], prompts, strict=True)

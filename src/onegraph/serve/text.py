@@ -118,13 +118,14 @@ class Writer:
         self._drawn: queue.SimpleQueue[list[tuple[Answer, list[int], bool]] | None] = queue.SimpleQueue()
 
     def put(self, drawn: list[tuple[Answer, list[int], bool]] | None) -> None:
-        """(answer, its next tokens, whether they are its last) of each; None ends `run`."""
+        """(answer, its next tokens, whether they are its last) of each; None ends `run` once all text is out."""
         self._drawn.put(drawn)
 
     def run(self) -> None:
         """The thread: takes all that has come meanwhile at once, so that it catches up where it falls behind."""
         busy: dict[Answer, None] = {}
-        while True:
+        ending = False
+        while busy or not ending:
             try:
                 while (drawn := self._drawn.get(block=not busy)) is not None:
                     for answer, tokens, complete in drawn:
@@ -134,8 +135,9 @@ class Writer:
             except queue.Empty:
                 pass
             else:
-                return
-            self._round(list(busy))
+                ending = True
+            if busy:
+                self._round(list(busy))
             busy = {answer: None for answer in busy if answer.pending and not answer.ended}
 
     def _round(self, answers: list[Answer]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,9 +19,9 @@ from onegraph.api.completion import StopTexts
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.choice import CHOICES, SCORING
-from onegraph.engine.params import Stats
 from onegraph.engine.scheduler import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
+from onegraph.serve.errors import ENDING
 from onegraph.serve.text import Answer, Echo, Piece, Writer
 
 
@@ -41,7 +42,7 @@ class Worker:
         prepare: what steps `start` builds, that on a GPU are captured and everybody waits for: "all" that requests may
             ask for, or "plain" ones for greedy and drawn tokens, the others when the first request asks for them.
 
-    counts: of answers "submitted", "finished", "cancelled" and "failed", and of generated "tokens".
+    counts: of answers "submitted", "finished", "cancelled" and "failed", and "generated_tokens".
     failure: why the engine's thread is not running.
     """
 
@@ -55,6 +56,7 @@ class Worker:
         self._commands = _Commands()
         self._answers: dict[EngineSequence, Answer] = {}  # that the engine has
         self._live, self._lock = 0, threading.Lock()  # answers that are not over
+        self._used = time.monotonic()  # when the last one was over
         self._ready = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._writer.run)]
 
@@ -81,6 +83,7 @@ class Worker:
     def release(self, count: int) -> None:
         with self._lock:
             self._live -= count
+            self._used = time.monotonic()
 
     def submit(
         self,
@@ -144,15 +147,27 @@ class Worker:
         return allocator.capacity - allocator.free, allocator.capacity
 
     @property
-    def stats(self) -> Stats:
-        """The engine's, since `start`."""
-        return self.llm.engine.stats
+    def idle_s(self) -> float:
+        """Seconds since the last answer was over; 0 while there is one."""
+        with self._lock:
+            return 0.0 if self._live else time.monotonic() - self._used
+
+    @property
+    def totals(self) -> Counter[str]:
+        """`counts`, and "prompt_tokens", "shared_tokens", "decode_steps" and "preemptions" of the engine."""
+        stats = self.llm.engine.stats
+        return self.counts + Counter(
+            prompt_tokens=stats.prefill_tokens,
+            shared_tokens=stats.shared_tokens,
+            decode_steps=stats.decode_steps,
+            preemptions=stats.preemptions,
+        )
 
     # The engine's thread.
 
     def _run(self) -> None:
         engine, executor = self.llm.engine, self.llm.engine.executor
-        why = "the server is shutting down"
+        why = ENDING
         try:
             with executor.running(), closing(engine.scheduler.open()) as scheduler:
                 may_be_exact = (False, True) if executor.sizes.exact_window.tokens else (False,)
@@ -167,6 +182,7 @@ class Worker:
                     self._dispatch_tokens(scheduler.step())
         except Exception as error:  # a device, or a bug: what the sequences had computed is lost
             why = f"the engine failed, restart the server: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        self._scheduler = None  # a closed worker keeps no cache
         with self._lock:
             self.failure = why
         self._ready.set()
@@ -204,7 +220,7 @@ class Worker:
             if failed:
                 answer.deliver(Piece(answer.index, error=str(failed)))
             else:
-                self.counts["tokens"] += len(own)
+                self.counts["generated_tokens"] += len(own)
                 drawn.append((answer, own, sequence.done))
             if sequence.done:
                 del self._answers[sequence]
@@ -213,9 +229,8 @@ class Worker:
             self._writer.put(drawn)
 
     def _over(self, count: int, how: str) -> None:
-        with self._lock:
-            self._live -= count
-            self.counts[how] += count
+        self.counts[how] += count
+        self.release(count)
 
 
 class _Commands:
