@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.formats.trellis import OWN
 from onegraph.ops import family, invariant
 from onegraph.ops.calls import TrellisLinear
 from onegraph.ops.cuda import trellis_dequantize, trellis_portable
@@ -26,9 +25,9 @@ from onegraph.ops.cuda.trellis_common import Linear
 Kernel = Callable[[Linear], None]
 
 
-def choose(tokens: int, n: int, k: int, dtype: torch.dtype, device: int, code: int = OWN) -> Kernel | None:
-    """What computes a shape in a code; None where nothing here does."""
-    if code != OWN and family.FORCED is None:
+def choose(tokens: int, n: int, k: int, dtype: torch.dtype, device: int, code: int = 0) -> Kernel | None:
+    """What computes a shape in a code of `formats/trellis.py`; None where nothing here does."""
+    if code and family.FORCED is None:  # 0: our own
         return None
     if trellis_portable.supports_shape(tokens, n, k, dtype) and trellis_portable.KERNELS.is_built(device):
         return trellis_portable.run
