@@ -21,6 +21,7 @@ _create_dot = _builder.create_dot
 _cast = _builder.cast_impl
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
+_broadcast = interpreter.TritonSemantic.broadcast_impl_value
 _np_dtype_of_scalar = cache(interpreter._get_np_dtype)
 _NP_ADDRESS, _NO_SHAPE, _ONE = np.dtype(np.uint64), tl.tuple([]), tl.constexpr(1)
 _of_kernel, _patched = interpreter._LangPatchScope(), set[int]()
@@ -83,6 +84,14 @@ def block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.shape, self.numel, self.tensor_shape, self.tensor_numel = _shape_of(tuple(shape))
 
 
+def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Most operands have one shape, which `_shape_of` made: nothing is to be done then."""
+    if left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape:
+        return left, right
+    pair: tuple[Any, Any] = _broadcast(self, left, right)
+    return pair
+
+
 def name_of_block(self: Any) -> str:
     return f"<{self.shape}, {self.element_ty}>"
 
@@ -106,6 +115,7 @@ _builder.create_fp_to_fp = cast
 interpreter._patch_lang_tensor = patch_lang_tensor
 interpreter._patch_lang = patch_lang
 interpreter._get_np_dtype = np_dtype
+interpreter.TritonSemantic.broadcast_impl_value = broadcast
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
 tl.block_type.name = cached_property(name_of_block)

@@ -166,10 +166,11 @@ def check(op: Op, case: Case, dtype: torch.dtype) -> None:
     mine = clone(args)
     with poisoned_memory():
         got = written(op, mine, kernel_of(op)(*mine))
-    again = clone(args)
-    repeated = written(op, again, kernel_of(op)(*again))
-    for one, two in zip(real_tokens(op, args, got), real_tokens(op, args, repeated), strict=True):
-        assert torch.equal(one, two), "two runs on the same input differ"
+    if GPU or case is op.cases[0]:  # the interpreter has one order of programs: once shows whether one leaves a trace
+        again = clone(args)
+        repeated = written(op, again, kernel_of(op)(*again))
+        for one, two in zip(real_tokens(op, args, got), real_tokens(op, args, repeated), strict=True):
+            assert torch.equal(one, two), "two runs on the same input differ"
     for g, declared in zip(got, written(op, mine, op.fake(*mine)), strict=True):
         assert (g.dtype, g.shape) == (declared.dtype, declared.shape)
     for g, t in zip(real_tokens(op, args, got), real_tokens(op, truth_args, truth), strict=True):

@@ -8,11 +8,11 @@ template <int REGISTERS> static void wgmma(int (&c)[REGISTERS], const u32 (&a)[4
   for (int j = 0; j < REGISTERS; ++j) {
     const int upper = j % 4 / 2, column = j / 4 * 8 + 2 * t + j % 2;
     u32 sum = c[j];
-    for (int k = 0; k < 32; ++k) {
-      const u32 word = all[upper + k / 16 * 2][g * 4 + k % 16 / 4];
-      u32 at = start + column * 128 + k;
-      at ^= (at >> 7 & 7) << 4;
-      sum += (int)(word >> k % 4 * 8 & 255) * (signed char)*shared_at(at, 1);
+    for (int half = 0; half < 2; ++half) {
+      const u32 at = start + column * 128 + half * 16;
+      const u8* left = (const u8*)&all[upper + half * 2][g * 4];
+      const signed char* right = (const signed char*)shared_at(at ^ (at >> 7 & 7) << 4, 16);
+      for (int k = 0; k < 16; ++k) sum += left[k] * right[k];
     }
     c[j] = sum;
   }
