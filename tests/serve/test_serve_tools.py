@@ -181,7 +181,8 @@ def test_marks_that_are_control_tokens(tmp_path: Path) -> None:
 
 
 def test_thoughts_and_several_answers(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
-    dialect = next(r.endpoint for r in app.routes if r.path == "/health").__self__.prompts.dialect  # type: ignore[attr-defined]
+    server = next(r.endpoint for r in app.routes if r.path == "/health").__self__  # type: ignore[attr-defined]
+    dialect = server.served.all[0].loaded.prompts.dialect
     monkeypatch.setattr(dialect, "thought", THOUGHTS[3])
     how: dict[str, Any] = {"extra_body": {"regex": r"<think>\nHm[.]\n</think>\n\nYes[.]"}, "seed": 1, "n": 2}
     for choice in ask(app, **how).choices:
