@@ -99,8 +99,17 @@ def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
     return ()
 
 
+_PRECALL = dis.opmap.get("PRECALL", -1)
+
+
 def _own(code: CodeType, lasti: int) -> tuple[CodeType, int]:
-    """The user's own code and instruction, for a copy of it that runs in its place."""
+    """The user's own code and instruction, for a copy of it that runs in its place.
+
+    Python 3.11 calls a builtin in PRECALL once the function has run a few times, and in the CALL behind it until then:
+    both are one place, else `sum(generator)` looks like a path of its own in later steps.
+    """
+    if _PRECALL >= 0 and lasti >= 0 and code.co_code[lasti] == _PRECALL:
+        lasti += 4
     twin = TWINS.get(code) if TWINS else None
     return (code, lasti) if twin is None else (twin[0], twin[1].get(lasti, -1))
 
