@@ -66,4 +66,5 @@ def test_a_call_is_one_place_however_often_it_ran():
     assert sum(step() for _ in range(40)) == 40
     assert len(set(seen)) == 1
     code, at = seen[0][1]
-    assert code is step.__code__ and frames.called(code, at) == "sum"
+    assert code is step.__code__
+    assert frames.called(code, at) == "sum"
