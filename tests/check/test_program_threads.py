@@ -138,7 +138,7 @@ g.replay()
         # Nothing of the capture waits for it: it breaks the capture only by what it allocates.
         ("global", "go.set()\n    while not done.is_set(): pass", ("CG309", Severity.WARNING, "# of the other thread")),
         ("thread_local", "go.set()\n    while not done.is_set(): pass", None),
-        ("global", "with both:\n        go.set()\n        both.wait(60)", ("CG309", Severity.ERROR, "both.wait")),
+        ("global", "with both:\n        go.set()\n        both.wait(1)", ("CG309", Severity.ERROR, "both.wait")),
     ],
 )
 def test_another_thread_works_during_the_capture(

@@ -27,14 +27,12 @@ from onegraph.ops.ranks import part_of
 from test_exchange import summed
 from test_ranks import PARAMS, text
 from test_ranks_drafts import (
-    GREEDY,
     LONG,
     MIXED,
     PROMPTS,
-    WARM,
     WIDE,
+    asked,
     drafts_like,
-    longer,
     same_everywhere,
     sizes_of,
 )
@@ -141,7 +139,7 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
         layers, vocabulary = (0, 0, 1), torch.arange(one.config.vocab_size, device="cuda:0")
         head = write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
         draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.ranks]
-    for params in (longer(GREEDY, kv), longer(WARM, kv)):
+    for params in asked(kv):
         want = Engine(one, **sizes).generate(PROMPTS, params)
         if kv is not None:
             assert want != Engine(one, **sizes_of(None)).generate(PROMPTS, params), "the case would show no codes"

@@ -95,28 +95,28 @@ def launch_on_cpu(kernels: Callable[..., Mapping[str, Any]], patch: Callable[...
 
 def host_lines(host: Path, *arguments: object) -> list[str]:
     """What a `host.py` prints, which compiles and compares: in a fork of this process, that a program's fault ends."""
-    with TemporaryFile("w+") as out:
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         child = os.fork()
         if not child:
             status = 1
             try:
                 torch.set_num_threads(1)  # OpenMP's others are not in a fork
-                os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)  # where C prints
-                with redirect_stdout(out), redirect_stderr(out):
+                os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)  # where C prints
+                with redirect_stdout(out), redirect_stderr(err):
                     sys.argv = [str(host), *map(str, arguments)]
                     runpy.run_path(str(host), run_name="__main__")
                 status = 0
             except BaseException:
-                traceback.print_exc(file=out)
+                traceback.print_exc(file=err)
             finally:
-                out.flush()
+                out.flush(), err.flush()
                 os._exit(status)
         try:
             _, status = os.waitpid(child, 0)
         except BaseException:  # a timeout
             os.kill(child, signal.SIGKILL)
             raise
-        out.seek(0)
-        text = out.read()
-    assert status == 0, f"status {status}\n{text}"
+        out.seek(0), err.seek(0)
+        text, problem = out.read(), err.read()
+    assert status == 0, f"status {status}\n{text}\n{problem}"
     return text.splitlines()

@@ -318,7 +318,7 @@ class Loader:
             if (ok := finite(value)) is not None:
                 self.require(ok, lambda: self.checkpoint.not_finite(stored, kind))
             value = value.to(dtype or kind)
-        self._untrimmed += self.info(name).nbytes
+        self._untrimmed += value.nbytes
         if self._told is not None:
             self._told(self.info(name).nbytes)
         return value

@@ -36,11 +36,6 @@ __device__ __forceinline__ u32 add2(u32 a, u32 b) {
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 __device__ __forceinline__ void pair2(u32& a, u32& b) {
   const u32 s = add2(a, b);
   b = subtract_f16(a, b);
@@ -55,11 +50,11 @@ __device__ __forceinline__ void code_to_pairs(u32 (&to)[4], u32 v, u32 w) {
   // a = 2 u - 15 and e = u - 8 of u + 64, over UNIT: a / 8, (a + e) / 8 or (4 a + b) / 32
   const u32 quarter = 0x34003400u, offset = BITS == 2 ? 0xCC78CC78u : BITS == 3 ? 0xCEB8CEB8u : 0xCD96CD96u;
   const u32 second = BITS == 3 ? 0x30003000u : 0x2C002C00u;  // 1/8, 1/16
-  u32 a = fma2(plus64(v << 4), quarter, offset), b = fma2(plus64(v), quarter, offset);           // 0, 2 and 4, 6
-  u32 c = fma2(plus64(v >> 4), quarter, offset), d = fma2(plus64(v >> 8), quarter, offset);      // 1, 3 and 5, 7
+  u32 a = fma_f16(plus64(v << 4), quarter, offset), b = fma_f16(plus64(v), quarter, offset);           // 0, 2 and 4, 6
+  u32 c = fma_f16(plus64(v >> 4), quarter, offset), d = fma_f16(plus64(v >> 8), quarter, offset);      // 1, 3 and 5, 7
   if (BITS > 2) {
-    a = fma2(plus64(w << 4), second, a), b = fma2(plus64(w), second, b);
-    c = fma2(plus64(w >> 4), second, c), d = fma2(plus64(w >> 8), second, d);
+    a = fma_f16(plus64(w << 4), second, a), b = fma_f16(plus64(w), second, b);
+    c = fma_f16(plus64(w >> 4), second, c), d = fma_f16(plus64(w >> 8), second, d);
   }
   pair2(a, c), pair2(b, d);
   to[0] = prmt(a, c, 0x5410), to[1] = prmt(a, c, 0x7632), to[2] = prmt(b, d, 0x5410), to[3] = prmt(b, d, 0x7632);
