@@ -39,7 +39,7 @@ test: export ONEGRAPH_SMOLLM2_4BIT ?= $(abspath $(wildcard .demo/SmolLM2-135M-In
 TOOK := build/test-minutes
 test: $(VENV)/.dev ## everything that needs no GPU; the integrations have their own: hf, vllm
 	@[ "$(TESTS)" != tests ] || cat $(TOOK) 2>/dev/null || \
-	  echo "This takes about 28 minutes on two cores with AVX-512, and longer with AVX2 alone."
+	  echo "This takes about 15 minutes on two cores with AVX-512, and longer with AVX2 alone."
 	@mkdir -p build
 	start=$$(date +%s); $(BIN)/python -m pytest -m "not gpu" -n 2 --dist worksteal $(TESTS) \
 	  $(if $(filter-out tests,$(TESTS)),,--ignore=tests/integrations/hf --ignore=tests/integrations/vllm) && \
