@@ -125,7 +125,7 @@ def test_heads_that_training_cannot_go_on_from(model: Path, made: DraftHead, tmp
     words = ["draft-head", model, tmp_path / "out", "--init", head, *small, "--vocabulary", 100]
     status, out, errors = invoke(words)
     assert (status, out, errors.count("\n")) == (2, "", 1)
-    assert "--vocabulary: got 100 beside init, whose own stays" in errors
+    assert "--vocabulary: got 100 with init; a trained head keeps its vocabulary" in errors
     assert not (tmp_path / "out").exists()
 
 

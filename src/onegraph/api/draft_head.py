@@ -197,7 +197,9 @@ def train_head(
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     if init is not None and vocabulary is not None:
-        raise ValueError(f"vocabulary: got {vocabulary} beside init, whose own stays; allowed is one of the two")
+        raise ValueError(
+            f"vocabulary: got {vocabulary} with init; a trained head keeps its vocabulary: omit one of the two"
+        )
     pieces, place = Pieces(text, seed), pick_device(device)
     with LLM(
         path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=PROMPT + max(length, ANSWER)

@@ -84,7 +84,7 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
 
 
 def eagle(name: str, model: Rank) -> MakeDrafter:
-    """The EAGLE-3 head whose place stands behind "eagle:"."""
+    """Loads the EAGLE-3 head of `name`, "eagle:PATH"."""
     if isinstance(model, DeepseekV4):
         raise ValueError(f"speculative: EAGLE heads are for Llama-like models; DeepSeek-V4 has its own layers, {MTP!r}")
     with head_checkpoint(name) as checkpoint:
@@ -93,7 +93,7 @@ def eagle(name: str, model: Rank) -> MakeDrafter:
 
 @contextmanager
 def head_checkpoint(name: str) -> Iterator[Checkpoint]:
-    """Of a head, whose place stands behind "eagle:"."""
+    """Opens the EAGLE head of `name`, "eagle:PATH". Raises ValueError if there is no path."""
     where = name.removeprefix(EAGLE)
     if not where:
         raise ValueError(f"speculative: {name!r} names no head; give its directory, '{EAGLE}PATH'")
@@ -103,7 +103,7 @@ def head_checkpoint(name: str) -> Iterator[Checkpoint]:
 
 @contextmanager
 def second_checkpoint(name: str) -> Iterator[Checkpoint]:
-    """Of another model that drafts."""
+    """Opens the checkpoint of a draft model."""
     with told(), Checkpoint.open(locate(name).path) as checkpoint:
         if {"speculators_model_type", "draft_vocab_size"} & checkpoint.config.keys():
             raise ValueError(f"speculative: {name} is an EAGLE head; say '{EAGLE}{name}'")
