@@ -140,10 +140,13 @@ def shape_of(name: str) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
-def _told(config: dict[str, Any]) -> dict[str, TensorInfo]:
+Told = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of a file's tensors
+
+
+def _told(config: dict[str, Any]) -> Told:
     """What a loader looks up before it asks for tensors: norms and routers, and how experts are stored."""
     parsed = LlamaConfig.from_dict(config)
-    found = {name: (shape, kinds[1]) for name, (shape, kinds) in parsed.parts.tensors.items()}
+    found: Told = {name: (shape, kinds[1]) for name, (shape, kinds) in parsed.parts.tensors.items()}
     rates = parse_quantization(config.get("quantization_config"))
     for name, stack in parsed.parts.stacks.items():
         if rates is not None and rates.stacked(name):
@@ -153,7 +156,7 @@ def _told(config: dict[str, Any]) -> dict[str, TensorInfo]:
         elif config["model_type"] == "gpt_oss" and rates is not None:
             found[f"{name}_blocks"] = (stack.experts, stack.n, stack.k // 32, 16), torch.uint8
             found[f"{name}_scales"] = (stack.experts, stack.n, stack.k // 32), torch.uint8
-    return {name: TensorInfo(shape, dtype, 0, Path()) for name, (shape, dtype) in found.items()}
+    return found
 
 
 class RandomCheckpoint(Checkpoint):
@@ -182,9 +185,15 @@ class RandomCheckpoint(Checkpoint):
             kept = dict.fromkeys(LlamaConfig.from_dict(config).steady, KEEP)
             rates = OWN[format](bits=bits, layers=kept, lm_head=lm_head, embed_tokens=embed_tokens)
             config["quantization_config"] = rates.to_dict()
-        super().__init__(Path("random"), config, _told(config))
+        super().__init__(Path("random"), config, {})
+        self.add(_told(config))
         self.device, self.rates = device, parse_quantization(config.get("quantization_config"))
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
+
+    def add(self, told: Told) -> None:
+        """The file has these tensors too."""
+        self._tensors |= {name: TensorInfo(shape, dtype, 0, Path()) for name, (shape, dtype) in told.items()}
+        self.names = sorted(self._tensors)
 
     def check(self, expected: dict[str, tuple[tuple[int, ...], Any]], optional: Collection[str] = ()) -> None:
         """A tied head is among the optional names, but is never asked for."""
