@@ -1,0 +1,156 @@
+"""Which routed experts lie in GPU memory, decided on the device: experts that a step chose and that are not there are
+copied from host memory, inside the step. `nn/expert_cache.py` runs it; `docs/how-it-works/expert-cache.md` has the why.
+
+A layer has E experts in host memory and S slots on the device. The shape of a call alone decides which of two things
+happens, so that a graph holds one of them:
+
+    T * K <= S   every chosen expert gets a slot; the victims are the experts of the smallest score among those not
+                 chosen. The result names slots.
+    T * K > S    every chosen expert is copied to its own place in a stack of E that layers share; a missing one takes a
+                 slot as well where its score is higher than the victim's. The result names experts.
+
+The score is a decayed count of tokens: a call takes 1 / 2**DECAY off it and adds 2**GAIN for each token.
+"""
+
+import torch
+from torch import Tensor
+
+from onegraph.ops.registry import Case, Op, nbytes, register
+
+MAX_EXPERTS, MAX_FIELDS = 512, 16  # of the kernel
+DECAY, GAIN = 10, 16  # powers of two
+MOST_TOKENS, MOST_SCORE = 1 << 13, 1 << 30  # that count of a call, and that a score reaches: the sum stays an int32
+
+
+def _cache(
+    experts: Tensor, host: list[Tensor], slots: list[Tensor], shared: list[Tensor], resident: Tensor, score: Tensor,
+    arrived: Tensor,
+) -> Tensor:  # fmt: skip
+    if not experts.numel():
+        return torch.empty_like(experts)
+    count, places, device = len(score), len(resident), experts.device
+    chosen = experts.clamp(0, count - 1).long()
+    tokens = torch.zeros(count, dtype=torch.int32, device=device)
+    tokens.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
+    score.sub_(score >> DECAY).add_(tokens.clamp(max=MOST_TOKENS) << GAIN).clamp_(max=MOST_SCORE)
+
+    used, held = tokens > 0, resident.long()
+    slot_of = torch.full_like(score, -1).scatter_(0, held, torch.arange(places, dtype=torch.int32, device=device))
+    missing, spare = used & (slot_of < 0), ~used[held]
+    wanted = torch.where(missing, score, -1).sort(descending=True, stable=True).indices[:places]
+    victims = torch.where(spare, score[held], MOST_SCORE + 1).sort(stable=True).indices
+    many = experts.numel() > places
+    admitted = missing[wanted] & spare[victims]
+    if many:
+        admitted &= score[wanted] > score[held[victims]]
+    inside = torch.where(admitted, wanted, held[victims]).int()
+    resident.scatter_(0, victims, inside)
+    for source, slot, stack in zip(host, slots, shared, strict=True):
+        source = source.to(device)
+        lead = (-1,) + (1,) * (source.dim() - 1)
+        slot[victims] = torch.where(admitted.view(lead), source[wanted], slot[victims])
+        if many:
+            stack.copy_(torch.where(used.view(lead), source, stack))
+    if many:
+        return chosen.int()
+    slot_of.scatter_(0, resident.long(), torch.arange(places, dtype=torch.int32, device=device))
+    return slot_of[chosen]
+
+
+def _check(
+    experts: Tensor, host: list[Tensor], slots: list[Tensor], shared: list[Tensor], resident: Tensor, score: Tensor,
+    arrived: Tensor,
+) -> None:  # fmt: skip
+    op, device = "expert_cache", experts.device
+    for name, tensor, dims in (("experts", experts, 2), ("resident", resident, 1), ("score", score, 1)):
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous int32 of {dims} dimensions"
+            )
+    if arrived.dtype != torch.int32 or arrived.numel() != 1:
+        raise ValueError(f"{op}: arrived is {arrived.dtype} {tuple(arrived.shape)}; it must be int32 [1], zero")
+    if not 1 <= len(resident) <= len(score) <= MAX_EXPERTS:
+        raise ValueError(
+            f"{op}: {len(resident)} slots for {len(score)} experts; allowed are 1 slot to one each, and {MAX_EXPERTS} "
+            "experts"
+        )
+    if not 1 <= len(host) == len(slots) == len(shared) <= MAX_FIELDS:
+        raise ValueError(
+            f"{op}: {len(host)} tensors on the host, {len(slots)} of slots and {len(shared)} shared; give as many of "
+            f"each, 1 to {MAX_FIELDS}"
+        )
+    for i, each in enumerate(zip(host, slots, shared, strict=True)):
+        for name, tensor, rows in zip(("host", "slots", "shared"), each, (score, resident, score), strict=True):
+            shape = len(rows), *each[0].shape[1:]
+            if tensor.dtype != each[0].dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{op}: {name}[{i}] is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous "
+                    f"{each[0].dtype} {shape}"
+                )
+            if tensor.device != device and not (name == "host" and tensor.device.type == "cpu" and tensor.is_pinned()):
+                raise ValueError(
+                    f"{op}: {name}[{i}] is on {tensor.device}, the input on {device}; move it there"
+                    + ("" if name != "host" else ", or pin its memory")
+                )
+
+
+def _case(tokens: int, top_k: int, experts: int, slots: int, *, used_before: bool = False) -> Case:
+    """used_before: slots hold other experts than the first ones, and scores differ."""
+
+    def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[object, ...]:
+        chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().to(device)
+        host = [
+            torch.randint(-(2**15), 2**15, (experts, 24, 40), generator=g, dtype=torch.int16),
+            torch.randn(experts, 24, generator=g),
+            torch.randint(0, 256, (experts, 5), generator=g, dtype=torch.uint8),  # no multiple of 16 bytes
+        ]
+        inside = torch.randperm(experts, generator=g)[:slots] if used_before else torch.arange(slots)
+        high = 4 << GAIN if used_before else 1
+        score = torch.randint(0, high, (experts,), generator=g, dtype=torch.int32)
+        cached, shared = [one[inside].to(device) for one in host], [torch.zeros_like(one).to(device) for one in host]
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        given = [one.to(device) for one in host]
+        return chosen.contiguous(), given, cached, shared, inside.int().to(device), score.to(device), arrived
+
+    name = f"{tokens} tokens, {top_k} of {experts}, {slots} slots"
+    return Case(name=name + (" used before" if used_before else ""), make=make)
+
+
+def _bytes(experts: Tensor, host: list[Tensor], *rest: object) -> int:
+    """At most: where no chosen expert has a slot."""
+    count = len(host[0])
+    return 2 * nbytes(experts) + 2 * min(experts.numel(), count) * (nbytes(*host) // count)
+
+
+expert_cache = register(
+    Op(
+        name="expert_cache",
+        schema="(Tensor experts, Tensor[] host, Tensor(a!)[] slots, Tensor(b!)[] shared, Tensor(c!) resident, "
+        "Tensor(d!) score, Tensor(e!) arrived) -> Tensor",
+        reference=_cache,
+        fake=lambda experts, *rest: torch.empty_like(experts),
+        kernel="onegraph.ops.cuda.expert_cache:fetch",
+        sole=True,  # of the addresses of host memory torch's ops read nothing
+        check=_check,
+        cases=(
+            _case(1, 4, 16, 8),
+            _case(1, 4, 16, 8, used_before=True),
+            _case(2, 3, 12, 6, used_before=True),  # all slots are needed
+            _case(3, 2, 5, 5),  # too many pairs, and everything has a slot
+            _case(5, 4, 40, 12, used_before=True),
+            _case(64, 8, 128, 32, used_before=True),
+            _case(0, 2, 8, 4),
+            _case(1, 8, 512, 300, used_before=True),
+        ),
+        tolerance={torch.float32: 0.0},
+        bytes_moved=_bytes,
+        flops=lambda experts, *rest: 0,
+    )
+)
+"""experts int32 [T, K] that a router chose, host: a layer's weights, tensors [E, ...] in pinned host memory or on the
+device -> int32 [T, K]: where each of them lies, in `slots` if T * K <= S, else in `shared`.
+
+slots: tensors [S, ...] as those of `host`, of which slot s holds expert `resident` [s]; shared: [E, ...]. resident
+int32 [S], all different; score int32 [E], from 0; arrived int32 [1], 0: all written. A number of an expert outside of 0
+to E - 1 is the nearest one. The same inputs give the same slots. Raises ValueError for other shapes and devices.
+"""
