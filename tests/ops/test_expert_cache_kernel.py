@@ -1,7 +1,7 @@
 """The kernel of the expert cache on a CPU: its own source, each thread a fiber (`nvfp4_on_cpu`).
 
-What this proves: every rank, index and copied byte, in two orders of blocks. What it cannot: that blocks which run at once
-read the state before the last one writes it, and that a GPU reads host memory; test_expert_cache_gpu.py does.
+What this proves: every rank, index and copied byte, in two orders of blocks. What it cannot: that blocks which run at
+once read the state before the last one writes it, and that a GPU reads host memory; test_expert_cache_gpu.py does.
 """
 
 import ctypes
@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map
 
 from h200 import PLAIN
 from on_cpu import compile_run, flags, launch_on_cpu
+from onegraph.ops.calls import MOST_SCORE, ExpertCache
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda import expert_cache as launcher
-from onegraph.ops.expert_cache import MOST_SCORE, expert_cache
+from onegraph.ops.expert_cache import expert_cache
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -58,7 +59,7 @@ def check(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         slots = expert_cache.reference(*wanted)
         for kernel.step in (1, 7919):
             got = tree_map(Tensor.clone, args)
-            assert torch.equal(launcher.fetch(*got), slots)
+            assert torch.equal(launcher.fetch(ExpertCache(*got)), slots)
             for name, mine, right in zip(("slots", "shared", "resident", "score"), got[2:], wanted[2:], strict=False):
                 same = all(map(torch.equal, mine, right)) if isinstance(mine, list) else torch.equal(mine, right)
                 assert same, (name, mine, right)
@@ -74,7 +75,7 @@ def test_the_kernel_is_the_reference(case: Any, check: Callable[..., list[Any]])
 
 
 def test_many_calls_keep_in_step(check: Callable[..., list[Any]]) -> None:
-    """Each on the state that the call before left, with one token and with many in turn, and numbers that are no expert."""
+    """Each on the state that the call before left, of one token and of many in turn, with numbers of no expert."""
     args = list(expert_cache.cases[1].make(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(1)))
     g = torch.Generator().manual_seed(2)
     for turn in range(12):

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Weight
-from onegraph.ops.expert_cache import MAX_EXPERTS, expert_cache
+from onegraph.ops.calls import MAX_EXPERTS
+from onegraph.ops.expert_cache import expert_cache
 
 
 class CachedExperts(nn.Module):
@@ -55,10 +56,10 @@ class CachedExperts(nn.Module):
 
 
 def sized(like: Experts, count: int, device: torch.device) -> Experts:
-    """`count` experts of the same shapes and format, uninitialised, on `device`."""
+    """`count` experts of the same shapes and format, all zeros, on `device`."""
 
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    def empty(tensor: Tensor) -> Tensor:  # zeros: references multiply what no token chose by a weight of zero
+        return torch.zeros((count, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
     def weight(given: Weight) -> Weight:
         tensors: Mapping[str, Tensor] = given.tensors

@@ -1,5 +1,5 @@
 """Which routed experts lie in GPU memory, decided on the device: experts that a step chose and that are not there are
-copied from host memory, inside the step. `nn/expert_cache.py` runs it; `docs/how-it-works/expert-cache.md` has the why.
+copied from host memory, inside the step. `nn/expert_cache.py` runs it; docs/how-it-works/expert-cache.md has the why.
 
 A layer has E experts in host memory and S slots on the device. The shape of a call alone decides which of two things
 happens, so that a graph holds one of them:
@@ -9,23 +9,18 @@ happens, so that a graph holds one of them:
     T * K > S    every chosen expert is copied to its own place in a stack of E that layers share; a missing one takes a
                  slot as well where its score is higher than the victim's. The result names experts.
 
-The score is a decayed count of tokens: a call takes 1 / 2**DECAY off it and adds 2**GAIN for each token.
+The score is a decayed count of tokens (`ops/calls.py`).
 """
 
 import torch
 from torch import Tensor
 
+from onegraph.ops.calls import DECAY, GAIN, MAX_EXPERTS, MAX_FIELDS, MOST_SCORE, MOST_TOKENS, ExpertCache
 from onegraph.ops.registry import Case, Op, nbytes, register
 
-MAX_EXPERTS, MAX_FIELDS = 512, 16  # of the kernel
-DECAY, GAIN = 10, 16  # powers of two
-MOST_TOKENS, MOST_SCORE = 1 << 13, 1 << 30  # that count of a call, and that a score reaches: the sum stays an int32
 
-
-def _cache(
-    experts: Tensor, host: list[Tensor], slots: list[Tensor], shared: list[Tensor], resident: Tensor, score: Tensor,
-    arrived: Tensor,
-) -> Tensor:  # fmt: skip
+def _cache(call: ExpertCache) -> Tensor:
+    experts, resident, score = call.experts, call.resident, call.score
     if not experts.numel():
         return torch.empty_like(experts)
     count, places, device = len(score), len(resident), experts.device
@@ -43,9 +38,8 @@ def _cache(
     admitted = missing[wanted] & spare[victims]
     if many:
         admitted &= score[wanted] > score[held[victims]]
-    inside = torch.where(admitted, wanted, held[victims]).int()
-    resident.scatter_(0, victims, inside)
-    for source, slot, stack in zip(host, slots, shared, strict=True):
+    resident.scatter_(0, victims, torch.where(admitted, wanted, held[victims]).int())
+    for source, slot, stack in zip(call.host, call.slots, call.shared, strict=True):
         source = source.to(device)
         lead = (-1,) + (1,) * (source.dim() - 1)
         slot[victims] = torch.where(admitted.view(lead), source[wanted], slot[victims])
@@ -57,41 +51,39 @@ def _cache(
     return slot_of[chosen]
 
 
-def _check(
-    experts: Tensor, host: list[Tensor], slots: list[Tensor], shared: list[Tensor], resident: Tensor, score: Tensor,
-    arrived: Tensor,
-) -> None:  # fmt: skip
-    op, device = "expert_cache", experts.device
-    for name, tensor, dims in (("experts", experts, 2), ("resident", resident, 1), ("score", score, 1)):
+def _check(call: ExpertCache) -> None:
+    op, device, arrived = "expert_cache", call.experts.device, call.arrived
+    for name, dims in (("experts", 2), ("resident", 1), ("score", 1)):
+        tensor = getattr(call, name)
         if tensor.dtype != torch.int32 or tensor.dim() != dims or not tensor.is_contiguous():
             raise ValueError(
-                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous int32 of {dims} dimensions"
+                f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous int32 of {dims} "
+                "dimensions"
             )
     if arrived.dtype != torch.int32 or arrived.numel() != 1:
         raise ValueError(f"{op}: arrived is {arrived.dtype} {tuple(arrived.shape)}; it must be int32 [1], zero")
-    if not 1 <= len(resident) <= len(score) <= MAX_EXPERTS:
+    if not 1 <= len(call.resident) <= len(call.score) <= MAX_EXPERTS:
         raise ValueError(
-            f"{op}: {len(resident)} slots for {len(score)} experts; allowed are 1 slot to one each, and {MAX_EXPERTS} "
-            "experts"
+            f"{op}: {len(call.resident)} slots for {len(call.score)} experts; allowed are 1 slot to one each, and "
+            f"{MAX_EXPERTS} experts"
         )
-    if not 1 <= len(host) == len(slots) == len(shared) <= MAX_FIELDS:
+    if not 1 <= len(call.host) == len(call.slots) == len(call.shared) <= MAX_FIELDS:
         raise ValueError(
-            f"{op}: {len(host)} tensors on the host, {len(slots)} of slots and {len(shared)} shared; give as many of "
-            f"each, 1 to {MAX_FIELDS}"
+            f"{op}: {len(call.host)} tensors on the host, {len(call.slots)} of slots and {len(call.shared)} shared; "
+            f"give as many of each, 1 to {MAX_FIELDS}"
         )
-    for i, each in enumerate(zip(host, slots, shared, strict=True)):
-        for name, tensor, rows in zip(("host", "slots", "shared"), each, (score, resident, score), strict=True):
-            shape = len(rows), *each[0].shape[1:]
-            if tensor.dtype != each[0].dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+    rows = {"host": len(call.score), "slots": len(call.resident), "shared": len(call.score)}
+    for i, like in enumerate(call.host):
+        for name, count in rows.items():
+            tensor, shape = getattr(call, name)[i], (count, *like.shape[1:])
+            if tensor.dtype != like.dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
                 raise ValueError(
-                    f"{op}: {name}[{i}] is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous "
-                    f"{each[0].dtype} {shape}"
+                    f"{op}: {name}[{i}] is {tensor.dtype} {tuple(tensor.shape)}; it must be a contiguous {like.dtype} "
+                    f"{shape}"
                 )
             if tensor.device != device and not (name == "host" and tensor.device.type == "cpu" and tensor.is_pinned()):
-                raise ValueError(
-                    f"{op}: {name}[{i}] is on {tensor.device}, the input on {device}; move it there"
-                    + ("" if name != "host" else ", or pin its memory")
-                )
+                cure = "move it there" if name != "host" else "move it there, or pin its memory"
+                raise ValueError(f"{op}: {name}[{i}] is on {tensor.device}, the input on {device}; {cure}")
 
 
 def _case(tokens: int, top_k: int, experts: int, slots: int, *, used_before: bool = False) -> Case:
@@ -116,21 +108,21 @@ def _case(tokens: int, top_k: int, experts: int, slots: int, *, used_before: boo
     return Case(name=name + (" used before" if used_before else ""), make=make)
 
 
-def _bytes(experts: Tensor, host: list[Tensor], *rest: object) -> int:
+def _bytes(call: ExpertCache) -> int:
     """At most: where no chosen expert has a slot."""
-    count = len(host[0])
-    return 2 * nbytes(experts) + 2 * min(experts.numel(), count) * (nbytes(*host) // count)
+    count = len(call.score)
+    return 2 * nbytes(call.experts) + 2 * min(call.experts.numel(), count) * (nbytes(*call.host) // count)
 
 
 expert_cache = register(
     Op(
         name="expert_cache",
-        schema="(Tensor experts, Tensor[] host, Tensor(a!)[] slots, Tensor(b!)[] shared, Tensor(c!) resident, "
-        "Tensor(d!) score, Tensor(e!) arrived) -> Tensor",
+        call=ExpertCache,
+        schema="-> Tensor",
         reference=_cache,
-        fake=lambda experts, *rest: torch.empty_like(experts),
+        fake=lambda call: torch.empty_like(call.experts),
         kernel="onegraph.ops.cuda.expert_cache:fetch",
-        sole=True,  # of the addresses of host memory torch's ops read nothing
+        sole=True,  # torch's ops on a GPU do not read host memory
         check=_check,
         cases=(
             _case(1, 4, 16, 8),
@@ -144,7 +136,7 @@ expert_cache = register(
         ),
         tolerance={torch.float32: 0.0},
         bytes_moved=_bytes,
-        flops=lambda experts, *rest: 0,
+        flops=lambda call: 0,
     )
 )
 """experts int32 [T, K] that a router chose, host: a layer's weights, tensors [E, ...] in pinned host memory or on the

@@ -2,9 +2,9 @@
 
 from torch import Tensor, empty_like
 
+from onegraph.ops.calls import DECAY, GAIN, MAX_FIELDS, MOST_SCORE, MOST_TOKENS, ExpertCache
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.launcher import Launch, launch
-from onegraph.ops.expert_cache import DECAY, GAIN, MAX_FIELDS, MOST_SCORE, MOST_TOKENS
 
 THREADS = 512
 LISTS = "host", "slots", "shared", "bytes"
@@ -29,23 +29,19 @@ KERNEL = build.Source(
 )
 
 
-def fetch(
-    experts: Tensor, host: list[Tensor], slots: list[Tensor], shared: list[Tensor], resident: Tensor, score: Tensor,
-    arrived: Tensor,
-) -> Tensor:  # fmt: skip
+def fetch(call: ExpertCache) -> Tensor:
     """See `onegraph.ops.expert_cache.expert_cache`."""
-    found = empty_like(experts)
-    if not experts.numel():
+    found, count = empty_like(call.experts), len(call.score)
+    if not found.numel():
         return found
-    count = len(score)
-    addresses = ([each.data_ptr() for each in some] for some in (host, slots, shared))
-    lists = dict(zip(LISTS, (*addresses, [each.nbytes // count for each in host]), strict=True))
+    addresses = ([each.data_ptr() for each in some] for some in (call.host, call.slots, call.shared))
+    lists = dict(zip(LISTS, (*addresses, [each.nbytes // count for each in call.host]), strict=True))
     fields = {
         f"{name}[{i}]": given[i] if i < len(given) else None for name, given in lists.items() for i in range(MAX_FIELDS)
     }
     launch(
-        KERNEL, DEFINES, Launch((build.device(experts.device.index).sms, 1, 1), THREADS), **fields, experts=experts,
-        found=found, resident=resident, score=score, arrived=arrived, pairs=experts.numel(), count=count,
-        places=len(resident),
+        KERNEL, DEFINES, Launch((build.device(found.device.index).sms, 1, 1), THREADS), **fields, experts=call.experts,
+        found=found, resident=call.resident, score=call.score, arrived=call.arrived, pairs=found.numel(), count=count,
+        places=len(call.resident),
     )  # fmt: skip
     return found

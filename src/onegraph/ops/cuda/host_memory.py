@@ -21,7 +21,9 @@ def pinned(nbytes: int, device: torch.device) -> Tensor:
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         code, address = driver.cuMemHostAlloc(nbytes, flags)
         if int(code):
-            raise ValueError(f"{nbytes / 1e9:.2f} GB of host memory cannot be pinned ({code!r}); free some, or allow more")
+            raise ValueError(
+                f"{nbytes / 1e9:.2f} GB of host memory cannot be pinned ({code!r}); free some, or allow more"
+            )
     memory = (ctypes.c_uint8 * nbytes).from_address(int(address))
     weakref.finalize(memory, driver.cuMemFreeHost, address).atexit = False  # the driver is gone by then
     return torch.frombuffer(memory, dtype=torch.uint8)
