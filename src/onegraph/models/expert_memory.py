@@ -72,11 +72,16 @@ class ExpertMemory:
             )
 
     def empty(self, count: int, one: Tensors) -> Tensors:
-        """Host tensors [count, ...] like those of `one`; for a GPU in one pinned piece."""
+        """Host tensors [count, ...] like those of `one`; for a GPU in one pinned piece. Raises ValueError where that
+        cannot be, or the GPU cannot have the kernel that reads it."""
         if self.device.type != "cuda":
             return {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        from onegraph.ops.cuda.expert_cache import KERNEL
         from onegraph.ops.cuda.host_memory import pinned
 
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        if why := KERNEL.unavailable_reason(index):
+            raise ValueError(f"expert_memory: the kernel that copies experts cannot be had: {why}")
         sizes = {key: count * tensor.nbytes for key, tensor in one.items()}
         memory = pinned(sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()), self.device)
         found, start = Tensors(), 0
