@@ -33,6 +33,7 @@ from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Loader
 from onegraph.nn.expert_cache import CachedExperts
 from onegraph.nn.moe import MoE
+from onegraph.ops.cuda import expert_cache as launcher
 from onegraph.ops.expert_cache import expert_cache
 from onegraph.ops.route import softmax_route
 
@@ -93,8 +94,10 @@ def hit_rate(model: Llama, engine: Engine, steps: int) -> float:
     return float(torch.stack(found[len(caches) :]).mean())  # without the prompt's
 
 
-def copies(model: Llama, device: torch.device) -> dict[str, Any]:
-    """Microseconds of the kernel where no chosen expert has a slot, and of cudaMemcpy for as many bytes."""
+def copies(model: Llama, device: torch.device, blocks: int) -> dict[str, Any]:
+    """Microseconds of the kernel of so many blocks where no chosen expert has a slot, and where all have; and of
+    cudaMemcpy for as many bytes."""
+    launcher.BLOCKS = blocks
     cache = next(module for module in model.modules() if isinstance(module, CachedExperts))
     places, count = len(cache.resident), cache.count
     top_k = min(8, places // 2)
@@ -120,7 +123,11 @@ def copies(model: Llama, device: torch.device) -> dict[str, Any]:
         "memcpy_us": replay_us(lambda: [target.copy_(pinned, non_blocking=True) for _ in range(8)], device, 8, 20),
     }
     rates = {name.replace("us", "gb_per_s"): round(size / us[name] / 1e3, 1) for name in ("missing_us", "memcpy_us")}
-    return {"op": "expert_cache", "experts": top_k, "bytes": size} | {k: round(v, 2) for k, v in us.items()} | rates
+    return (
+        {"op": "expert_cache", "blocks": blocks, "experts": top_k, "bytes": size}
+        | {k: round(v, 2) for k, v in us.items()}
+        | rates
+    )
 
 
 @torch.no_grad()
@@ -158,7 +165,9 @@ def rows(args: argparse.Namespace, device: torch.device, bits: int) -> Iterator[
         if device.type == "cuda":
             about["allocated"] = torch.cuda.memory_allocated(device)
             if slots:
-                yield copies(model, device) | about | {"bench": "expert offload"} | machine(device)
+                default = launcher.BLOCKS
+                for blocks in (16, 32, 132, default):
+                    yield copies(model, device, blocks) | about | {"bench": "expert offload"} | machine(device)
         for kind in args.routing:
             routes.draw(kind)
             options = {"batches": args.batch, "context": args.context, "steps": args.steps, "modes": (True,)}

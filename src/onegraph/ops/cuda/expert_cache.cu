@@ -59,15 +59,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_cache(const __grid_
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  for (int pair = i; pair < a.pairs; pair += THREADS) atomicAdd(&s.tokens[expert_at(a, pair)], 1);
-  if (i < a.places) s.slot[s.inside[i] = a.resident[i]] = i;
+  const int inside = i < a.places ? a.resident[i] : -1, before = i < a.count ? a.score[i] : 0;
+  const int own = i < a.pairs ? expert_at(a, i) : -1;  // of the first pairs, which are all of a token
+  if (own >= 0) atomicAdd(&s.tokens[own], 1);
+  for (int pair = i + THREADS; pair < a.pairs; pair += THREADS) atomicAdd(&s.tokens[expert_at(a, pair)], 1);
+  if (inside >= 0) s.slot[inside] = i, s.inside[i] = inside;
   __syncthreads();
   const bool used = s.tokens[i] > 0, missing = used && s.slot[i] < 0;
-  if (i < a.count) {
-    const int before = a.score[i];
-    s.score[i] = min(before - (before >> DECAY) + (min(s.tokens[i], MOST_TOKENS) << GAIN), MOST_SCORE);
-  }
-  const bool spare = i < a.places && !s.tokens[s.inside[i]];
+  s.score[i] = min(before - (before >> DECAY) + (min(s.tokens[i], MOST_TOKENS) << GAIN), MOST_SCORE);
+  const bool spare = inside >= 0 && !s.tokens[inside];
   const int wanted = __syncthreads_count(missing), free = __syncthreads_count(spare);
   int jobs = wanted;
   if (missing) {  // the highest score first, then the lowest number
@@ -78,10 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_cache(const __grid_
   }
   if (spare && wanted) {  // the lowest score first
     int rank = 0;
-    const int own = s.score[s.inside[i]];
     for (int p = 0; p < a.places; p++) {
       const int other = s.score[s.inside[p]];
-      rank += !s.tokens[s.inside[p]] && (other < own || (other == own && p < i));
+      rank += !s.tokens[s.inside[p]] && (other < s.score[inside] || (other == s.score[inside] && p < i));
     }
     s.victims[rank] = i;
   }
@@ -98,6 +97,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_cache(const __grid_
     const int e = s.missing[i], slot = s.victims[i];
     if (!many || s.score[e] > s.score[s.inside[slot]]) s.into[e] = slot;
   }
+  __syncthreads();
+  if (blockIdx.x == 0 && own >= 0) {
+    a.found[i] = many ? own : max(s.slot[own], s.into[own]);
+    for (int pair = i + THREADS; pair < a.pairs; pair += THREADS) {
+      const int e = expert_at(a, pair);
+      a.found[pair] = many ? e : max(s.slot[e], s.into[e]);
+    }
+  }
   // Every block has what it needs of the state: the last one to come here writes the new one.
   __threadfence();
   __syncthreads();
@@ -106,10 +113,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_cache(const __grid_
   if (s.last) {
     if (i < a.count) a.score[i] = s.score[i];
     if (s.into[i] >= 0) a.resident[s.into[i]] = i;
-    for (int pair = i; pair < a.pairs; pair += THREADS) {
-      const int e = expert_at(a, pair);
-      a.found[pair] = many ? e : max(s.slot[e], s.into[e]);
-    }
     if (i == 0) *a.arrived = 0;
   }
 

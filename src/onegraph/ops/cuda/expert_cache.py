@@ -7,6 +7,7 @@ from onegraph.ops.cuda import build
 from onegraph.ops.cuda.launcher import Launch, launch
 
 THREADS = 512
+BLOCKS = 64  # that read host memory: half a megabyte under way, which PCIe needs. Copies within the GPU take all SMs
 LISTS = "host", "slots", "shared", "bytes"
 
 ARGUMENTS = build.Arguments(
@@ -39,8 +40,9 @@ def fetch(call: ExpertCache) -> Tensor:
     fields = {
         f"{name}[{i}]": given[i] if i < len(given) else None for name, given in lists.items() for i in range(MAX_FIELDS)
     }
+    sms, many = build.device(found.device.index).sms, found.numel() > len(call.resident)
     launch(
-        KERNEL, DEFINES, Launch((build.device(found.device.index).sms, 1, 1), THREADS), **fields, experts=call.experts,
+        KERNEL, DEFINES, Launch((sms if many else min(sms, BLOCKS), 1, 1), THREADS), **fields, experts=call.experts,
         found=found, resident=call.resident, score=call.score, arrived=call.arrived, pairs=found.numel(), count=count,
         places=len(call.resident),
     )  # fmt: skip
