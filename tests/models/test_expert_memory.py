@@ -131,6 +131,11 @@ def test_what_cannot_be_is_refused(quantized: Path, tmp_path: Path, monkeypatch:
         loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
         with pytest.raises(ValueError, match=r"of host memory, and 0.00 are free there: take fewer bits"):
             expert_memory.ExpertMemory(loader, config_of(checkpoint), budget(quantized, 4), torch.device("cuda"))
+        monkeypatch.setattr(expert_memory, "system_memory", lambda: None)
+        memory = expert_memory.ExpertMemory(loader, config_of(checkpoint), budget(quantized, 4), torch.device("cuda:0"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+        with pytest.raises(ValueError, match="the kernel that copies experts cannot be had: it is written for compute"):
+            memory.empty(4, {"codes": torch.zeros(3)})
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr("onegraph.models.load.check_card", lambda device: None)
         with pytest.raises(ValueError, match="expert_memory: got 1 GB for 'qwen3_moe' on 2 devices; allowed are"):
