@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import DECAY, GAIN, MAX_EXPERTS, MOST_SCORE
+from onegraph.ops.calls import DECAY, GAIN, MAX_EXPERTS
 from onegraph.ops.expert_cache import expert_cache
 
 
@@ -74,7 +74,8 @@ def test_a_score_fades() -> None:
     for turn in range(3 << DECAY):
         cache([turn % 2])
     assert 0 < int(cache.score[7]) < high // 15
-    assert int(cache.score.max()) < MOST_SCORE
+    highest = torch.tensor([31 << GAIN + DECAY], dtype=torch.int32)
+    assert int(highest - (highest >> DECAY) + (31 << GAIN)) <= int(highest), "no sum leaves an int32"
 
 
 def test_many_tokens_take_slots_only_for_what_is_used_more() -> None:
@@ -84,7 +85,7 @@ def test_many_tokens_take_slots_only_for_what_is_used_more() -> None:
     places = cache([4, 5], [6, 6])
     assert places.tolist() == [[4, 5], [6, 6]], "numbers of experts, in the shared stack"
     assert cache.held == {0, 1}, "used six times each, the others once or twice"
-    for _ in range(4):
+    for _ in range(3):
         cache([6, 6], [6, 5])
     assert cache.held == {6, 0} or cache.held == {6, 1}
     assert cache.shared[0][[2, 3, 7]].isnan().all(), "nobody chose them"

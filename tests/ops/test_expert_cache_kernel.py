@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from h200 import PLAIN
 from on_cpu import compile_run, flags, launch_on_cpu
-from onegraph.ops.calls import MOST_SCORE, ExpertCache
+from onegraph.ops.calls import DECAY, GAIN, ExpertCache
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda import expert_cache as launcher
 from onegraph.ops.expert_cache import expert_cache
@@ -91,6 +91,6 @@ def test_large_fields_are_copied_in_pieces(check: Callable[..., list[Any]]) -> N
     host = [torch.randint(0, 256, (6, size), generator=g, dtype=torch.uint8) for size in sizes]
     for tokens in (1, 3):
         chosen = torch.tensor([[5, 2]] * tokens, dtype=torch.int32)
-        state = torch.tensor([0, 1, 2], dtype=torch.int32), torch.full((6,), MOST_SCORE, dtype=torch.int32)
+        state = torch.tensor([0, 1, 2], dtype=torch.int32), torch.full((6,), 31 << GAIN + DECAY, dtype=torch.int32)
         slots, shared = [one[:3].clone() for one in host], [torch.zeros_like(one) for one in host]
         check((chosen, host, slots, shared, *state, torch.zeros(1, dtype=torch.int32)))

@@ -204,9 +204,9 @@ class E8PExperts(Call):
 
 
 # Of a cache of experts: what its kernel takes, and its scores: a call takes 1 / 2**DECAY off them and adds 2**GAIN for
-# each token, MOST_TOKENS of a call at most, up to MOST_SCORE. The sum stays an int32.
+# each bit of the number of tokens that chose the expert. Sums stay an int32: 31 bits in each call make 31 << 25.
 MAX_EXPERTS, MAX_FIELDS = 512, 16
-DECAY, GAIN, MOST_TOKENS, MOST_SCORE = 10, 16, 1 << 13, 1 << 30
+DECAY, GAIN = 10, 15
 
 
 @dataclass(eq=False)

@@ -9,13 +9,14 @@ happens, so that a graph holds one of them:
     T * K > S    every chosen expert is copied to its own place in a stack of E that layers share; a missing one takes a
                  slot as well where its score is higher than the victim's. The result names experts.
 
-The score is a decayed count of tokens (`ops/calls.py`).
+The score is a decayed count of calls, in which the bit length of the number of tokens counts (`ops/calls.py`): one
+token 1, a prompt's chunk 5 or so, whose padding chooses the same experts in each row.
 """
 
 import torch
 from torch import Tensor
 
-from onegraph.ops.calls import DECAY, GAIN, MAX_EXPERTS, MAX_FIELDS, MOST_SCORE, MOST_TOKENS, ExpertCache
+from onegraph.ops.calls import DECAY, GAIN, MAX_EXPERTS, MAX_FIELDS, ExpertCache
 from onegraph.ops.registry import Case, Op, nbytes, register
 
 
@@ -27,13 +28,13 @@ def _cache(call: ExpertCache) -> Tensor:
     chosen = experts.clamp(0, count - 1).long()
     tokens = torch.zeros(count, dtype=torch.int32, device=device)
     tokens.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32))
-    score.sub_(score >> DECAY).add_(tokens.clamp(max=MOST_TOKENS) << GAIN).clamp_(max=MOST_SCORE)
+    score.sub_(score >> DECAY).add_(tokens.float().frexp().exponent << GAIN)
 
     used, held = tokens > 0, resident.long()
     slot_of = torch.full_like(score, -1).scatter_(0, held, torch.arange(places, dtype=torch.int32, device=device))
     missing, spare = used & (slot_of < 0), ~used[held]
     wanted = torch.where(missing, score, -1).sort(descending=True, stable=True).indices[:places]
-    victims = torch.where(spare, score[held], MOST_SCORE + 1).sort(stable=True).indices
+    victims = torch.where(spare, score[held], torch.iinfo(torch.int32).max).sort(stable=True).indices
     many = experts.numel() > places
     admitted = missing[wanted] & spare[victims]
     if many:

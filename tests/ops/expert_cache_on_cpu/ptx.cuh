@@ -15,5 +15,6 @@ static int __syncthreads_count(int own) {
   meet(BLOCK);
   return count;
 }
+static int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 static void __threadfence() {}
 static int atomicAdd(int* to, int v) { return (*to += v) - v; }

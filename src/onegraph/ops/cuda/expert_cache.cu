@@ -4,7 +4,7 @@
 // Every block finds the same slots from the same state, one thread an expert and a slot, and copies its part of the
 // bytes. The last block that has read the state writes the new one.
 //
-// Set when compiled: DECAY, GAIN, MOST_TOKENS and MOST_SCORE of ops/expert_cache.py.
+// Set when compiled: DECAY and GAIN of ops/calls.py.
 
 #include "ptx.cuh"
 
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_cache(const __grid_
   if (inside >= 0) s.slot[inside] = i, s.inside[i] = inside;
   __syncthreads();
   const bool used = s.tokens[i] > 0, missing = used && s.slot[i] < 0;
-  s.score[i] = min(before - (before >> DECAY) + (min(s.tokens[i], MOST_TOKENS) << GAIN), MOST_SCORE);
+  s.score[i] = before - (before >> DECAY) + (32 - __clz(s.tokens[i]) << GAIN);
   const bool spare = inside >= 0 && !s.tokens[inside];
   const int wanted = __syncthreads_count(missing), free = __syncthreads_count(spare);
   int jobs = wanted;

@@ -2,7 +2,7 @@
 
 from torch import Tensor, empty_like
 
-from onegraph.ops.calls import DECAY, GAIN, MAX_FIELDS, MOST_SCORE, MOST_TOKENS, ExpertCache
+from onegraph.ops.calls import DECAY, GAIN, MAX_FIELDS, ExpertCache
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.launcher import Launch, launch
 
@@ -17,7 +17,7 @@ ARGUMENTS = build.Arguments(
     ),
     ints=("pairs", "count", "places"),
 )  # fmt: skip
-DEFINES = {"DECAY": DECAY, "GAIN": GAIN, "MOST_TOKENS": MOST_TOKENS, "MOST_SCORE": MOST_SCORE}
+DEFINES = {"DECAY": DECAY, "GAIN": GAIN}
 KERNEL = build.Source(
     "expert_cache",
     ops=("expert_cache",),
