@@ -80,9 +80,9 @@ struct Arguments : Shape {
 constexpr int UNROLLED = Shape::turns % DEPTH == 0 ? DEPTH / GROUP : 1;
 
 struct __align__(128) Shared {  // after the tables
-  float squares[20][8];     // by warp across and token, of the warp's columns of x
+  float squares[21][8];     // by warp across and token, of the warp's columns of x
   float received[8][8];     // ... of each block of the cluster
-  u64 full[20][4];          // by warp and place of its ring: the codes are there
+  u64 full[21][4];          // by warp and place of its ring: the codes are there
   u64 sent[1];              // all that the cluster sends to this block is there
   u64 tables[1];            // the tables are there
   u64 filled[4];            // COPY 2: by place of the ring, the codes that all warps begin with are there

@@ -16,8 +16,8 @@ MAX_TOKENS, FEW = 8, 4
 MOST_ROWS = 16384  # of more than FEW tokens: of more rows e8p_batch.cu is quicker
 CLASSES = 1, 2, FEW, MAX_TOKENS  # tokens that a kernel is compiled for
 PARTS = ROWS // 16  # row tiles of 16 in ROWS
-SHARED_STRUCT = 1664  # bytes of `Shared` in e8p_decode.cu
-WARPS = 20  # of a block at most
+SHARED_STRUCT = 1792  # bytes of `Shared` in e8p_decode.cu
+WARPS = 21  # of a block at most: 5376 columns are 21 slices
 # What `Shape` of e8p_decode.cu is made of.
 SHAPE = "N", "K", "CLUSTER", "ACROSS", "PER_BLOCK", "BLOCKS", "NORMED", "SILU", "BIASED", "ADDED", "WIDE", "WORLD"
 NO_MAP = bytes(128)  # in place of a tensor map that is not used
@@ -67,8 +67,8 @@ class DecodeTiling:
 
     @property
     def most_threads(self) -> int:
-        """What the kernel is compiled for: 512 threads have 128 registers each, 640 have 96."""
-        return 512 if self.warps <= 16 else 640
+        """What the kernel is compiled for: 512 threads have 128 registers each, 640 have 96, 672 have 80."""
+        return next(32 * warps for warps in (16, 20, WARPS) if warps >= self.warps)
 
     def group(self, bits: int, tokens: int) -> int:
         """Row tiles that a warp takes at a time."""
