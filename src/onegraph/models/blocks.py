@@ -49,24 +49,12 @@ class Block(nn.Module):
         end: PerLayerEnd | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """end: what is done with the block's own embedding of a token. scale: [1], of the stream behind the block; the
-        block's last norm gets it into its weight, so that the next norm still adds."""
+        """end: what is done with the block's own embedding of a token. scale: [1], of the stream behind the block, in
+        which a norm is the last."""
         super().__init__()
         self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
         self.end = end
         self.register_buffer("scale", scale)
-        if scale is not None:
-            self._last_norm.weight = self._last_norm.weight.float() * scale.float()
-
-    @property
-    def _last_norm(self) -> Norm:
-        """Of what joins the stream last."""
-        dense = self.mlp.down.after if isinstance(self.mlp, MLP) else None
-        found = self.end.norm if self.end is not None else dense
-        if found is None and isinstance(self.mlp, MoE) and self.mlp.beside is not None:
-            found = self.mlp.beside.out
-        assert isinstance(found, Norm)
-        return found
 
     @property
     def fused(self) -> bool:
@@ -81,7 +69,7 @@ class Block(nn.Module):
         result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
         if self.end is not None:
             result = self.end(result, own)
-        return result if self.scale is None else Stream(result.value * self.scale, result.delta)
+        return result if self.scale is None else result.scaled(self.scale)
 
 
 class Mixing(NamedTuple):

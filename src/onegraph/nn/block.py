@@ -20,34 +20,6 @@ from onegraph.ops.norm import add_rms_norm, rms_norm
 from onegraph.ops.values import normed_values
 
 
-class Stream(NamedTuple):
-    """The residual stream is value + delta [..., D]. `delta` is what a sublayer gave and nobody has added yet: the norm
-    that reads the sum adds it in the same launch."""
-
-    value: Tensor
-    delta: Tensor | None = None
-
-    def total(self) -> Tensor:
-        return self.value if self.delta is None else self.value + self.delta
-
-    def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of the sum, the sum)."""
-        if self.delta is None:
-            return rms_norm(self.value, weight, eps), self.value
-        total, x = add_rms_norm(self.value, self.delta, weight, eps)
-        return x, total
-
-
-def norm_inside(format: WeightFormat) -> bool:
-    """Whether a linear of this format runs the RMSNorm in front of it."""
-    return "norm" in format.fuses
-
-
-def sum_inside(format: WeightFormat, silu: bool) -> bool:
-    """Whether a linear of this format runs the sum behind it and, with `silu`, SwiGLU in front."""
-    return "add" in format.fuses and (not silu or "silu" in format.fuses)
-
-
 class Norm(nn.Module):
     """RMSNorm with weight [D] of what a sublayer gave."""
 
@@ -61,6 +33,52 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = rms_norm(x, self.weight, self.eps)
         return result
+
+
+class Stream(NamedTuple):
+    """The residual stream [..., D]: value, value + delta, or (value + norm(delta)) * scale.
+
+    `delta` is what a sublayer gave and nobody has added yet: the norm that reads the sum adds it in the same launch.
+    norm: what it goes through before it is added. scale: [1], of the sum; only with `norm`.
+    """
+
+    value: Tensor
+    delta: Tensor | None = None
+    norm: Norm | None = None
+    scale: Tensor | None = None
+
+    def scaled(self, scale: Tensor) -> "Stream":
+        """The stream times `scale` [1], which the launch that adds multiplies by."""
+        if self.norm is None or self.scale is not None:
+            return Stream(self.total() * scale)
+        return self._replace(scale=scale)
+
+    def total(self) -> Tensor:
+        if self.delta is None:
+            return self.value
+        if self.norm is None:
+            return self.value + self.delta
+        result: Tensor = rms_norm(self.delta, self.norm.weight, self.norm.eps, self.value, self.scale)
+        return result
+
+    def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(RMSNorm of the sum, the sum). weight: [D], or [N, D] of as many norms -> [N, ..., D]; eps: theirs, and that
+        of `norm`."""
+        if self.delta is None:
+            return rms_norm(self.value, weight, eps), self.value
+        post = None if self.norm is None else self.norm.weight
+        total, x = add_rms_norm(self.value, self.delta, weight, eps, post, self.scale)
+        return x, total
+
+
+def norm_inside(format: WeightFormat) -> bool:
+    """Whether a linear of this format runs the RMSNorm in front of it."""
+    return "norm" in format.fuses
+
+
+def sum_inside(format: WeightFormat, silu: bool) -> bool:
+    """Whether a linear of this format runs the sum behind it and, with `silu`, SwiGLU in front."""
+    return "add" in format.fuses and (not silu or "silu" in format.fuses)
 
 
 class Scaled(nn.Module):
@@ -194,6 +212,8 @@ class ResidualLinear(nn.Module):
             if self.after is None:
                 return Stream(self.peer.all_reduce(out, total))
             out = self.peer.all_reduce(out)
+        if isinstance(self.after, Norm):
+            return Stream(total, out, self.after)
         return Stream(total, out if self.after is None else self.after(out))
 
 
