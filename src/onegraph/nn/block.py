@@ -48,9 +48,8 @@ class Stream(NamedTuple):
     scale: Tensor | None = None
 
     def scaled(self, scale: Tensor) -> "Stream":
-        """The stream times `scale` [1], which the launch that adds multiplies by."""
-        if self.norm is None or self.scale is not None:
-            return Stream(self.total() * scale)
+        """The stream times `scale` [1], where a sublayer's norm is still to be added."""
+        assert self.norm is not None
         return self._replace(scale=scale)
 
     def total(self) -> Tensor:
