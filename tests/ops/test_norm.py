@@ -56,6 +56,17 @@ def test_a_sum_behind_a_norm_is_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(add_rms_norm(add, x, weights[1], 1e-6, weight, factor)[1], normed[1])
 
 
+def test_two_parts_are_normed_summed_and_normed() -> None:
+    add, x, beside, weights = draw(5, 64), draw(5, 65)[:, :64], draw(5, 66)[:, :64].contiguous(), draw(3, 64)
+    norm = lambda x, i: torch.nn.functional.rms_norm(x.double(), (64,), weights[i].double(), 1e-6)  # noqa: E731
+    want = (add.double() + norm(norm(x, 0) + norm(beside, 1), 2)) * 0.7
+    got = rms_norm(x, weights, 1e-6, add, torch.tensor([0.7]), beside)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    total, normed = add_rms_norm(add, x, weights[0], 1e-6, weights, torch.tensor([0.7]), beside)
+    assert torch.equal(total, got)
+    assert torch.equal(normed, rms_norm(got, weights[0], 1e-6))
+
+
 def test_large_and_tiny_values_survive() -> None:
     """300² overflows float16 and 1e-4² underflows it: the sum runs in float32."""
     for value in (300.0, 1e-4):
@@ -106,11 +117,14 @@ def test_add_rms_norm_refuses_another_shape_or_dtype() -> None:
         ({"add": torch.ones(1, 4)}, r"rms_norm: add is \(1, 4\)"),
         ({"add": torch.ones(2, 4, dtype=torch.half)}, "add is .* torch.float16"),
         ({"add": torch.ones(4, 2).t()}, "add has strides"),
-        ({"scale": torch.ones(1)}, "scale is given without a sum"),
+        ({"scale": torch.ones(1)}, "scale or beside is given without add"),
         ({"add": torch.ones(2, 4), "scale": torch.ones(2)}, r"scale is \(2,\).*must be one float"),
         ({"add": torch.ones(2, 4), "scale": torch.ones(1, dtype=torch.int)}, "scale is .*must be one float"),
         ({"add": torch.ones(2, 4), "weight": torch.ones(3, 4)}, r"add is given and weight has shape \(3, 4\)"),
+        ({"beside": torch.ones(2, 4)}, "scale or beside is given without add"),
+        ({"add": torch.ones(2, 4), "beside": torch.ones(2, 4)}, r"weight has shape \(4,\); it must be \[D\], or"),
         ({"weight": torch.ones(0, 4)}, r"weight has shape \(0, 4\)"),
+        ({"weight": torch.ones(4, 4)}, "up to 3 rows"),
     ],
 )
 def test_sums_and_scales_that_are_refused(args: dict, message: str) -> None:
@@ -120,7 +134,7 @@ def test_sums_and_scales_that_are_refused(args: dict, message: str) -> None:
 
 def test_add_rms_norm_refuses_a_scale_without_a_norm_or_another_norm() -> None:
     x, weight = torch.ones(2, 4), torch.ones(4)
-    with pytest.raises(ValueError, match="scale is given without post"):
+    with pytest.raises(ValueError, match="scale or beside is given without post"):
         add_rms_norm(x, x, weight, 1e-5, None, torch.ones(1))
     with pytest.raises(ValueError, match=r"weight has shape \(5,\)"):
         add_rms_norm(x, x, weight, 1e-5, torch.ones(5))

@@ -284,17 +284,16 @@ def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.devi
     """What stands around the MLP and the experts of block `i`."""
     prefix = config.prefix(i)
 
-    def norm(name: str | None) -> Norm:
-        return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
+    def norm(name: str | None) -> Tensor:
+        return norm_weight(loader, config, f"{prefix}{name}.weight", device)
 
     dense_out, routed_out = (norm(name) for name in BESIDE_NORMS)
-    router = loader.float32(f"{prefix}router.scale", device) * config.hidden_size**-0.5
     return Beside(
-        router=router,
-        routed_in=norm(ROUTED_IN).weight,
+        router=loader.float32(f"{prefix}router.scale", device) * config.hidden_size**-0.5,
+        routed_in=norm(ROUTED_IN),
         scales=loader.float32(f"{prefix}router.per_expert_scale", device),
-        dense_out=dense_out,
         routed_out=routed_out,
+        dense_out=dense_out,
         out=norm(config.norms_at(i).mlp_out),
     )
 

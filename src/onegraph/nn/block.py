@@ -21,7 +21,8 @@ from onegraph.ops.values import normed_values
 
 
 class Norm(nn.Module):
-    """RMSNorm with weight [D] of what a sublayer gave."""
+    """RMSNorm with weight [D] of what a sublayer gave; or weight [3, D] where it gave two parts, of each of them and of
+    the sum of these norms."""
 
     weight: Tensor
 
@@ -30,22 +31,20 @@ class Norm(nn.Module):
         self.eps = eps
         self.register_buffer("weight", weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = rms_norm(x, self.weight, self.eps)
-        return result
-
 
 class Stream(NamedTuple):
     """The residual stream [..., D]: value, value + delta, or (value + norm(delta)) * scale.
 
     `delta` is what a sublayer gave and nobody has added yet: the norm that reads the sum adds it in the same launch.
-    norm: what it goes through before it is added. scale: [1], of the sum; only with `norm`.
+    norm: what it goes through before it is added. scale: [1], of the sum. beside: the second part of what a sublayer
+    gave. The last two go with `norm` alone.
     """
 
     value: Tensor
     delta: Tensor | None = None
     norm: Norm | None = None
     scale: Tensor | None = None
+    beside: Tensor | None = None
 
     def scaled(self, scale: Tensor) -> "Stream":
         """The stream times `scale` [1], where a sublayer's norm is still to be added."""
@@ -57,7 +56,8 @@ class Stream(NamedTuple):
             return self.value
         if self.norm is None:
             return self.value + self.delta
-        result: Tensor = rms_norm(self.delta, self.norm.weight, self.norm.eps, self.value, self.scale)
+        norm = self.norm
+        result: Tensor = rms_norm(self.delta, norm.weight, norm.eps, self.value, self.scale, self.beside)
         return result
 
     def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Stream(NamedTuple):
         if self.delta is None:
             return rms_norm(self.value, weight, eps), self.value
         post = None if self.norm is None else self.norm.weight
-        total, x = add_rms_norm(self.value, self.delta, weight, eps, post, self.scale)
+        total, x = add_rms_norm(self.value, self.delta, weight, eps, post, self.scale, self.beside)
         return x, total
 
 

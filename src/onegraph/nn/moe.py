@@ -15,7 +15,6 @@ from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import Gate
 from onegraph.ops.linear import linear
-from onegraph.ops.norm import rms_norm
 from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
 
 
@@ -39,15 +38,15 @@ class Beside(NamedTuple):
     Args:
         router: weight [D] of the RMSNorm in front of the router; routed_in: of that in front of the experts.
         scales: float32 [E], which the weights of chosen experts are multiplied by.
-        dense_out, routed_out: norms of what either gives. out: of their sum.
+        routed_out, dense_out: weights [D] of the norms of what either gives; out: of that of their sum.
     """
 
     router: Tensor
     routed_in: Tensor
     scales: Tensor
-    dense_out: Norm
-    routed_out: Norm
-    out: Norm
+    routed_out: Tensor
+    dense_out: Tensor
+    out: Tensor
 
 
 class _Around(nn.Module):
@@ -55,10 +54,15 @@ class _Around(nn.Module):
 
     scales: Tensor
 
-    def __init__(self, given: Beside) -> None:
+    def __init__(self, given: Beside, eps: float) -> None:
         super().__init__()
         self.register_buffer("scales", given.scales)
-        self.dense_out, self.routed_out, self.out = given.dense_out, given.routed_out, given.out
+        self.out = Norm(_rows(given.routed_out, given.dense_out, given.out), eps)
+
+
+def _rows(*weights: Tensor) -> Tensor:
+    """Weights of norms that one launch has."""
+    return torch.stack([weight.float() for weight in weights])
 
 
 class MoE(nn.Module):
@@ -118,11 +122,11 @@ class MoE(nn.Module):
         self.eps, self.experts, self.top_k, self.normalise = eps, experts, top_k, normalise
         self.groups, self.shared, self.peer = groups, shared, peer
         if beside is not None:
-            norm = torch.stack([weight.float() for weight in (norm, beside.router, beside.routed_in)])
+            norm = _rows(norm, beside.router, beside.routed_in)
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
-        self.beside = None if beside is None else _Around(beside)
+        self.beside = None if beside is None else _Around(beside, eps)
 
     def forward(self, stream: Stream) -> Stream:
         if self.beside is not None:
@@ -141,8 +145,7 @@ class MoE(nn.Module):
         routed, flat = (each.flatten(0, -2) for each in others)
         logits = linear(routed.to(self.gate.dtype), self.gate, True)
         routed = self.experts(flat, *self.choose(logits, around.scales)).view_as(x)
-        dense = around.dense_out(self.shared(x))
-        return Stream(total, rms_norm(routed, around.routed_out.weight, self.eps, dense), around.out)
+        return Stream(total, routed, around.out, beside=self.shared(x))
 
     def choose(self, logits: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k], those by
