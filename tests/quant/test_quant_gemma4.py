@@ -45,7 +45,7 @@ JOINED = {
     "global_head_dim": 128,
     "intermediate_size": 128,
 }  # siblings are one linear
-ATTENTION = ["e8p_linear", "normed_values", "paged_decode", "e8p_linear"]
+ATTENTION = ["e8p_linear", "paged_decode", "e8p_linear"]
 LAUNCHES = {  # of a block, behind the first
     "gemma4": ["rms_norm", *ATTENTION, "rms_norm", "e8p_linear", "geglu", "e8p_linear"],
     "gemma4_moe": ["rms_norm", *ATTENTION, "add_rms_norm", "linear", "softmax_route", "e8p_experts", "e8p_experts"],

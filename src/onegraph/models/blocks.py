@@ -18,7 +18,7 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
 from onegraph.models.shares import TPShard, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
-from onegraph.nn.block import MLP, HeadValues, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
+from onegraph.nn.block import MLP, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.linear import dense
@@ -196,9 +196,9 @@ def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -
 
 def build_attention(
     loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: TPShard
-) -> tuple[Attention, WholeNorms | HeadValues | None]:
-    """The attention of block `i`, a rank's share of its heads, and what its queries, keys and values go through before
-    it: norms of all heads together, or of each head of values."""
+) -> tuple[Attention, WholeNorms | None]:
+    """The attention of block `i`, a rank's share of its heads, and the norms of all heads together that its queries and
+    keys go through before it."""
     prefix, sizes = config.prefix(i), config.attention[i]
     heads, kv_heads = share.span(config.heads), share.span(sizes.kv_heads)
     norms = None
@@ -227,9 +227,8 @@ def build_attention(
         gated=config.traits.output_gate,
         borrows=sizes.source is not None,
         lends=any(each.source == i for each in config.attention),
+        value_norm=config.traits.value_norm and sizes.source is None,
     )
-    if config.traits.value_norm and sizes.source is None:
-        return attention, HeadValues(attention.heads, attention.kv_heads, sizes.dim, config.eps)
     return attention, whole
 
 

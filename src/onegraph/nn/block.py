@@ -17,7 +17,6 @@ from onegraph.nn.lora import LoraLinear
 from onegraph.nn.peers import Peer
 from onegraph.ops.activation import Gate, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
-from onegraph.ops.values import normed_values
 
 
 class Norm(nn.Module):
@@ -108,18 +107,6 @@ class WholeNorms(nn.Module):
         q, k, v = rows.split((len(self.q), len(self.k), rows.shape[-1] - len(self.q) - len(self.k)), dim=-1)
         normed = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps), v
         return torch.cat(normed, dim=-1).view_as(qkv)
-
-
-class HeadValues(nn.Module):
-    """RMSNorm without weights of each head of values; qkv [B, Q, n], which has keys for values where there are none."""
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, eps: float) -> None:
-        super().__init__()
-        self.how = heads, kv_heads, dim, eps
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        result: Tensor = normed_values(qkv, *self.how)
-        return result
 
 
 class Normed(nn.Module):
