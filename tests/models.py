@@ -576,3 +576,29 @@ def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, *
     about = {"architectures": [type(hf).__name__], "quantization_config": config.to_dict()}
     write_checkpoint(path, hf.config.to_dict() | about, tensors.items())
     return hf
+
+
+@torch.inference_mode()
+def block_launches(model: Any) -> list[list[str]]:
+    """The ops of each block in a decode step of one token, in order: all but those that make a view or an empty tensor,
+    which launch nothing on a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: list[list[str]] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if found and not func.is_view and not func._schema.name.endswith("empty"):
+                found[-1].append(func._schema.name)
+            return func(*args, **(kwargs or {}))  # what an op runs inside is not seen
+
+    cache = model.new_cache(rows=1, pages=3, page_size=16, pages_per_row=2)
+    cache.block_table.copy_(torch.tensor([[1, 2]]))
+    cache.counts.fill_(1)
+    hooks = [block.register_forward_pre_hook(lambda *_: found.append([])) for block in model.blocks]
+    with Seen():
+        stream = model.run(0, model.enter(torch.tensor([[5]])), torch.tensor([[5]]), cache)
+    for hook in hooks:
+        hook.remove()
+    assert stream.value.isfinite().all()
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder, hf_model, save_hf
+from models import Decoder, block_launches, hf_model, save_hf
 from onegraph.api.outline import outline
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
@@ -66,6 +66,24 @@ def test_unequal_prompts_in_chunks(variant: str, tmp_path: Path) -> None:
     hf, rows = save_hf(variant, tmp_path), [tokens(50, 1), tokens(23, 2), tokens(36, 3)]
     for got, row in zip(logits_of(tmp_path, rows), rows, strict=True):
         assert (got - truth(hf, row)).abs().max() < 1e-4
+
+
+PRODUCTS = {"aten::linear", "aten::mm", "aten::addmm"}
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e"])
+def test_a_block_runs_nothing_elementwise_of_torch(variant: str, tmp_path: Path) -> None:
+    """Norms behind sublayers, sums, the layer's scalar, gates and the router's scales are in ops of ours: each of
+    torch's ops would be a launch of its own, 60 times a step."""
+    save_hf(variant, tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        model = Llama.load(checkpoint)
+    blocks = block_launches(model)
+    assert len(blocks) == len(model.blocks)
+    for ops in blocks:
+        assert {name for name in ops if not name.startswith("onegraph::")} <= PRODUCTS, ops
+    norms = [name for name in blocks[1] if name.endswith("rms_norm")]
+    assert len(norms) == 3 if variant == "gemma4_e" else 2, "one with each sum"
 
 
 @pytest.mark.parametrize("variant", ["gemma4", "gemma4_moe"])

@@ -109,7 +109,7 @@ def test_the_next_launch_is_let_go_early_in_front_of_a_chain(
     layer = attention.Attention(index=0, heads=2, **sizes)
     layer.chained = chained
     said: list[bool] = []
-    given = lambda qkv, *rest: said.append(rest[-4]) or qkv[..., :32]  # noqa: E731
+    given = lambda qkv, *rest: said.append(rest[-5]) or qkv[..., :32]  # noqa: E731
     monkeypatch.setattr(attention, "paged_decode", given)
     cache = PagedCache(
         layers=1, pages=3, page_size=16, rows=rows, pages_per_row=1, device="cpu", dtype=torch.float32, **sizes

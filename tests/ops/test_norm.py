@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onegraph.ops.activation import SwiGLU, swiglu
+from onegraph.ops.activation import SwiGLU, geglu, swiglu
 from onegraph.ops.norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,6 +36,35 @@ def test_fused_equals_its_parts_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(normed, want)
     assert torch.equal(got, total)
     assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_behind_a_norm_is_rounded_once(dtype: torch.dtype) -> None:
+    """(add + weight * norm(x)) * scale in float64, and the norms of that sum equal those of their own."""
+    add, x, scale = draw(5, 576, dtype=dtype), draw(4, 576, dtype=dtype)[:1].repeat(5, 1) * 3, torch.tensor([0.7])
+    weight, weights = draw(576, dtype=dtype), draw(3, 576)
+    want = torch.nn.functional.rms_norm(x.double(), (576,), weight.double(), 1e-6) + add.double()
+    ulp = torch.finfo(dtype).eps * want.abs().clamp_min(1)
+    for factor in (None, scale):
+        exact = want if factor is None else want * factor.double()
+        got = rms_norm(x, weight, 1e-6, add, factor)
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= (0.51 if dtype != torch.float32 else 4) * ulp).all()
+        total, normed = add_rms_norm(add, x, weights, 1e-6, weight, factor)
+        assert torch.equal(total, got)
+        assert torch.equal(normed, torch.stack([rms_norm(got, each, 1e-6) for each in weights]))
+        assert torch.equal(add_rms_norm(add, x, weights[1], 1e-6, weight, factor)[1], normed[1])
+
+
+def test_two_parts_are_normed_summed_and_normed() -> None:
+    add, x, beside, weights = draw(5, 64), draw(5, 65)[:, :64], draw(5, 66)[:, :64].contiguous(), draw(3, 64)
+    norm = lambda x, i: torch.nn.functional.rms_norm(x.double(), (64,), weights[i].double(), 1e-6)  # noqa: E731
+    want = (add.double() + norm(norm(x, 0) + norm(beside, 1), 2)) * 0.7
+    got = rms_norm(x, weights, 1e-6, add, torch.tensor([0.7]), beside)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    total, normed = add_rms_norm(add, x, weights[0], 1e-6, weights, torch.tensor([0.7]), beside)
+    assert torch.equal(total, got)
+    assert torch.equal(normed, rms_norm(got, weights[0], 1e-6))
 
 
 def test_large_and_tiny_values_survive() -> None:
@@ -80,6 +109,48 @@ def test_add_rms_norm_refuses_another_shape_or_dtype() -> None:
     for residual in (torch.ones(1, 4), torch.ones(2, 4).half(), torch.ones(4, 2).t()):
         with pytest.raises(ValueError, match="residual"):
             add_rms_norm(residual, torch.ones(2, 4), weight, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"add": torch.ones(1, 4)}, r"rms_norm: add is \(1, 4\)"),
+        ({"add": torch.ones(2, 4, dtype=torch.half)}, "add is .* torch.float16"),
+        ({"add": torch.ones(4, 2).t()}, "add has strides"),
+        ({"scale": torch.ones(1)}, "scale or beside is given without add"),
+        ({"add": torch.ones(2, 4), "scale": torch.ones(2)}, r"scale is \(2,\).*must be one float"),
+        ({"add": torch.ones(2, 4), "scale": torch.ones(1, dtype=torch.int)}, "scale is .*must be one float"),
+        ({"add": torch.ones(2, 4), "weight": torch.ones(3, 4)}, r"add is given and weight has shape \(3, 4\)"),
+        ({"beside": torch.ones(2, 4)}, "scale or beside is given without add"),
+        ({"add": torch.ones(2, 4), "beside": torch.ones(2, 4)}, r"weight has shape \(4,\); it must be \[D\], or"),
+        ({"weight": torch.ones(0, 4)}, r"weight has shape \(0, 4\)"),
+        ({"weight": torch.ones(4, 4)}, "up to 3 rows"),
+    ],
+)
+def test_sums_and_scales_that_are_refused(args: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rms_norm(torch.ones(2, 4), args.pop("weight", torch.ones(4)), 1e-5, **args)
+
+
+def test_add_rms_norm_refuses_a_scale_without_a_norm_or_another_norm() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(ValueError, match="scale or beside is given without post"):
+        add_rms_norm(x, x, weight, 1e-5, None, torch.ones(1))
+    with pytest.raises(ValueError, match=r"weight has shape \(5,\)"):
+        add_rms_norm(x, x, weight, 1e-5, torch.ones(5))
+
+
+def test_geglu_of_halves_apart_is_that_of_halves_together() -> None:
+    x = draw(3, 5, 82) * 4
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(geglu(gate.contiguous(), up), geglu(x))
+    for bad, message in (
+        ((gate, up), "must be contiguous|be contiguous"),
+        ((gate.contiguous(), up[..., :3]), "shapes must agree"),
+        ((gate.contiguous(), up.half()), "up torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            geglu(*bad)
 
 
 def test_swiglu_refuses() -> None:

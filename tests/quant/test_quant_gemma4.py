@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder
+from models import Decoder, block_launches
 from onegraph.api.plan import plan
 from onegraph.api.verify import verify
 from onegraph.formats.checkpoint import Checkpoint
@@ -37,3 +37,25 @@ def test_the_decoder_runs_what_the_codes_stand_for(variant: str, tmp_path: Path)
     assert verify(tmp_path / "out").ok
     found = plan(tmp_path / "model", bits=4, recipe="quick", device="cpu", tokens=256)
     assert found.after == told.after
+
+
+JOINED = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "intermediate_size": 128,
+}  # siblings are one linear
+ATTENTION = ["e8p_linear", "paged_decode", "e8p_linear"]
+LAUNCHES = {  # of a block, behind the first
+    "gemma4": ["rms_norm", *ATTENTION, "rms_norm", "e8p_linear", "geglu", "e8p_linear"],
+    "gemma4_moe": ["rms_norm", *ATTENTION, "add_rms_norm", "linear", "softmax_route", "e8p_experts", "e8p_experts"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", LAUNCHES)
+def test_the_launches_of_a_block(variant: str, tmp_path: Path) -> None:
+    source(variant, tmp_path / "model", **SIZES[variant] | JOINED)
+    made(tmp_path, layers={"*": 4})
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        model = Llama.load(checkpoint, "cpu", torch.float32, decode=False)
+    assert block_launches(model)[1] == [f"onegraph::{name}" for name in LAUNCHES[variant]]

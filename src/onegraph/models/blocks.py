@@ -18,7 +18,7 @@ from onegraph.models.rope import Rope
 from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
 from onegraph.models.shares import TPShard, columns, gate_up_parts, qkv_parts, share_of
 from onegraph.nn.attention import Attend, Attention
-from onegraph.nn.block import MLP, HeadValues, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
+from onegraph.nn.block import MLP, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.linear import dense
@@ -50,24 +50,12 @@ class Block(nn.Module):
         end: PerLayerEnd | None = None,
         scale: Tensor | None = None,
     ) -> None:
-        """end: what is done with the block's own embedding of a token. scale: [1], of the stream behind the block; the
-        block's last norm gets it into its weight, so that the next norm still adds."""
+        """end: what is done with the block's own embedding of a token. scale: [1], of the stream behind the block, in
+        which a norm is the last."""
         super().__init__()
         self.layer, self.qkv, self.attention, self.out, self.mlp = layer, qkv, attention, out, mlp
         self.end = end
         self.register_buffer("scale", scale)
-        if scale is not None:
-            self._last_norm.weight = self._last_norm.weight.float() * scale.float()
-
-    @property
-    def _last_norm(self) -> Norm:
-        """Of what joins the stream last."""
-        dense = self.mlp.down.after if isinstance(self.mlp, MLP) else None
-        found = self.end.norm if self.end is not None else dense
-        if found is None and isinstance(self.mlp, MoE) and self.mlp.beside is not None:
-            found = self.mlp.beside.out
-        assert isinstance(found, Norm)
-        return found
 
     @property
     def fused(self) -> bool:
@@ -82,7 +70,7 @@ class Block(nn.Module):
         result: Stream = self.mlp(self.out(cache.attend(self.attention, *inputs), total))
         if self.end is not None:
             result = self.end(result, own)
-        return result if self.scale is None else Stream(result.value * self.scale, result.delta)
+        return result if self.scale is None else result.scaled(self.scale)
 
 
 class Mixing(NamedTuple):
@@ -208,9 +196,9 @@ def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -
 
 def build_attention(
     loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: TPShard
-) -> tuple[Attention, WholeNorms | HeadValues | None]:
-    """The attention of block `i`, a rank's share of its heads, and what its queries, keys and values go through before
-    it: norms of all heads together, or of each head of values."""
+) -> tuple[Attention, WholeNorms | None]:
+    """The attention of block `i`, a rank's share of its heads, and the norms of all heads together that its queries and
+    keys go through before it."""
     prefix, sizes = config.prefix(i), config.attention[i]
     heads, kv_heads = share.span(config.heads), share.span(sizes.kv_heads)
     norms = None
@@ -239,9 +227,8 @@ def build_attention(
         gated=config.traits.output_gate,
         borrows=sizes.source is not None,
         lends=any(each.source == i for each in config.attention),
+        value_norm=config.traits.value_norm and sizes.source is None,
     )
-    if config.traits.value_norm and sizes.source is None:
-        return attention, HeadValues(attention.heads, attention.kv_heads, sizes.dim, config.eps)
     return attention, whole
 
 
@@ -296,17 +283,16 @@ def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.devi
     """What stands around the MLP and the experts of block `i`."""
     prefix = config.prefix(i)
 
-    def norm(name: str | None) -> Norm:
-        return Norm(norm_weight(loader, config, f"{prefix}{name}.weight", device), config.eps)
+    def norm(name: str | None) -> Tensor:
+        return norm_weight(loader, config, f"{prefix}{name}.weight", device)
 
     dense_out, routed_out = (norm(name) for name in BESIDE_NORMS)
-    router = loader.float32(f"{prefix}router.scale", device) * config.hidden_size**-0.5
     return Beside(
-        router=router,
-        routed_in=norm(ROUTED_IN).weight,
+        router=loader.float32(f"{prefix}router.scale", device) * config.hidden_size**-0.5,
+        routed_in=norm(ROUTED_IN),
         scales=loader.float32(f"{prefix}router.per_expert_scale", device),
-        dense_out=dense_out,
         routed_out=routed_out,
+        dense_out=dense_out,
         out=norm(config.norms_at(i).mlp_out),
     )
 

@@ -311,15 +311,17 @@ def biased_layers(model: Llama) -> list[int]:
     config = model.config
     if not config.qkv_bias:
         return []
-    first, last = share_of(model.peer).span(config.kv_heads)
-    heads, d = last - first, config.head_dim
     source = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, 1, config.hidden_size, generator=source).to(model.device, model.dtype)
     found = []
     attending = (block for block in model.blocks if isinstance(getattr(block, "attention", None), Attention))
     for i, block in enumerate(attending):
         qkv: Tensor = block.get_submodule("qkv")(Stream(x))[0]
-        keys = qkv.float()[:, 0, -2 * heads * d : -heads * d].unflatten(1, (heads, d))
+        attention = block.attention
+        assert isinstance(attention, Attention)
+        heads, d = attention.kv_heads, attention.head_dim
+        first = attention.heads * d * (1 + attention.gated)  # of the key
+        keys = qkv.float()[:, 0, first : first + heads * d].unflatten(1, (heads, d))
         bias = keys.mean(0)
         if (bias.square().sum(1) > BIAS * (keys - bias).square().sum(2).mean(0)).any():
             found.append(i)

@@ -19,6 +19,7 @@ from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.decode_attention import paged_decode
 from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.norm import rms_norm
+from onegraph.ops.values import normed_values
 
 AT_ONCE = 512  # queries whose scores exist at once where sinks or bounds need a softmax of our own
 
@@ -47,6 +48,8 @@ class Attention(nn.Module):
             with query 0, gate 0, query 1, ...; what a head gives is multiplied by its gate's sigmoid (Qwen3.5).
         borrows: it has queries alone and attends to the keys and values of the layer that is `index` (Gemma 4 E2B);
             lends: it is such a layer.
+        value_norm: each head of values goes through RMSNorm without weights; qkv may have no values, which are then the
+            keys as their linear gave them (Gemma 4).
 
     Attributes:
         chained: what follows a call of at most so many tokens is the one launch of a `Chain`, which sets this and
@@ -81,11 +84,12 @@ class Attention(nn.Module):
         gated: bool = False,
         borrows: bool = False,
         lends: bool = False,
+        value_norm: bool = False,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
         self.eps, self.window, self.softcap, self.gated = eps, window, softcap, gated
-        self.borrows, self.lends = borrows, lends
+        self.borrows, self.lends, self.value_norm = borrows, lends, value_norm
         self.scale = head_dim**-0.5 if scale is None else scale
         self.chained = 0
         self.register_buffer("q_norm", q_norm)
@@ -102,6 +106,11 @@ class Attention(nn.Module):
         plain, gates = split_gates(qkv, self.heads, self.head_dim)
         out: Tensor = gate_heads(attend(self, plain), gates)
         return out
+
+    def normed(self, qkv: Tensor) -> Tensor:
+        """qkv with normed values, where they are to be."""
+        how = self.heads, self.kv_heads, self.head_dim, self.eps
+        return normed_values(qkv, *how) if self.value_norm else qkv
 
     def scaled(self, qkv: Tensor, positions: Tensor | None = None) -> Tensor:
         """qkv [B, Q, ...] with queries scaled by their positions; positions: int [B], of the first token of each row,
@@ -217,11 +226,11 @@ class PagedCache(SequenceState):
             early = qkv.shape[:2].numel() <= a.chained
             out: Tensor = paged_decode(
                 qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, self.positions, self.counts, self.block_table,
-                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap, gated,
+                keys, values, self.tickets, a.heads, a.scale, a.window, early, a.sinks, a.softcap, gated, a.value_norm,
             )  # fmt: skip
             return out.flatten(2)
         q = rope_cache_write(
-            qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
+            a.normed(qkv), a.q_norm, a.k_norm, a.eps, a.cos, a.sin,
             self.positions, self.counts, self.block_table, keys, values, a.heads,
         )  # fmt: skip
         how = a.scale, a.window, a.sinks, a.softcap, self.counts
@@ -245,7 +254,7 @@ class CausalAttention:
 
     def _plain(self, a: Attention, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
-        qkv = a.scaled(qkv)
+        qkv = a.scaled(a.normed(qkv))
         heads = qkv.view(batch, length, -1, a.head_dim)
         own = 0 if a.borrows else a.kv_heads
         q, k, v = heads.split((a.heads, own, own), dim=2)

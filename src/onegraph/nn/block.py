@@ -17,24 +17,55 @@ from onegraph.nn.lora import LoraLinear
 from onegraph.nn.peers import Peer
 from onegraph.ops.activation import Gate, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
-from onegraph.ops.values import normed_values
+
+
+class Norm(nn.Module):
+    """RMSNorm with weight [D] of what a sublayer gave; or weight [3, D] where it gave two parts, of each of them and of
+    the sum of these norms."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", weight)
 
 
 class Stream(NamedTuple):
-    """The residual stream is value + delta [..., D]. `delta` is what a sublayer gave and nobody has added yet: the norm
-    that reads the sum adds it in the same launch."""
+    """The residual stream [..., D]: value, value + delta, or (value + norm(delta)) * scale.
+
+    `delta` is what a sublayer gave and nobody has added yet: the norm that reads the sum adds it in the same launch.
+    norm: what it goes through before it is added. scale: [1], of the sum. beside: the second part of what a sublayer
+    gave. The last two go with `norm` alone.
+    """
 
     value: Tensor
     delta: Tensor | None = None
+    norm: Norm | None = None
+    scale: Tensor | None = None
+    beside: Tensor | None = None
+
+    def scaled(self, scale: Tensor) -> "Stream":
+        """The stream times `scale` [1], where a sublayer's norm is still to be added."""
+        assert self.norm is not None
+        return self._replace(scale=scale)
 
     def total(self) -> Tensor:
-        return self.value if self.delta is None else self.value + self.delta
+        if self.delta is None:
+            return self.value
+        if self.norm is None:
+            return self.value + self.delta
+        norm = self.norm
+        result: Tensor = rms_norm(self.delta, norm.weight, norm.eps, self.value, self.scale, self.beside)
+        return result
 
     def normed(self, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of the sum, the sum)."""
+        """(RMSNorm of the sum, the sum). weight: [D], or [N, D] of as many norms -> [N, ..., D]; eps: theirs, and that
+        of `norm`."""
         if self.delta is None:
             return rms_norm(self.value, weight, eps), self.value
-        total, x = add_rms_norm(self.value, self.delta, weight, eps)
+        post = None if self.norm is None else self.norm.weight
+        total, x = add_rms_norm(self.value, self.delta, weight, eps, post, self.scale, self.beside)
         return x, total
 
 
@@ -46,21 +77,6 @@ def norm_inside(format: WeightFormat) -> bool:
 def sum_inside(format: WeightFormat, silu: bool) -> bool:
     """Whether a linear of this format runs the sum behind it and, with `silu`, SwiGLU in front."""
     return "add" in format.fuses and (not silu or "silu" in format.fuses)
-
-
-class Norm(nn.Module):
-    """RMSNorm with weight [D] of what a sublayer gave."""
-
-    weight: Tensor
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("weight", weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = rms_norm(x, self.weight, self.eps)
-        return result
 
 
 class Scaled(nn.Module):
@@ -91,18 +107,6 @@ class WholeNorms(nn.Module):
         q, k, v = rows.split((len(self.q), len(self.k), rows.shape[-1] - len(self.q) - len(self.k)), dim=-1)
         normed = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps), v
         return torch.cat(normed, dim=-1).view_as(qkv)
-
-
-class HeadValues(nn.Module):
-    """RMSNorm without weights of each head of values; qkv [B, Q, n], which has keys for values where there are none."""
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, eps: float) -> None:
-        super().__init__()
-        self.how = heads, kv_heads, dim, eps
-
-    def forward(self, qkv: Tensor) -> Tensor:
-        result: Tensor = normed_values(qkv, *self.how)
-        return result
 
 
 class Normed(nn.Module):
@@ -194,6 +198,8 @@ class ResidualLinear(nn.Module):
             if self.after is None:
                 return Stream(self.peer.all_reduce(out, total))
             out = self.peer.all_reduce(out)
+        if isinstance(self.after, Norm):
+            return Stream(total, out, self.after)
         return Stream(total, out if self.after is None else self.after(out))
 
 

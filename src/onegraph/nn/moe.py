@@ -15,7 +15,6 @@ from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import Gate
 from onegraph.ops.linear import linear
-from onegraph.ops.norm import rms_norm
 from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
 
 
@@ -39,29 +38,31 @@ class Beside(NamedTuple):
     Args:
         router: weight [D] of the RMSNorm in front of the router; routed_in: of that in front of the experts.
         scales: float32 [E], which the weights of chosen experts are multiplied by.
-        dense_out, routed_out: norms of what either gives. out: of their sum.
+        routed_out, dense_out: weights [D] of the norms of what either gives; out: of that of their sum.
     """
 
     router: Tensor
     routed_in: Tensor
     scales: Tensor
-    dense_out: Norm
-    routed_out: Norm
-    out: Norm
+    routed_out: Tensor
+    dense_out: Tensor
+    out: Tensor
 
 
 class _Around(nn.Module):
-    """`Beside` as a module."""
+    """What of `Beside` is behind the router."""
 
-    router: Tensor
-    routed_in: Tensor
     scales: Tensor
 
-    def __init__(self, given: Beside) -> None:
+    def __init__(self, given: Beside, eps: float) -> None:
         super().__init__()
-        for name in ("router", "routed_in", "scales"):
-            self.register_buffer(name, getattr(given, name))
-        self.dense_out, self.routed_out, self.out = given.dense_out, given.routed_out, given.out
+        self.register_buffer("scales", given.scales)
+        self.out = Norm(_rows(given.routed_out, given.dense_out, given.out), eps)
+
+
+def _rows(*weights: Tensor) -> Tensor:
+    """Weights of norms that one launch has."""
+    return torch.stack([weight.float() for weight in weights])
 
 
 class MoE(nn.Module):
@@ -77,7 +78,8 @@ class MoE(nn.Module):
             choice alone: see `ops.route.sigmoid_route`. None: by softmax.
         shared: an expert that every token uses besides.
         peer: where all experts are one rank's part of their hidden units, whose results add up.
-        beside: `norm` is the shared expert's alone, the block's MLP; router and experts have norms of their own.
+        beside: `norm` is the shared expert's alone, the block's MLP; router and experts have norms of their own, and
+            the buffer `norm` has the three as rows.
         latent: linears in front of the routed experts and behind their sum, which work at a size of their own.
 
     Attributes:
@@ -119,36 +121,38 @@ class MoE(nn.Module):
             )
         self.eps, self.experts, self.top_k, self.normalise = eps, experts, top_k, normalise
         self.groups, self.shared, self.peer = groups, shared, peer
+        if beside is not None:
+            norm = _rows(norm, beside.router, beside.routed_in)
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
-        self.beside = None if beside is None else _Around(beside)
+        self.beside = None if beside is None else _Around(beside, eps)
 
     def forward(self, stream: Stream) -> Stream:
-        x, total = stream.normed(self.norm, self.eps)
         if self.beside is not None:
-            return Stream(total, self._both(self.beside, x, total))
+            return self._both(self.beside, stream)
+        x, total = stream.normed(self.norm, self.eps)
         flat = x.flatten(0, -2)
         logits = linear(flat.to(self.gate.dtype), self.gate, True)
         out = self.back(self.experts(self.into(flat), *self.choose(logits))).view_as(x)
         out = out if self.shared is None else out + self.shared(x)
         return Stream(total, out) if self.peer is None else Stream(self.peer.all_reduce(out, total))
 
-    def _both(self, around: _Around, x: Tensor, total: Tensor) -> Tensor:
+    def _both(self, around: _Around, stream: Stream) -> Stream:
         assert self.shared is not None
-        dense, flat = around.dense_out(self.shared(x)), total.flatten(0, -2)
-        logits = linear(rms_norm(flat, around.router, self.eps).to(self.gate.dtype), self.gate, True)
-        experts, weights = self.choose(logits)
-        weights = weights * around.scales.index_select(0, experts.flatten()).view_as(weights)
-        routed = self.experts(rms_norm(flat, around.routed_in, self.eps), experts, weights).view_as(x)
-        result: Tensor = around.out(dense + around.routed_out(routed))
-        return result
+        normed, total = stream.normed(self.norm, self.eps)
+        x, *others = normed.unbind()
+        routed, flat = (each.flatten(0, -2) for each in others)
+        logits = linear(routed.to(self.gate.dtype), self.gate, True)
+        routed = self.experts(flat, *self.choose(logits, around.scales)).view_as(x)
+        return Stream(total, routed, around.out, beside=self.shared(x))
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k]."""
+    def choose(self, logits: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """float32 [T, E] -> which experts each token uses, int32 [T, k], and their weights, float32 [T, k], those by
+        softmax times `scales` float32 [E]."""
         chosen: tuple[Tensor, Tensor]
         if self.groups is None:
-            chosen = softmax_route(logits, self.bias, self.top_k, self.normalise)
+            chosen = softmax_route(logits, self.bias, self.top_k, self.normalise, scales)
         else:
             assert self.bias is not None
             groups, top_groups, scale = self.groups

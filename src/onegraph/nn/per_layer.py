@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from onegraph.nn.block import Norm, Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import Linear
+from onegraph.ops.activation import geglu
 from onegraph.ops.norm import rms_norm
 
 
@@ -22,17 +23,20 @@ class PerLayer(nn.Module):
     """
 
     norm: Tensor
+    factor: Tensor
 
     def __init__(self, table: Embedding, projection: Linear, norm: Tensor, eps: float) -> None:
         super().__init__()
-        self.table, self.projection, self.eps = table, projection, eps
+        # RMSNorm of c x with eps is that of x with eps / c^2, and here c is D^-1/2
+        self.table, self.projection, self.eps = table, projection, eps * projection.in_features
         self.register_buffer("norm", norm)
+        factor = torch.full((1,), 2**-0.5, dtype=torch.float32, device=norm.device)
+        self.register_buffer("factor", factor, persistent=False)
 
     def forward(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         size = len(self.norm)
-        context = self.projection(embedded) * embedded.shape[-1] ** -0.5
-        normed = rms_norm(context.unflatten(-1, (-1, size)), self.norm, self.eps)
-        result: Tensor = (normed + self.table(tokens).view_as(normed)) * 2**-0.5
+        context = self.projection(embedded).unflatten(-1, (-1, size))
+        result: Tensor = rms_norm(context, self.norm, self.eps, self.table(tokens).view_as(context), self.factor)
         return result
 
 
@@ -45,5 +49,4 @@ class PerLayerEnd(nn.Module):
 
     def forward(self, stream: Stream, own: Tensor) -> Stream:
         total = stream.total()
-        hidden = torch.nn.functional.gelu(self.gate(total), approximate="tanh") * own
-        return Stream(total, self.norm(self.projection(hidden)))
+        return Stream(total, self.projection(geglu(self.gate(total), own)), self.norm)

@@ -311,7 +311,7 @@ class TurboQuantCache(SequenceState):
 
     def _coded(self, a: Attention, layer: CodedLayer, qkv: Tensor) -> Tensor:
         batch, length, _ = qkv.shape
-        qkv = a.scaled(qkv, self.positions)
+        qkv = a.scaled(a.normed(qkv), self.positions)
         ring, chunk, slots = layer.ring, length > DRAFTS, None if layer.ring is None else self.slots
         positions, counts, table = self.positions, self.counts, self.block_table
         tokens = qkv, a.q_norm, a.k_norm, a.eps, a.cos, a.sin, positions, counts, table

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onegraph.ops.checks import FLOATS
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.strides import row_stride
 
 
 def _swiglu(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -63,7 +64,7 @@ def _check(gate_up: Tensor, limit: float | None = None, alpha: float = 1.0, shif
 
 def _halves_case(shape: tuple[int, ...], spread: float = 2.0) -> Case:
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
-        return ((spread * torch.randn(shape, generator=generator)).to(device, dtype),)
+        return (spread * torch.randn(shape, generator=generator)).to(device, dtype), None
 
     return Case(name="x".join(map(str, shape)) + ("_wide" if spread > 10 else ""), make=make)
 
@@ -104,33 +105,56 @@ float32 inside, rounded once. Without the other arguments silu(gate) * up. alpha
 g * sigmoid(alpha * g)."""
 
 
-def _geglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+def _geglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, factor = gate_up.float().chunk(2, dim=-1) if up is None else (gate_up.float(), up.float())
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * factor).to(gate_up.dtype)
 
 
-def _check_geglu(gate_up: Tensor) -> None:
-    _check_halves("geglu", gate_up)
+def _check_geglu(gate_up: Tensor, up: Tensor | None = None) -> None:
+    if up is None:
+        _check_halves("geglu", gate_up)
+        return
+    if gate_up.dtype not in FLOATS or up.dtype != gate_up.dtype or up.device != gate_up.device:
+        raise ValueError(
+            f"geglu: gate is {gate_up.dtype} on {gate_up.device}, up {up.dtype} on {up.device}; they must be float32, "
+            "bfloat16 or float16, both the same, on one device"
+        )
+    if gate_up.dim() == 0 or up.shape != gate_up.shape or row_stride(up) is None or not gate_up.is_contiguous():
+        raise ValueError(
+            f"geglu: gate has shape {tuple(gate_up.shape)} and strides {gate_up.stride()}, up {tuple(up.shape)} and "
+            f"{up.stride()}; shapes must agree, gate and rows of up be contiguous: call .contiguous() on them first"
+        )
+
+
+def _apart_case(shape: tuple[int, ...], gap: int) -> Case:
+    def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
+        gate, up = (2 * torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+        return gate, torch.nn.functional.pad(up, (0, gap))[..., : shape[-1]]
+
+    return Case(name="x".join(map(str, shape)) + f" apart in {shape[-1] + gap}", make=make)
 
 
 geglu = register(
     Op(
         name="geglu",
-        schema="(Tensor gate_up) -> Tensor",
+        schema="(Tensor gate_up, Tensor? up=None) -> Tensor",
         reference=_geglu,
-        fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+        fake=lambda gate_up, up=None: gate_up.new_empty(
+            (*gate_up.shape[:-1], gate_up.shape[-1] // 2) if up is None else gate_up.shape
+        ),
         kernel="onegraph.ops.triton.activation:geglu",
         check=_check_geglu,
         cases=(
             _halves_case((1, 1, 3072)), _halves_case((3, 5, 82)), _halves_case((2, 1, 20480)),
-            _halves_case((4, 96), 60.0),
+            _halves_case((4, 96), 60.0), _apart_case((2, 1, 256), 512), _apart_case((3, 5, 41), 0),
         ),
         tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
-        bytes_moved=lambda gate_up: nbytes(gate_up) * 3 // 2,
-        flops=lambda gate_up: 6 * gate_up.numel(),
+        bytes_moved=lambda gate_up, up=None: nbytes(gate_up) * (3 if up is None else 6) // 2,
+        flops=lambda gate_up, up=None: 6 * gate_up.numel(),
     )
 )  # fmt: skip
-"""gate_up [..., 2F] -> gelu(gate) * up of its halves, gelu by tanh (Gemma), float32 inside, rounded once."""
+"""gate_up [..., 2F] -> gelu(gate) * up of its halves, gelu by tanh (Gemma), float32 inside, rounded once. With `up`
+[..., F], gate_up [..., F] is the gate alone."""
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,7 @@ class PagedDecode(Tokens):
     sinks: Tensor | None = None
     softcap: float = 0.0
     gated: bool = False
+    value_norm: bool = False
 
     def token(self, i: int) -> "PagedDecode":
         """The step of each row's token i alone."""
@@ -299,7 +300,7 @@ class PagedDecode(Tokens):
 
     def write(self) -> tuple[Any, ...]:
         """Arguments of `rope_cache_write`."""
-        *tokens, _, heads, _, _, _, _, _, _ = self
+        *tokens, _, heads, _, _, _, _, _, _, _ = self
         return *tokens, heads
 
     def attention(self, q: Tensor) -> tuple[Any, ...]:
@@ -310,6 +311,13 @@ class PagedDecode(Tokens):
     def composed(self, write: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Tensor:
         """By the two ops that it stands for, which have no gates."""
         return attend(*self.attention(write(*self.write())))
+
+    def values_normed(self, norm: Callable[..., Tensor]) -> "PagedDecode":
+        """The same with values that are normed already, by `ops.values.normed_values`."""
+        if not self.value_norm:
+            return self
+        kv_heads, dim = self.k_cache.shape[2:]
+        return replace(self, qkv=norm(self.qkv, self.heads, kv_heads, dim, self.eps), value_norm=False)
 
     def ungated(
         self,

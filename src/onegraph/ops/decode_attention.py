@@ -12,9 +12,11 @@ from onegraph.ops.calls import MAX_TOKENS, PagedDecode
 from onegraph.ops.cases import Draw
 from onegraph.ops.gate import gate_heads, split_gates
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.values import normed_values
 
 
 def _paged_decode(call: PagedDecode) -> Tensor:
+    call = call.values_normed(normed_values.reference)
     attend = lambda plain: plain.composed(rope_cache_write.reference, paged_attention.reference)  # noqa: E731
     out = call.ungated(attend, split_gates.reference, gate_heads.reference)
     step = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
@@ -31,7 +33,13 @@ def _check(call: PagedDecode) -> None:
     assert rope_cache_write.check is not None
     assert paged_attention.check is not None
     qkv, tickets = call.qkv, call.tickets
-    if call.gated:
+    if call.value_norm:
+        if call.gated:
+            raise ValueError("paged_decode: gated and value_norm are both given; it takes one of them")
+        assert normed_values.check is not None
+        normed_values.check(qkv, call.heads, *call.k_cache.shape[2:], call.eps)
+        rope_cache_write.check(*call.values_normed(lambda qkv, *how: normed_values.fake(qkv, *how)).write())
+    elif call.gated:
         assert split_gates.check is not None
         split_gates.check(qkv, call.heads, call.k_cache.shape[-1])
         plain = qkv.new_empty((*qkv.shape[:2], qkv.shape[2] - call.heads * call.k_cache.shape[-1]))  # never filled
@@ -56,10 +64,10 @@ def _check(call: PagedDecode) -> None:
 
 def _case(
     name: str, window: int = 0, early: bool = False, sinks: bool = False, softcap: float = 0.0, tokens: int = 1,
-    apart: bool = False, gated: bool = False, **options: Any,
+    apart: bool = False, gated: bool = False, values: str = "", **options: Any,
 ) -> Case:  # fmt: skip
     """The write's case, its caches as long as the positions reach, and what attention needs besides. apart: a page of
-    keys, one of values and one of neither, in turn."""
+    keys, one of values and one of neither, in turn. values: "normed", or "keys" where keys are they."""
     write = _write_case(name, tokens=tokens, **options)
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
@@ -74,7 +82,9 @@ def _case(
             q, rest = tensors[0].split((heads * dim, 2 * kv_heads * dim), dim=2)
             gates = draw.randn(batch, tokens, heads, dim)
             tensors[0] = torch.cat((torch.stack((q.view_as(gates), gates), dim=3).flatten(2), rest), dim=2)
-        return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap, gated
+        if values == "keys":
+            tensors[0] = tensors[0][..., : (heads + kv_heads) * dim].contiguous()
+        return *tensors, tickets, heads, dim**-0.5, window, early, logits, softcap, gated, bool(values)
 
     return Case(name=name, make=make)
 
@@ -182,6 +192,18 @@ paged_decode = register(
                 page_size=16, norm=True,
             ),
             _case(
+                "gemma4_keys_as_values", positions=[40, 800], counts=[1, 1], heads=8, kv_heads=1, dim=512,
+                page_size=16, norm=True, values="keys",
+            ),
+            _case(
+                "round_normed_values", tokens=3, positions=[12, 300], counts=[3, 2], heads=8, kv_heads=4, dim=256,
+                page_size=16, norm=True, window=100, values="normed",
+            ),
+            _case(
+                "normed_values_64", positions=[61], counts=[1], heads=4, kv_heads=2, dim=64, page_size=16, norm=True,
+                values="normed",
+            ),
+            _case(
                 "turned_24_of_80", positions=[61], counts=[1], heads=4, kv_heads=4, dim=80, page_size=8, turned=24
             ),
         ),
@@ -202,6 +224,7 @@ own wait, while one that needs many codes would take the memory from keys and va
 
 What is not real, of a row with count 0 or beyond the block table's reach, is not written; where Q is 1 it gets zeros,
 elsewhere what nobody may read. gated: each query has a gate of D numbers behind it, so that qkv is
-[B, Q, (2 heads + 2 kv_heads) D], and results are multiplied by its sigmoid (`ops.gate`). tickets int32
+[B, Q, (2 heads + 2 kv_heads) D], and results are multiplied by its sigmoid (`ops.gate`). value_norm: values go
+through `ops.values.normed_values` first, and are keys where qkv is [B, Q, (heads + kv_heads) D]. tickets int32
 [>= B * kv_heads] must be zeros and is left as zeros: programs draw from it who merges. May run in a captured graph, or
 after a kernel launched without the programmatic attribute (rule 4 of `ops/triton/launch.py`)."""

@@ -8,10 +8,12 @@ from torch import Tensor
 from onegraph.ops.attention import head_norm, paged_attention, rope_cache_write
 from onegraph.ops.calls import Heads, PagedDecode
 from onegraph.ops.gate import gate_heads, split_gates
+from onegraph.ops.values import normed_values
 
 
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `ops.decode_attention.paged_decode`."""
+    call = call.values_normed(normed_values)
     if call.gated:
         return call.ungated(paged_decode, split_gates, gate_heads)
     if call.qkv.shape[1] > 1:

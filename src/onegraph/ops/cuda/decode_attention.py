@@ -64,13 +64,13 @@ def share(groups: int, device: build.Device) -> tuple[int, int]:
 def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`."""
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, _, *numbers = call
-    heads, scale, window, early, sinks, softcap, gated = numbers
+    heads, scale, window, early, sinks, softcap, gated, value_norm = numbers
     rows, tokens, _ = qkv.shape
     kv_heads, dim = k_cache.shape[2:]
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
-    # The kernels for one token know neither sinks, bounds of scores nor gates, and turn whole heads.
-    plain = sinks is None and softcap == 0 and not gated and (cos is None or 2 * cos.shape[1] == dim)
+    # The kernels for one token know neither sinks, bounds of scores, gates nor norms of values, and turn whole heads.
+    plain = sinks is None and softcap == 0 and not (gated or value_norm) and (cos is None or 2 * cos.shape[1] == dim)
     alone = (
         qkv.is_cuda
         and rows > 0

@@ -13,12 +13,13 @@
 // Blocks meet as those of a decode step do: through a cluster's shared memory, with PORTABLE through memory, where the last one
 // adds up, in a fixed order.
 //
-// With GATED each head's query has a gate behind it, whose sigmoid its result is multiplied by.
+// With GATED each head's query has a gate behind it, whose sigmoid its result is multiplied by. VALUES: 1, values go through
+// RMSNorm without weights; 2, they are the keys as they came, so normed. Then DIM is 256 or 512.
 //
 // Set when compiled: HALF (1: float16, 0: bfloat16), DIM (64, 128, 256 or 512), GROUP (heads a kv head), TOKENS (1 to 8 that
 // a row brings), SLICES, STEADY, PAGE (tokens), NORM (0: none, 1: weights of 16 bits, 2: of float32), ROPE (how many of a
 // head's coordinates rotate, the first ones: a multiple of 64), GATED, WARPS (of a block), SIZE (blocks that share keys),
-// KV_HEADS, WINDOW (0: none), and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of
+// KV_HEADS, WINDOW (0: none), VALUES, and strides of the cache and of the angles: PAGE_STRIDE, PLACE_STRIDE, HEAD_STRIDE (units of
 // DIM), TURN_STRIDE.
 
 #include "decode_common.cuh"
@@ -29,9 +30,11 @@ constexpr int SETS = (COLUMNS + 7) / 8;
 constexpr int OUTPUTS = COLUMNS * DIM;
 constexpr int EACH = 1 + GATED;                       // vectors of a query
 constexpr int KEY_AT = GROUP * EACH * KV_HEADS;       // of a token, the first vector that is a key
-constexpr int WIDTH = KEY_AT + 2 * KV_HEADS;          // vectors of q, k and v
+constexpr int VALUE_AT = KEY_AT + (VALUES == 2 ? 0 : KV_HEADS);
+constexpr int WIDTH = VALUE_AT + KV_HEADS;            // vectors of q, k and v
 constexpr int WORKERS = SIZE * WARPS;
 constexpr int OWN_TILES = STEADY ? 2 : 1;             // that the round's own tokens may lie in
+static_assert(!VALUES || CHUNKS % 32 == 0, "a warp norms a value");
 static_assert(TOKENS <= 8 && SETS + 2 <= WARPS, "a warp turns a set, one the keys, one copies the values");
 
 struct Arguments {
@@ -68,6 +71,28 @@ struct Shared {
     float part[8][DIM + 4];                           // the warp's result of a set, when its tiles are done with
   } warps[WARPS + OWN_TILES];                         // behind theirs, the tiles of the round's own tokens
 };
+
+// A warp's value, normed: chunks i * 32 + lane of `from`, which points at the lane's first.
+__device__ __forceinline__ void norm_value(uint4 (&v)[PARTS], const uint4* from, float eps) {
+  float squares = 0.f;
+  auto each = [&](auto&& change) {
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) change(v[i].x), change(v[i].y), change(v[i].z), change(v[i].w);
+  };
+#pragma unroll
+  for (int i = 0; i < PARTS; i++) v[i] = from[i * 32];
+  each([&](u32& pair) {
+    const float2 a = widen(pair);
+    squares += a.x * a.x + a.y * a.y;
+  });
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) squares += __shfl_xor_sync(~0u, squares, o);
+  const float gain = rsqrtf(squares / DIM + eps);
+  each([&](u32& pair) {
+    const float2 a = widen(pair);
+    pair = narrow(a.x * gain, a.y * gain);
+  });
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -190,13 +215,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
 #pragma unroll
       for (int i = 0; i < STEPS; i++) to[i * 4] = x[i];
     }
+  } else if (VALUES && holds && warp == SETS + 1) {
+#pragma unroll 1
+    for (int own = 0; own < own_tiles * TILE - place_in_own; own++) {
+      uint4 v[PARTS] = {};
+      if (real(own)) norm_value(v, qkv + (own * WIDTH + VALUE_AT + kv_head) * CHUNKS + lane, p.eps);
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        if (real(own) && writes && slice == 0) ((uint4*)p.values)[own_place(own) + i * 32 + lane] = v[i];
+        own_spot(true, own, i * 32 + lane) = v[i];
+      }
+    }
   } else if (holds && warp == SETS + 1) {
 #pragma unroll 1
     for (int i = lane; i < (own_tiles * TILE - place_in_own) * CHUNKS; i += 32) {
       const int own = i / CHUNKS, chunk = i % CHUNKS;
       uint4 v = make_uint4(0, 0, 0, 0);                            // 0 * NaN would carry what is not real into the sum
       if (real(own)) {
-        v = qkv[(own * WIDTH + KEY_AT + KV_HEADS + kv_head) * CHUNKS + chunk];
+        v = qkv[(own * WIDTH + VALUE_AT + kv_head) * CHUNKS + chunk];
         if (writes && slice == 0) ((uint4*)p.values)[own_place(own) + chunk] = v;
       }
       own_spot(true, own, chunk) = v;

@@ -20,6 +20,7 @@ SIZES = 8, 4, 2, 1  # blocks of a cluster
 WIDE = 16, *SIZES  # of heads beyond 128, whose blocks have fewer warps
 MOST_WARPS, WARPS = 16, 8  # of a block: for one set, whose warps take half of the registers, and for more
 RUN = 64  # coordinates: those that rotate are a multiple of it
+NORMED_DIM = 256  # least size of heads whose values are normed: a warp's chunks are one head's
 
 ARGUMENTS = build.Arguments(
     pointers=(*POINTERS, "partial", "sums", "arrived"),
@@ -33,7 +34,8 @@ class VerifySplit:
     """What the kernel is compiled for: its defines, in lower case. `size` blocks of `warps` warps share the keys of a
     row and kv head for a slice of its `tokens`, of which there are `slices`. norm: 0 without, 1 with weights of q's
     dtype, 2 of float32. rope: coordinates that rotate. Strides as those of `decode_plan.DecodeSplit`.
-    `steady`: a token's bits do not depend on the tokens beside it; nor on the rows, if warps and size do not."""
+    `steady`: a token's bits do not depend on the tokens beside it; nor on the rows, if warps and size do not. values: 0
+    as they are, 1 normed, 2 normed keys."""
 
     half: bool
     dim: int
@@ -53,6 +55,7 @@ class VerifySplit:
     head_stride: int
     turn_stride: int
     steady: bool = False
+    values: int = 0
 
     @property
     def columns(self) -> int:
@@ -108,6 +111,7 @@ def supports_input(call: PagedDecode) -> bool:
         call.heads // kv_heads <= 8 * most_sets(dim, clusters, invariant.on())
         and (dim <= 256 or clusters)  # two tiles of 512 and queries take more than a portable block has
         and page % TILE == 0
+        and (dim >= NORMED_DIM or not call.value_norm)
         and turned % RUN == 0
         and len({t.dtype for t in norms}) <= 1
         and all(t.dtype in (qkv.dtype, torch.float32) for t in norms)
@@ -160,11 +164,12 @@ def attend(call: PagedDecode) -> Tensor:
             f"clusters are {decode_portable.MAX_GROUPS}: give a smaller max_batch"
         )
     page_stride, place_stride, head_stride = (stride // dim for stride in keys.stride()[:3])
+    values = 0 if not call.value_norm else 1 if qkv.shape[2] == (call.heads + 2 * kv_heads) * dim else 2
     norm = 0 if call.q_norm is None else 1 if call.q_norm.dtype == qkv.dtype else 2
     plan = VerifySplit(
         qkv.dtype == torch.float16, dim, group, tokens, parts, page_size, norm, 0 if cos is None else 2 * cos.shape[1],
         call.gated, warps, size, kv_heads, call.window, page_stride, place_stride, head_stride,
-        0 if cos is None else cos.stride(0), steady,
+        0 if cos is None else cos.stride(0), steady, values,
     )  # fmt: skip
     out = torch.empty((rows, tokens, call.heads, dim), dtype=qkv.dtype, device=qkv.device)
     partial = sums = arrived = None

@@ -16,6 +16,7 @@ from onegraph.ops.calls import PagedAttention, PagedDecode, RopeCacheWrite
 from onegraph.ops.triton.attention import capped, paged_attention, rope_cache_write, with_sink
 from onegraph.ops.triton.gate import gate_heads, split_gates
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
+from onegraph.ops.triton.values import normed_values
 
 KEYS = 64  # of a tile; half as many where a key has more than 128 numbers, and again beyond 256
 STAGES = 5  # of Triton's pipeline, two of which hold tiles of keys and values
@@ -197,6 +198,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     """See `onegraph.ops.decode_attention.paged_decode`. Its launches let the next go where they always do. To
     several tokens a row the kernels of the two ops attend; where results must not depend on what runs beside them, one
     token after the other, their keys cut as those of one row."""
+    call = call.values_normed(normed_values)
     if call.gated:
         return call.ungated(paged_decode, split_gates, gate_heads)
     tokens, alike = call.qkv.shape[1], invariant.on()
@@ -208,7 +210,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
             lambda *attention: paged_attention(PagedAttention(*attention)),
         )
     qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, tickets, *numbers = call
-    heads, scale, window, _, sinks, softcap, _ = numbers
+    heads, scale, window, _, sinks, softcap, *_ = numbers
     batch = qkv.shape[0]
     pages, page_size, kv_heads, dim = k_cache.shape
     out = torch.empty((batch, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)

@@ -24,9 +24,9 @@ def largest(score, inside, column, k, TOP_K: tl.constexpr):
 
 @triton.jit
 def _route(
-    logits, bias, experts, weights, count,
+    logits, bias, scales, experts, weights, count,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -47,11 +47,16 @@ def _route(
     high = tl.max(picked, axis=0)
     weight = tl.exp(picked - high)
     total = tl.sum(weight, axis=0) if NORMALISE else tl.sum(tl.exp(score - high), axis=0)
+    weight = weight / total
+    if SCALED:
+        weight *= tl.load(scales + chosen, mask=there, other=0.0)
     tl.store(experts + row * TOP_K + k, chosen, mask=there)
-    tl.store(weights + row * TOP_K + k, weight / total, mask=there)
+    tl.store(weights + row * TOP_K + k, weight, mask=there)
 
 
-def softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def softmax_route(
+    logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.route.softmax_route`."""
     rows, count = logits.shape
     experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
@@ -60,9 +65,9 @@ def softmax_route(logits: Tensor, bias: Tensor | None, top_k: int, normalise: bo
         return experts, weights
     with on_device(logits):
         _route[(rows,)](
-            logits, logits if bias is None else bias, experts, weights, count,
+            logits, logits if bias is None else bias, logits if scales is None else scales, experts, weights, count,
             TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
-            NORMALISE=normalise, num_warps=1 if count <= 512 else 4, **options(logits),
+            NORMALISE=normalise, SCALED=scales is not None, num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights
 
