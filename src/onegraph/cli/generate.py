@@ -191,7 +191,8 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options() -> AbstractContextManager[None]:
     """`options` of the arguments of LLM that options of the commands name."""
     names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
-    return options(*names, *(f"{name}:" for name in names), "speculative:", "batch_invariant:", "kv_cache_tokens:")
+    others = "speculative:", "batch_invariant:", "kv_cache_tokens:", "kv_offloading_size:"
+    return options(*names, *(f"{name}:" for name in names), *others)
 
 
 def load(

@@ -16,11 +16,13 @@ from torch import Tensor
 from onegraph.engine.choice import token_logprob
 from onegraph.engine.exact_window import ExactWindow, Sizes
 from onegraph.engine.inputs import Report
+from onegraph.engine.offload import HostCopies
 from onegraph.engine.pages import PageAllocator, extend_digests
 from onegraph.engine.params import Stats
 from onegraph.engine.sequence import Sequence
 from onegraph.engine.snapshots import EVERY, Snapshots
 from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
+from onegraph.runtime.offload import BATCH
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
 
@@ -52,6 +54,10 @@ class Executor(Protocol):
     @property
     def snapshot_slots(self) -> Seq[int]: ...
     def copy_slot(self, source: int, target: int) -> None: ...
+    @property
+    def host_pages(self) -> HostCopies: ...
+    @property
+    def host_states(self) -> HostCopies: ...
     def clear(self) -> None: ...
 
 
@@ -164,12 +170,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Free all rows and pages, also after an error or an interrupt."""
+        # Whether what is in flight gives NaN is never read. Cleared at the next `open`: a device may have failed.
+        arriving = any(sequence.arrivals for sequence in self.running)
+        self.executor.cache_dirty |= bool(self._poisoned or self._in_flight or self._chunks or arriving)
         for sequence in self.running:
             self._give_back(sequence)
         self.running.clear()
         self.waiting.clear()
-        # Whether what is in flight gives NaN is never read. Cleared at the next `open`: a device may have failed.
-        self.executor.cache_dirty |= bool(self._poisoned or self._in_flight or self._chunks)
         self._in_flight.clear()
         self._chunks.clear()
         self._open = False
@@ -208,18 +215,32 @@ class Scheduler:
         size = self.executor.sizes.page_size
         growing = sum(max(1, self._lacks(s, self._span)) for s in self.running if self._lacks(s, s.limit) > 0)
         shared: list[int] = []
+        kept: list[bytes] = []
         if self._share:
             self._extend_digests(sequence, sequence.length)
-            shared = [] if sequence.scored else self._shared(sequence)
+            if not sequence.scored:
+                shared, kept = self._shared(sequence)
         tokens = min(sequence.length + self._span, sequence.limit)
         count = self.executor.sizes.needed(tokens, sequence.exact) - len(shared)
-        more = self.allocator.take(count) if count + growing <= self.allocator.free else None
-        if more is None:
+        if count + growing > self.allocator.free:
             self.allocator.give_back(shared)
             return False
-        sequence.pages, sequence.read = shared + more, len(shared) * size
+        self._offload(count, spare=len(kept))
+        more = self.allocator.take(count) or []
+        sequence.pages, sequence.read = shared + more, (len(shared) + len(kept)) * size
         self.stats.shared_tokens += sequence.read
+        if kept:
+            sequence.arrivals += self.executor.host_pages.load(kept, more[: len(kept)])
+            self.stats.restored_tokens += len(kept) * size
         return True
+
+    def _offload(self, count: int, spare: int = 0) -> None:
+        """Before so many pages are taken: what is known to be in those that this evicts goes to host memory, and what
+        is in the next ones with it, for one launch takes as long as another. spare: copies there to be kept."""
+        host = self.executor.host_pages
+        if len(host) and any(digest not in host for _, digest in self.allocator.evicted(count)):
+            pages = self.allocator.evicted(count, BATCH)
+            self.stats.offloaded_tokens += host.save(pages, spare) * self.executor.sizes.page_size
 
     def _share_more(self, sequence: Sequence) -> None:
         """What others have read of its beginning since it was admitted: of prompts that come together, the first one
@@ -227,7 +248,7 @@ class Scheduler:
         if sequence.scored:
             return
         size = self.executor.sizes.page_size
-        shared = self._shared(sequence)
+        shared, _ = self._shared(sequence, host=False)
         tokens = len(shared) * size
         if tokens <= sequence.read:
             self.allocator.give_back(shared)
@@ -238,21 +259,29 @@ class Scheduler:
         sequence.read = tokens
         self._restore(sequence)
 
-    def _shared(self, sequence: Sequence) -> list[int]:
-        """Pages that hold its beginning, of which one token at least is left to read."""
+    def _shared(self, sequence: Sequence, host: bool = True) -> tuple[list[int], list[bytes]]:
+        """Pages that hold its beginning, of which one token at least is left to read, and what follows them in host
+        memory."""
         digests = sequence.digests[: (sequence.length - 1) // self.executor.sizes.page_size]
         pages = self.allocator.share(digests)
+        kept = self.executor.host_pages.find(digests[len(pages) :]) if host else []
         if self.snapshots:
-            count = self.snapshots.longest(digests[: len(pages)])
+            found, states = len(pages) + len(kept), self.executor.host_states
+            known = (n for n in range(found, 0, -1) if digests[n - 1] in self.snapshots or digests[n - 1] in states)
+            count = next(known, 0)
+            del kept[max(0, count - len(pages)) :]
             self.allocator.give_back(pages[count:])
             del pages[count:]
-        return pages
+        return pages, kept
 
     def _restore(self, sequence: Sequence) -> None:
         """What recurrent layers had made of the beginning that it shares becomes its slot's state."""
         if self.snapshots and sequence.read:
             digest = sequence.digests[sequence.read // self.executor.sizes.page_size - 1]
-            self.executor.copy_slot(self.snapshots.use(digest), sequence.slot)
+            if digest in self.snapshots:
+                self.executor.copy_slot(self.snapshots.use(digest), sequence.slot)
+            else:
+                sequence.arrivals += self.executor.host_states.load([digest], [sequence.slot])
             sequence.kept = sequence.read
 
     def _snapshot(self, sequence: Sequence) -> None:
@@ -264,8 +293,11 @@ class Scheduler:
         self._extend_digests(sequence, sequence.length)
         if (count := sequence.read // size) > len(sequence.digests):
             return  # of its last page the token behind it is not known yet, by which what drafts is shared
+        oldest = self.snapshots.oldest
         slot = self.snapshots.take(sequence.digests[count - 1])
         if slot is not None:
+            if oldest is not None:
+                self.executor.host_states.save([oldest])
             self.executor.copy_slot(sequence.slot, slot)
         sequence.kept = sequence.read
 
@@ -284,9 +316,15 @@ class Scheduler:
 
     def _clear_cache(self) -> None:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
+        self.forget()
         self.executor.clear()
+
+    def forget(self) -> None:
+        """No prefix is known any more."""
         self.allocator.forget()
         self.snapshots.forget()
+        self.executor.host_pages.forget()
+        self.executor.host_states.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
         """It waits ahead of those of its priority, which are younger."""
@@ -295,7 +333,14 @@ class Scheduler:
         self.waiting.insert(ahead, sequence)
         self.stats.preemptions += 1
 
+    def _join(self, sequence: Sequence) -> None:
+        """Steps from now on come behind what is being copied from host memory for it."""
+        for arrival in sequence.arrivals:
+            arrival.join()
+        sequence.arrivals = []
+
     def _leave(self, sequence: Sequence) -> None:
+        self._join(sequence)
         if sequence.error is None:
             self._remember(sequence)
         self.running.remove(sequence)
@@ -305,7 +350,7 @@ class Scheduler:
         self.allocator.give_back(sequence.pages)
         self.free_slots.append(sequence.slot)
         sequence.pages, sequence.read, sequence.to_prefill, sequence.exact = [], 0, 0, False
-        sequence.kept = 0
+        sequence.kept, sequence.arrivals = 0, []
 
     def _remember(self, sequence: Sequence) -> None:
         """Its full pages may be shared from now on."""
@@ -326,11 +371,15 @@ class Scheduler:
     def _next_to_prefill(self) -> Sequence | None:
         if self._interleave and not self._decoded and any(s.decoding for s in self.running):
             return None
-        return next((s for s in self.running if not s.decoding), None)
+        to_read = [s for s in self.running if not s.decoding]
+        here = (s for s in to_read if all(arrival.done for arrival in s.arrivals))
+        # Others go first while the beginning of a prompt is being copied from host memory.
+        return next(here, None if len(to_read) < len(self.running) else next(iter(to_read), None))
 
     def _prefill(self, sequence: Sequence) -> None:
         if self._share:
             self._share_more(sequence)
+        self._join(sequence)
         end = min(sequence.read + self.executor.chunk, sequence.to_prefill)
         report = self.executor.prefill(sequence, end)
         self._chunks.append((sequence, sequence.read, end == sequence.length, report))
@@ -407,7 +456,8 @@ class Scheduler:
         """Pages for the next GROWTH tokens of all rows that decode, or for the next step; False where none are left."""
         for tokens in (max(GROWTH, self._span), self._span):
             missing = self._missing(tokens)
-            if sum(count for _, count in missing) <= self.allocator.free:
+            if (total := sum(count for _, count in missing)) <= self.allocator.free:
+                self._offload(total)
                 for sequence, count in missing:
                     sequence.pages += self.allocator.take(count) or []
                 return True
