@@ -98,7 +98,7 @@ class LLM:
             those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).
             If they run out, the youngest sequence is preempted.
         kv_offloading_size: GiB of host memory for what the prefix cache evicts, allocated now, of all GPUs together
-            (default: none). For exact caches; of use to a server (docs/guides/serve.md#prefix-caching).
+            (default: none). For exact caches; of use to a server (docs/guides/serve.md#prefix-cache-in-host-memory).
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
             layers of DeepSeek-V4, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays the same, up to
             near-ties of rounding (docs/guides/speculative-decoding.md).
@@ -209,7 +209,8 @@ class LLM:
             plan = plan_load(
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
-                kv_offloading_size=kv_offloading_size, adapters=paths, speculative=None if speculative is None else str(speculative),
+                kv_offloading_size=kv_offloading_size, adapters=paths,
+                speculative=None if speculative is None else str(speculative),
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
             self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len

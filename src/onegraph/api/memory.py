@@ -99,8 +99,7 @@ def plan_load(
         )
     if kv_offloading_size is not None and kv is not None:
         raise ValueError(
-            f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(kv)}: leave it out, or "
-            "kv_cache_dtype"
+            f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(kv)}: leave it out, or kv_cache_dtype"
         )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,

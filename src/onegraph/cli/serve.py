@@ -116,7 +116,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--kv-offloading-size",
-        type=number(float, 0, 1 << 20, open_low=True),
+        type=number(float, 0, 1e6, open_low=True),
         metavar="GIB",
         help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
     )

@@ -54,9 +54,7 @@ class HostPlaces:
             torch.empty(rows, width, dtype=UNITS[unit], pin_memory=pinned) for rows in _blocks(count, width * unit)
         ]
         self._batch = max(1, min(count, BATCH, STAGING // (width * unit)))
-        self._out, self._in = (
-            torch.empty(self._batch, width, dtype=UNITS[unit], device=self.device) for _ in range(2)
-        )
+        self._out, self._in = (torch.empty(self._batch, width, dtype=UNITS[unit], device=self.device) for _ in range(2))
         self._stream = torch.cuda.Stream(self.device) if pinned else None
         self._left = torch.cuda.Event() if pinned else None  # behind the copies out of `_out`
 
