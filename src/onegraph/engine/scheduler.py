@@ -6,58 +6,43 @@ sequences change: then, and only then, all that was launched is read first.
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
-from itertools import takewhile
+from itertools import islice, takewhile
 from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
 
 from onegraph.engine.choice import token_logprob
-from onegraph.engine.exact_window import ExactWindow, Sizes
+from onegraph.engine.exact_window import ExactWindow
 from onegraph.engine.inputs import Report
-from onegraph.engine.offload import HostCopies
-from onegraph.engine.pages import PageAllocator, extend_digests
+from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import Stats
+from onegraph.engine.prefixes import Executor as State
+from onegraph.engine.prefixes import Prefixes
 from onegraph.engine.sequence import Sequence
-from onegraph.engine.snapshots import EVERY, Snapshots
+from onegraph.engine.snapshots import EVERY
 from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
-from onegraph.runtime.offload import BATCH
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
 
 
-class Executor(Protocol):
+class Executor(State, Protocol):
     """What runs the steps: `engine.executor.Executor`, which documents these members."""
 
-    stats: Stats
     cache_dirty: bool
 
-    @property
-    def sizes(self) -> Sizes: ...
     @property
     def chunk(self) -> int: ...
     @property
     def ahead(self) -> int: ...
     @property
     def reach(self) -> int: ...
-    @property
-    def prefix_cacheable(self) -> bool: ...
-    @property
-    def needs_next_token(self) -> bool: ...
     def begin(self, sequence: Sequence) -> None: ...
     def prefill(self, sequence: Sequence, end: int) -> Report: ...
     def load(self, rows: list[Sequence]) -> None: ...
     def load_tables(self, rows: list[Sequence]) -> None: ...
     def decode(self, reach: int) -> Report: ...
     def encode(self, rows: list[Sequence]) -> None: ...
-    @property
-    def snapshot_slots(self) -> Seq[int]: ...
-    def copy_slot(self, source: int, target: int) -> None: ...
-    @property
-    def host_pages(self) -> HostCopies: ...
-    @property
-    def host_states(self) -> HostCopies: ...
     def clear(self) -> None: ...
 
 
@@ -70,8 +55,8 @@ class Scheduler:
     same.
 
     Attributes:
-        allocator: of pages. free_slots: of state that does not grow with the text; slot 0 belongs to no sequence.
-        snapshots: of such state, where a prefix is shared together with it.
+        prefixes: what texts may share. free_slots: of state that does not grow with the text; slot 0 belongs to no
+            sequence.
         waiting: sequences by priority, then the oldest first. running: the oldest first.
 
     Not thread-safe. Loops over `step` stand inside of `Executor.running()`.
@@ -79,9 +64,8 @@ class Scheduler:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.allocator = PageAllocator(executor.sizes.pages)
+        self.prefixes = Prefixes(executor)
         self.free_slots = list(range(executor.sizes.rows, 0, -1))
-        self.snapshots = Snapshots(executor.snapshot_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._in_flight: deque[tuple[list[Sequence], Report]] = deque()
@@ -107,7 +91,7 @@ class Scheduler:
         self._open = True
         self._interleave = interleave
         self._cacheable = self.executor.prefix_cacheable
-        self._share = share and self._cacheable
+        self.prefixes.sharing = share and self._cacheable
         self._rows: list[Sequence] = []  # that are loaded
         self._stale = True  # the loaded rows are not those that should run
         self._ended = self._poisoned = False  # a sequence is done; one gave NaN
@@ -117,6 +101,11 @@ class Scheduler:
         self._decoded = True  # whether the last step was a decode step
         self._new: list[tuple[Sequence, int]] = []
         return self
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Of pages."""
+        return self.prefixes.allocator
 
     @property
     def stats(self) -> Stats:
@@ -195,7 +184,7 @@ class Scheduler:
             self.waiting.remove(sequence)  # others may be before it now: see `drain`
             sequence.slot = self.free_slots.pop()
             sequence.to_prefill = sequence.length if self._cacheable else len(sequence.prompt)
-            self._restore(sequence)
+            self.prefixes.restore(sequence)
             self.running.append(sequence)
             self.executor.begin(sequence)
 
@@ -212,94 +201,15 @@ class Scheduler:
 
     def _take(self, sequence: Sequence) -> bool:
         """For all its tokens and the next step, if enough stay free for a step of each of the others that grow."""
-        size = self.executor.sizes.page_size
         growing = sum(max(1, self._lacks(s, self._span)) for s in self.running if self._lacks(s, s.limit) > 0)
-        shared: list[int] = []
-        kept: list[bytes] = []
-        if self._share:
-            self._extend_digests(sequence, sequence.length)
-            if not sequence.scored:
-                shared, kept = self._shared(sequence)
+        shared, kept = self.prefixes.find(sequence)
         tokens = min(sequence.length + self._span, sequence.limit)
         count = self.executor.sizes.needed(tokens, sequence.exact) - len(shared)
         if count + growing > self.allocator.free:
             self.allocator.give_back(shared)
             return False
-        self._offload(count, spare=len(kept))
-        more = self.allocator.take(count) or []
-        sequence.pages, sequence.read = shared + more, (len(shared) + len(kept)) * size
-        self.stats.shared_tokens += sequence.read
-        if kept:
-            sequence.arrivals += self.executor.host_pages.load(kept, more[: len(kept)])
-            self.stats.restored_tokens += len(kept) * size
+        self.prefixes.begin(sequence, shared, kept, self.prefixes.take(count, spare=len(kept)))
         return True
-
-    def _offload(self, count: int, spare: int = 0) -> None:
-        """Before so many pages are taken: what is known to be in those that this evicts goes to host memory, and what
-        is in the next ones with it, for one launch takes as long as another. spare: copies there to be kept."""
-        host = self.executor.host_pages
-        if len(host) and any(digest not in host for _, digest in self.allocator.evicted(count)):
-            pages = self.allocator.evicted(count, BATCH)
-            self.stats.offloaded_tokens += host.save(pages, spare) * self.executor.sizes.page_size
-
-    def _share_more(self, sequence: Sequence) -> None:
-        """What others have read of its beginning since it was admitted: of prompts that come together, the first one
-        reads for all."""
-        if sequence.scored:
-            return
-        size = self.executor.sizes.page_size
-        shared, _ = self._shared(sequence, host=False)
-        tokens = len(shared) * size
-        if tokens <= sequence.read:
-            self.allocator.give_back(shared)
-            return
-        self.allocator.give_back(sequence.pages[: len(shared)])
-        sequence.pages[: len(shared)] = shared
-        self.stats.shared_tokens += tokens - sequence.read
-        sequence.read = tokens
-        self._restore(sequence)
-
-    def _shared(self, sequence: Sequence, host: bool = True) -> tuple[list[int], list[bytes]]:
-        """Pages that hold its beginning, of which one token at least is left to read, and what follows them in host
-        memory."""
-        digests = sequence.digests[: (sequence.length - 1) // self.executor.sizes.page_size]
-        pages = self.allocator.share(digests)
-        kept = self.executor.host_pages.find(digests[len(pages) :]) if host else []
-        if self.snapshots:
-            found, states = len(pages) + len(kept), self.executor.host_states
-            known = (n for n in range(found, 0, -1) if digests[n - 1] in self.snapshots or digests[n - 1] in states)
-            count = next(known, 0)
-            del kept[max(0, count - len(pages)) :]
-            self.allocator.give_back(pages[count:])
-            del pages[count:]
-        return pages, kept
-
-    def _restore(self, sequence: Sequence) -> None:
-        """What recurrent layers had made of the beginning that it shares becomes its slot's state."""
-        if self.snapshots and sequence.read:
-            digest = sequence.digests[sequence.read // self.executor.sizes.page_size - 1]
-            if digest in self.snapshots:
-                self.executor.copy_slot(self.snapshots.use(digest), sequence.slot)
-            else:
-                sequence.arrivals += self.executor.host_states.load([digest], [sequence.slot])
-            sequence.kept = sequence.read
-
-    def _snapshot(self, sequence: Sequence) -> None:
-        """Keeps its slot's state for others, where it has read a whole number of pages. A step in flight may have begun
-        behind them: tokens are taken back by their position, so the copy still holds the state before it."""
-        size = self.executor.sizes.page_size
-        if not self._share or not self.snapshots or not sequence.read or sequence.read % size:
-            return
-        self._extend_digests(sequence, sequence.length)
-        if (count := sequence.read // size) > len(sequence.digests):
-            return  # of its last page the token behind it is not known yet, by which what drafts is shared
-        oldest = self.snapshots.oldest
-        slot = self.snapshots.take(sequence.digests[count - 1])
-        if slot is not None:
-            if oldest is not None:
-                self.executor.host_states.save([oldest])
-            self.executor.copy_slot(sequence.slot, slot)
-        sequence.kept = sequence.read
 
     def drain(self) -> None:
         """Read what was launched; sequences that are done leave. After a NaN all others start over in a clean cache."""
@@ -316,15 +226,8 @@ class Scheduler:
 
     def _clear_cache(self) -> None:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
-        self.forget()
+        self.prefixes.forget()
         self.executor.clear()
-
-    def forget(self) -> None:
-        """No prefix is known any more."""
-        self.allocator.forget()
-        self.snapshots.forget()
-        self.executor.host_pages.forget()
-        self.executor.host_states.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
         """It waits ahead of those of its priority, which are younger."""
@@ -342,7 +245,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._join(sequence)
         if sequence.error is None:
-            self._remember(sequence)
+            self.prefixes.remember(sequence)
         self.running.remove(sequence)
         self._give_back(sequence)
 
@@ -351,20 +254,6 @@ class Scheduler:
         self.free_slots.append(sequence.slot)
         sequence.pages, sequence.read, sequence.to_prefill, sequence.exact = [], 0, 0, False
         sequence.kept, sequence.arrivals = 0, []
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Its full pages may be shared from now on."""
-        if self._share:
-            full = sequence.read // self.executor.sizes.page_size
-            self._extend_digests(sequence, sequence.read)
-            for page, digest in zip(sequence.pages[:full], sequence.digests, strict=False):
-                self.allocator.remember(page, digest)
-
-    def _extend_digests(self, sequence: Sequence, length: int) -> None:
-        if len(sequence.digests) < length // self.executor.sizes.page_size:
-            known, ahead = sequence.tokens(0, length), self.executor.needs_next_token
-            root = b"" if not sequence.adapter else b"adapter %d" % sequence.adapter
-            extend_digests(sequence.digests, known, self.executor.sizes.page_size, ahead=int(ahead), root=root)
 
     # What runs.
 
@@ -377,18 +266,17 @@ class Scheduler:
         return next(here, None if len(to_read) < len(self.running) else next(iter(to_read), None))
 
     def _prefill(self, sequence: Sequence) -> None:
-        if self._share:
-            self._share_more(sequence)
+        self.prefixes.share_more(sequence)
         self._join(sequence)
         end = min(sequence.read + self.executor.chunk, sequence.to_prefill)
         report = self.executor.prefill(sequence, end)
         self._chunks.append((sequence, sequence.read, end == sequence.length, report))
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
-        self._remember(sequence)
+        self.prefixes.remember(sequence)
         # Of a long prompt the last chunk and those at twice the last one's length: snapshots are few.
         if sequence.to_prefill - end < self.executor.chunk or end >= 2 * sequence.kept:
-            self._snapshot(sequence)
+            self.prefixes.snapshot(sequence)
         if sequence.decoding:
             self._stale = True
         if end == sequence.length:
@@ -457,9 +345,9 @@ class Scheduler:
         for tokens in (max(GROWTH, self._span), self._span):
             missing = self._missing(tokens)
             if (total := sum(count for _, count in missing)) <= self.allocator.free:
-                self._offload(total)
+                pages = iter(self.prefixes.take(total))
                 for sequence, count in missing:
-                    sequence.pages += self.allocator.take(count) or []
+                    sequence.pages += islice(pages, count)
                 return True
         return False
 
@@ -516,7 +404,7 @@ class Scheduler:
                 self.stats.decode_tokens += self._emit(sequence, token, own)
             self._ended |= sequence.exact and sequence.read >= self._window.tokens
             if sequence.read - sequence.kept >= EVERY * self.executor.sizes.page_size and not sequence.done:
-                self._snapshot(sequence)
+                self.prefixes.snapshot(sequence)
 
     def _emit(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""
