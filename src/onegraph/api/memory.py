@@ -136,6 +136,7 @@ def needed_memory(
     if not isinstance(config, LlamaConfig):
         return None
     free = free_cache_memory(device)
+    told = free < UNBOUNDED
     host = free_cache_memory(torch.device("cpu"))
     if offloaded > host:
         raise ValueError(
@@ -154,7 +155,7 @@ def needed_memory(
     if tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + fixed, tokens, None if free >= UNBOUNDED // 2 else free, offloaded)
+    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded)
 
 
 def _weights(
