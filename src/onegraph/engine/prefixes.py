@@ -65,10 +65,10 @@ class Prefixes:
     def find(self, sequence: Sequence) -> tuple[list[int], list[bytes]]:
         """Pages that hold its beginning, with one user more, of which one token at least is left to read; and what
         follows them in host memory."""
-        if not self.sharing or sequence.scored:
+        if not self.sharing:
             return [], []
-        self._extend_digests(sequence, sequence.length)
-        return self._find(sequence, host=True)
+        self._extend_digests(sequence, sequence.length)  # also where it shares only later, once it is scored
+        return ([], []) if sequence.scored else self._find(sequence, host=True)
 
     def begin(self, sequence: Sequence, shared: list[int], kept: list[bytes], more: list[int]) -> None:
         """Its pages are those that `find` gave and more; what was found in host memory begins to arrive."""
