@@ -1,4 +1,4 @@
-"""Microseconds of the E8P linear and of decode attention, compared with peers and with the memory-bandwidth roofline.
+"""Microseconds of linears on codes and of decode attention, compared with peers and with the memory-bandwidth roofline.
 
 Rules (docs/benchmarks/README.md): kernels are timed under CUDA-graph replay on random data, over so many copies of the
 weights that the L2 holds none of them at its next use. A row also has the time that its bytes take at the copy
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.record import Row, machine
-from onegraph.formats.e8p import codebook, residual_dtype
-from onegraph.formats.rotated import hadamard_block
+from onegraph.formats.quantization import OWN
 from onegraph.ops.attention import paged_attention, rope_cache_write
 from onegraph.ops.decode_attention import paged_decode
-from onegraph.ops.e8p import e8p_decode, e8p_linear
-from onegraph.ops.hadamard import hadamard
+from onegraph.ops.weight import weight_ops
 
 LINEAR_SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (576, 3072), (1536, 576))  # (k in, n out)
 HUMMING = "humming g128"
@@ -63,9 +61,11 @@ def bench_linear(
     dtype: torch.dtype = torch.bfloat16,
     dense: bool = True,
     peers: bool = True,
+    format: str = "e8p",
 ) -> Iterator[Row]:
-    """Times `e8p_linear` on layers of k inputs and n outputs, the dense linear of torch if `dense`, and beside each
-    rate, if `peers`, the integer linear of humming-kernels (group 128) where that is installed and takes the shape.
+    """Times the linear of `format` on layers of k inputs and n outputs, the dense linear of torch if `dense`, and
+    beside each rate, if `peers`, the integer linear of humming-kernels (group 128) where that is installed and takes
+    the shape.
 
     Yields rows as they are measured: name, k, n, tokens, bits, us, gb_per_s, roof_us (bytes of the weights and scales
     over the copy bandwidth), percent_of_roof and, of ours, error (||y - y64|| / ||y64|| against float64, first 64
@@ -74,7 +74,7 @@ def bench_linear(
     device = _gpu(device)
     about = machine(device)
     contestants = [("torch dense", 16)] if dense else []
-    ours = ("onegraph e8p", HUMMING) if peers and has_humming() else ("onegraph e8p",)
+    ours = (f"onegraph {format}", HUMMING) if peers and has_humming() else (f"onegraph {format}",)
     contestants += [(name, rate) for rate in bits for name in ours]
     for k, n in shapes:
         for name, rate in contestants:
@@ -231,7 +231,9 @@ def linear_layer(
     """One contestant of `bench_linear` with random weights; called once, it has compiled what it needs."""
     if bits == 16:
         return _dense(torch.randn(n, k, device=device, dtype=dtype))
-    return _integer(k, n, bits, device, dtype) if name == HUMMING else Coded(k, n, bits, device)
+    if name == HUMMING:
+        return _integer(k, n, bits, device, dtype)
+    return Coded(k, n, bits, device, name.removeprefix("onegraph "))
 
 
 def _dense(weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -254,29 +256,22 @@ def _integer(k: int, n: int, bits: int, device: torch.device, dtype: torch.dtype
 
 
 class Coded:
-    """An E8P linear of random codes."""
+    """A linear of random codes in a format of `OWN`."""
 
-    def __init__(self, k: int, n: int, bits: int, device: torch.device) -> None:
-        def draw(kind: torch.dtype) -> Tensor:
-            info = torch.iinfo(kind)
-            return torch.randint(info.min, info.max + 1, (n, k // 8), device=device).to(kind)
-
-        kind = residual_dtype(bits)
-        self.codes = draw(torch.int16), None if kind is None else draw(kind), codebook(device), bits
-        self.in_scale, self.out_scale = torch.randn(k, device=device), torch.randn(n, device=device) * k**-0.5
+    def __init__(self, k: int, n: int, bits: int, device: torch.device, format: str = "e8p") -> None:
+        self.format = OWN[format].formats[bits]
+        stored = {
+            key: torch.empty(field.shape(n, k), dtype=field.dtype, device=device)
+            for key, field in self.format.stored.items()
+        }
+        self.format.fill(stored, k, torch.Generator(device).manual_seed(0))
+        self.weight = self.format.fold(stored) | self.format.constants(device)
+        self.ops = weight_ops(self.format)
 
     def __call__(self, x: Tensor) -> Tensor:
-        *stages, bits = self.codes
-        return e8p_linear(x, *stages, self.in_scale, self.out_scale, None, bits)
+        return self.ops.linear(self.format, x, self.weight, None, None, None, False, False)
 
     def error(self, x: Tensor, y: Tensor) -> float:
         """||y - y64|| / ||y64|| against float64."""
-        truth = _rotated(_rotated(x.double() * self.in_scale) @ e8p_decode.reference(*self.codes).double().T)
-        truth *= self.out_scale
+        truth = x.double() @ self.ops.decode(self.format, self.weight).double().T
         return ((y.double() - truth).norm() / truth.norm()).item()
-
-
-def _rotated(x: Tensor) -> Tensor:  # in float64
-    block = hadamard_block(x.shape[-1])
-    h = hadamard.reference(torch.eye(block, device=x.device) * block**0.5, block).double() * block**-0.5
-    return (x.view(-1, block) @ h).view_as(x)

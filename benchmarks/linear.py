@@ -1,4 +1,4 @@
-"""Microseconds of the E8P linear beside torch's dense one and humming-kernels, as JSON lines; the tables of
+"""Microseconds of the E8P or trellis linear beside torch's dense one and humming-kernels, as JSON lines; the tables of
 docs/benchmarks/kernels.md are its lines, each held to float64.
 
 PYTHONPATH=src python3 benchmarks/linear.py --tokens 1 8 16 32 64 512 4096 --out benchmarks/results/linear-h200.jsonl
@@ -22,6 +22,7 @@ import torch
 from kernels import HUMMING, LINEAR_SHAPES, bench_linear, has_humming, linear_layer
 
 from onegraph.engine.record import Row, emit
+from onegraph.formats.quantization import OWN
 from onegraph.ops import family
 from onegraph.ops.cuda import build, e8p, e8p_portable
 
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=[f"{k}x{n}" for k, n in LINEAR_SHAPES], help="k x n")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--bits", type=int, nargs="*", default=[2, 3, 4])
+    parser.add_argument("--format", choices=OWN, default="e8p")
     parser.add_argument("--warm", action="store_true", help="compile in parallel beforehand")
     parser.add_argument("--no-peers", action="store_true", help="without humming-kernels, installed or not")
     families = ["hopper", "portable", "triton"]
@@ -70,12 +72,13 @@ def main() -> None:
     shapes = [(int(k), int(n)) for k, n in (shape.split("x") for shape in args.shapes)]
     peers = has_humming() and not args.no_peers
     if args.warm:
-        names = ["onegraph e8p", HUMMING] if peers else ["onegraph e8p"]
+        ours = f"onegraph {args.format}"
+        names = [ours, HUMMING] if peers else [ours]
         jobs = [(name, k, n, rate, args.tokens) for name in names for k, n in shapes for rate in args.bits]
         with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
             pool.starmap(compiled, jobs, chunksize=1)
     if not args.kernels:
-        for row in bench_linear(shapes, tokens=args.tokens, bits=args.bits, peers=peers):
+        for row in bench_linear(shapes, tokens=args.tokens, bits=args.bits, peers=peers, format=args.format):
             emit(row, args.out)
     for i, name in enumerate(args.kernels):
         with running(name):

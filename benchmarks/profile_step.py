@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from kernels import copy_bandwidth
-from step import SHAPES, random_model
+from step import SHAPES, random_model, shape_of
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import machine, with_id
+from onegraph.formats.quantization import OWN
 from onegraph.ops.registry import OPS
 from onegraph.ops.triton.launch import plain_launches
 
@@ -45,8 +46,8 @@ class Observer(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if self.marks is None:
             label = op.name
-            if op.name == "e8p_linear":
-                label += f" {8 * args[1].shape[1]} -> {args[1].shape[0]}"
+            if op.call is not None and hasattr(call := op.call(*args), "n"):
+                label += f" {call.k} -> {call.n}"
             self.calls.append((label, op.bytes_moved(*args)))
             return func(*args)
         self.marks[0].bitwise_not_()
@@ -117,8 +118,9 @@ def table(runner: Any, bucket: int, bandwidth: float) -> tuple[list[dict[str, An
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--shape", default="smollm2-135m", help=f"{', '.join(SHAPES)}, or a config.json")
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--format", choices=OWN, default="e8p")
     parser.add_argument("--lm-head", type=int, default=None)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
@@ -126,7 +128,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="Triton's kernels without programmatic dependent launch")
     parser.add_argument("--out", type=Path, help="append the result as a JSON line")
     args = parser.parse_args()
-    model = random_model(SHAPES[args.shape], args.bits, args.lm_head, args.context + 64)
+    model = random_model(shape_of(args.shape), args.bits, args.lm_head, args.context + 64, format=args.format)
     with plain_launches() if args.plain else nullcontext():
         engine = Engine(model, max_batch=args.batch, max_context=args.context + 64)
         drawing = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampling else {}

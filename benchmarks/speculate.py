@@ -5,8 +5,9 @@
 Weights are random. The oracle knows the text and is right with a set chance for each token, each on its own: figures
 of its lines are synthetic. What it knows is the very text that the model writes with it, found by `settle`: `tries`
 says how often it was asked before, `same_text` that the timed run gave it again. The n-gram drafter, which finds little
-in such a text, shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, which shows what such a head
-costs a round.
+in such a text, shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, and --mtp a random draft
+layer of Qwen3.5's kind: what these cost a round. Nothing that they draft is right; `synthetic_tokens_per_second` is
+what the measured round gives where each draft is right with --chance.
 `round_us` is a replay of the round; prints JSON lines, --out appends them.
 
     PYTHONPATH=src python3 benchmarks/speculate.py --model out/smollm2-4bit --head out/smollm2-head
@@ -28,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from step import SHAPES, random_model
+from step import SHAPES, RandomCheckpoint, random_model
 
 from onegraph.api.draft_head import tapped, unseen
 from onegraph.api.llm import LLM
@@ -41,6 +42,8 @@ from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.eagle_net import EagleNet, head_config, head_tensors
+from onegraph.models.loader import Loader
+from onegraph.models.qwen_mtp import DraftConfig, QwenDraft
 
 
 def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:
@@ -121,6 +124,16 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> It
             engine = Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=count)
             engine.generate(prompts, short)
             yield row(engine, f"eagle, random, names {args.eagle}", count)["row"]
+    if args.mtp:
+        draft = random_mtp(model, SHAPES[args.shape])
+        for count in args.drafts:
+            engine = Engine(model, **sizes, draft=partial(HeadDrafter, draft), draft_tokens=count)
+            engine.generate(prompts, short)
+            found = row(engine, "mtp, random", count)["row"]
+            for chance in args.chance:
+                tokens = sum(chance**i for i in range(count + 1))
+                rate = round(1e6 * batch * tokens / found["us_per_round"], 1)
+                yield found | {"chance": chance, "synthetic_tokens_per_second": rate}
 
 
 def random_head(model: Any, size: int, folder: Path) -> EagleHead:
@@ -132,6 +145,14 @@ def random_head(model: Any, size: int, folder: Path) -> EagleHead:
     write_checkpoint(folder / "head", config, head_tensors(net, torch.arange(size), torch.bfloat16).items())
     with Checkpoint.open(folder / "head") as checkpoint:
         return EagleHead.load(checkpoint, model)
+
+
+def random_mtp(model: Any, shape: dict[str, Any]) -> QwenDraft:
+    """A draft layer of the model's, dense as `onegraph quantize` leaves it."""
+    checkpoint = RandomCheckpoint(shape, 16, device=model.device)
+    loader = Loader(checkpoint, DraftConfig.of(model.config, {}), model.dtype)
+    checkpoint.add({name: (size, kinds[0]) for name, (size, kinds) in loader.expected().items()})
+    return QwenDraft.load(checkpoint, model)
 
 
 def real_rows(args: argparse.Namespace, alike: bool) -> Iterator[dict[str, Any]]:
@@ -184,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--itself", action="store_true", help="also let the model draft for itself")
     parser.add_argument("--eagle", type=int, default=None, metavar="V", help="a random head that names V tokens")
+    parser.add_argument("--mtp", action="store_true", help="a random draft layer of a Qwen3.5 shape")
     parser.add_argument("--model", default=None, help="a real checkpoint; needs --head, and is measured instead")
     parser.add_argument("--head", default=None, help="its EAGLE-3 head")
     parser.add_argument("--kv", default=None, help="as of `onegraph generate`")

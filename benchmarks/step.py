@@ -10,6 +10,7 @@ JSON lines; --out appends them. --warm compiles every kernel beforehand, in para
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import statistics
 import sys
@@ -26,7 +27,7 @@ from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.record import emit, machine
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo
-from onegraph.formats.e8p import E8P, E8PConfig
+from onegraph.formats.quantization import OWN, parse_quantization
 from onegraph.formats.rotated import KEEP
 from onegraph.models.chain import chained
 from onegraph.models.config import LlamaConfig
@@ -38,6 +39,25 @@ _QWEN3_5: dict[str, Any] = {
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "vocab_size": 248320, "max_position_embeddings": 262144,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 256, "global_head_dim": 512,
+    "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size": 262144,
+    "max_position_embeddings": 262144, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
+    "vocab_size": 201088, "max_position_embeddings": 131072, "attention_bias": True, "sliding_window": 128,
+    "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rope_theta": 150000, "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ]},
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -89,17 +109,53 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 1024,
         "shared_expert_intermediate_size": 1024,
     },
+    "gemma-4-31b": _GEMMA4 | {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "num_global_key_value_heads": 4,
+    },
+    "gemma-4-26b-a4b": _GEMMA4 | {
+        "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
+        "top_k_experts": 8, "moe_intermediate_size": 704,
+    },
+    "ministral-3-8b": {
+        "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 34, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "hidden_act": "silu", "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }  # fmt: skip
 
 
-def _routed(config: dict[str, Any], bits: int) -> dict[str, TensorInfo]:
+def shape_of(name: str) -> dict[str, Any]:
+    """The config of a name in `SHAPES`, or of the text model of a config.json."""
+    if name in SHAPES:
+        return SHAPES[name]
+    config: dict[str, Any] = json.loads(Path(name).read_text())
+    return config.get("text_config", config)
+
+
+Told = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of a file's tensors
+
+
+def _told(config: dict[str, Any]) -> Told:
     """What a loader looks up before it asks for tensors: norms and routers, and how experts are stored."""
-    parts = LlamaConfig.from_dict(config).parts
-    found = {name: TensorInfo(shape, kinds[1], 0, Path()) for name, (shape, kinds) in parts.tensors.items()}
-    for name, stack in parts.stacks.items():
-        for key, field in E8P[bits].stored.items():
-            shape = (stack.experts, *field.shape(stack.n, stack.k))
-            found[f"{name}.{key}"] = TensorInfo(shape, field.dtype or torch.float16, 0, Path())
+    parsed = LlamaConfig.from_dict(config)
+    found: Told = {name: (shape, kinds[1]) for name, (shape, kinds) in parsed.parts.tensors.items()}
+    rates = parse_quantization(config.get("quantization_config"))
+    for name, stack in parsed.parts.stacks.items():
+        if rates is not None and rates.stacked(name):
+            for key, field in rates.format_of(name, {}).stored.items():
+                shape = (stack.experts, *field.shape(stack.n, stack.k))
+                found[f"{name}.{key}"] = shape, field.dtype or torch.float16
+        elif config["model_type"] == "gpt_oss" and rates is not None:
+            found[f"{name}_blocks"] = (stack.experts, stack.n, stack.k // 32, 16), torch.uint8
+            found[f"{name}_scales"] = (stack.experts, stack.n, stack.k // 32), torch.uint8
     return found
 
 
@@ -108,8 +164,9 @@ class RandomCheckpoint(Checkpoint):
 
     Args:
         device: where tensors are made, whatever a reader asks for.
-        bits: rate of the blocks' linears; 16 makes them bfloat16. lm_head, embed_tokens: rates of the head and the
-            embedding, None for bfloat16.
+        bits: rate of the blocks' linears; 16 makes them bfloat16, and 0 takes them as the config says.
+        lm_head, embed_tokens: rates of the head and the embedding, None for bfloat16.
+        format: what the linears are stored in, "e8p" or "trellis".
     """
 
     def __init__(
@@ -119,15 +176,24 @@ class RandomCheckpoint(Checkpoint):
         lm_head: int | None = None,
         device: str = "cuda",
         embed_tokens: int | None = None,
+        format: str = "e8p",
     ) -> None:
         config = dict(shape)
-        if bits != 16:
-            kept = dict.fromkeys(LlamaConfig.from_dict(shape).steady, KEEP)
-            rates = E8PConfig(bits=bits, layers=kept, lm_head=lm_head, embed_tokens=embed_tokens)
+        if bits:
+            config.pop("quantization_config", None)
+        if bits not in (0, 16):
+            kept = dict.fromkeys(LlamaConfig.from_dict(config).steady, KEEP)
+            rates = OWN[format](bits=bits, layers=kept, lm_head=lm_head, embed_tokens=embed_tokens)
             config["quantization_config"] = rates.to_dict()
-        super().__init__(Path("random"), config, _routed(config, bits))
-        self.device = device
+        super().__init__(Path("random"), config, {})
+        self.add(_told(config))
+        self.device, self.rates = device, parse_quantization(config.get("quantization_config"))
         self._expected: dict[str, tuple[tuple[int, ...], Any]] = {}
+
+    def add(self, told: Told) -> None:
+        """The file has these tensors too."""
+        self._tensors |= {name: TensorInfo(shape, dtype, 0, Path()) for name, (shape, dtype) in told.items()}
+        self.names = sorted(self._tensors)
 
     def check(self, expected: dict[str, tuple[tuple[int, ...], Any]], optional: Collection[str] = ()) -> None:
         """A tied head is among the optional names, but is never asked for."""
@@ -137,30 +203,32 @@ class RandomCheckpoint(Checkpoint):
         shape, kinds = self._expected[name]
         device = self.device
         if not kinds[0].is_floating_point:
+            if name.endswith("_scales"):  # of E8M0: 2^-7
+                return torch.full(shape, 120, device=device, dtype=kinds[0])
             info = torch.iinfo(kinds[0])
             return torch.randint(info.min, info.max + 1, shape, device=device, dtype=kinds[0])
-        if name.endswith(".scale"):  # the integers have an RMS of about 3.6 * 4^(stages - 1)
-            layer = name.removesuffix("scale")
-            unit = 16 if self._expected.get(layer + "residual", ((), [torch.uint8]))[1][0] == torch.int16 else 4
-            width = 8 * self._expected[layer + "codes"][0][-1]
-            return torch.full(shape, width**-0.5 / unit, device=device, dtype=dtype)
+        layer, _, key = name.rpartition(".")
+        if key == "scale" and f"{layer}.in_scale" in self._expected:
+            width = self._expected[f"{layer}.in_scale"][0][-1]
+            return torch.full(shape, width**-0.5 / self.rates.format_of(layer, {}).unit, device=device, dtype=dtype)
         if len(shape) < 2 or name.endswith("_scale"):
             return torch.ones(shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype) * (1.0 if "embed" in name else shape[1] ** -0.5)
 
 
 def random_model(
-    shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True, device: str = "cuda"
-) -> Any:
+    shape: dict[str, Any], bits: int, lm_head: int | None, max_context: int, *, fused: bool = True,
+    device: str = "cuda", format: str = "e8p",
+) -> Any:  # fmt: skip
     """As `load_decoder` gives it."""
     torch.manual_seed(0)
-    checkpoint = RandomCheckpoint(shape, bits, lm_head, device)
+    checkpoint = RandomCheckpoint(shape, bits, lm_head, device, format=format)
     return chained(Llama.load(checkpoint, device, torch.bfloat16, max_context=max_context, fused=fused))
 
 
-def compiled(shape: str, bits: int, lm_head: int | None, batch: int, kind: str, sampling: bool) -> None:
+def compiled(shape: str, bits: int, lm_head: int | None, batch: int, kind: str, sampling: bool, format: str) -> None:
     """Builds one step of a model of one layer, so that its kernels are in the caches on disk."""
-    model = random_model(SHAPES[shape] | {"num_hidden_layers": 1}, bits, lm_head, 2048)
+    model = random_model(shape_of(shape) | {"num_hidden_layers": 1}, bits, lm_head, 2048, format=format)
     Engine(model, max_batch=batch).executor.step(kind, sampling=sampling)
 
 
@@ -251,8 +319,11 @@ def proven(model: Llama, batch: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--bits", type=int, nargs="*", default=[4], help="rates of the blocks' linears; 16 is bfloat16")
+    parser.add_argument("--shape", default="smollm2-135m", help=f"{', '.join(SHAPES)}, or a config.json")
+    parser.add_argument(
+        "--bits", type=int, nargs="*", default=[4], help="rates of the blocks' linears; 16 is bfloat16, 0 as published"
+    )
+    parser.add_argument("--format", choices=OWN, default="e8p")
     parser.add_argument("--model", type=Path, help="a checkpoint of that shape, in place of random weights")
     parser.add_argument("--lm-head", type=int, default=None, help="rate of the head; unquantized by default")
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
@@ -270,18 +341,18 @@ def main() -> int:
     args = parser.parse_args()
 
     def say(row: dict[str, Any]) -> None:
-        emit(row | {"shape": args.shape}, args.out)
+        emit(row | {"shape": args.shape if args.shape in SHAPES else Path(args.shape).stem.lower()}, args.out)
 
     if args.warm:
         draws = (False, True) if args.sampling else (False,)
         jobs = [
-            (args.shape, bits, args.lm_head, batch, kind, draw)
+            (args.shape, bits, args.lm_head, batch, kind, draw, args.format)
             for bits, draw in itertools.product(args.bits, draws)
             for kind, batch in (("prefill", 1), *(("decode", batch) for batch in {2, *args.batch}))
         ]
         with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
             pool.starmap(compiled, jobs, chunksize=1)
-    shape = SHAPES[args.shape]
+    shape = shape_of(args.shape)
     reach = max(args.context + args.steps + 1, 2048)
     for bits in args.bits if args.model is None else [None]:
         if bits is None:
@@ -289,8 +360,9 @@ def main() -> int:
                 model = chained(Llama.load(checkpoint, "cuda", torch.bfloat16, max_context=reach))
             name = "onegraph " + args.model.name
         else:
-            model = random_model(shape, bits, args.lm_head, reach, fused=not args.unfused)
-            name = f"onegraph e8p {bits} bit" if bits != 16 else "onegraph bf16"
+            model = random_model(shape, bits, args.lm_head, reach, fused=not args.unfused, format=args.format)
+            coded = f"{args.format} {bits} bit" if bits else "as published"
+            name = "onegraph bf16" if bits == 16 else f"onegraph {coded}"
             name += ", unfused" if args.unfused else ""
         same = proven(model, batch=2)
         options = {"batches": args.batch, "context": args.context, "steps": args.steps, "name": name}

@@ -70,8 +70,7 @@ def test_the_captured_step_is_proven(variant, dtype, tmp_path):
     tokens = {}
     for capture in (True, "split", False):
         engine = Engine(model, max_batch=4, max_context=96, page_size=8, chunk=16, capture=capture)
-        state = {f"keys {i}": k[1:] for i, k in enumerate(engine.executor.cache.keys)}
-        state |= {f"values {i}": v[1:] for i, v in enumerate(engine.executor.cache.values)}
+        state = {str(i): tensor[1:] for i, tensor in enumerate(engine.executor.cache.tensors())}
         start = {name: torch.randn(t.shape, generator=g).to(t) for name, t in state.items()}
 
         def reset(state=state, start=start):

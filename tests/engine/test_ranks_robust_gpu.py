@@ -281,7 +281,7 @@ def test_a_hundred_thousand_steps_end_and_ranks_agree(folder: Path) -> None:
     rows = range(5700)
     params = [SamplingParams(max_tokens=100 + 13 * (i % 9), temperature=1.0, seed=i) for i in rows]
     runner: Any = engine.executor.step("decode", sampling=True)
-    drawn = [rank.stages[0].inputs["drawn"] for rank in runner.ranks]
+    drawn = [stages[0].inputs["drawn"] for stages in runner.ranks]
     kept = [torch.zeros(1000, 8, dtype=torch.int64, device=device) for device in engine.executor.devices]
     told = count()
 

@@ -132,12 +132,14 @@ def test_transformers_reads_the_same_directory(dtype: torch.dtype, tmp_path: Pat
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_on_a_gpu_the_kernels_give_the_logits(name: str, tmp_path: Path) -> None:
     """float32 to its last digits; bfloat16 as near as its rounding lets it (measured on a CPU: .01 to .03, with routers
-    .05); and the captured step gives the tokens of the eager one."""
+    .05, with groups of experts .11, where transformers' own bfloat16 is .15 away); and the captured step gives the
+    tokens of the eager one."""
     hf = save(LAYOUTS[name], tmp_path / "m")
     row = torch.randint(0, 131, (24,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         want = hf(row.unsqueeze(0)).logits[0]
-    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):
+    rounding = 0.15 if name == "DeepSeek-V3 FP8" else 0.1
+    for dtype, error in ((torch.float32, 1e-4), (torch.bfloat16, rounding)):
         with Checkpoint.open(tmp_path / "m") as checkpoint:
             model = Llama.load(checkpoint, "cuda:0", dtype)
         decoder = Decoder(model, rows=1, max_context=32)

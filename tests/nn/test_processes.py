@@ -32,6 +32,8 @@ def gather(told):
     return found
 
 device = torch.device(device)
+if device.type == "cuda":
+    torch.cuda.set_device(device)
 with device:  # as vLLM builds its models
     peer = PeerProcess(64 * 256, rank, count, device, gather, patience=10.0 if leaves else 60.0)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import Part
 from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
+from onegraph.models.expert_memory import HOST
 from onegraph.models.experts import read_experts, read_stacks
 from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
@@ -263,14 +264,16 @@ def build_experts(
     prefix = config.prefix(i)
     router, share = prefix + routed.router, share_of(peer)
     stored = loader.info(f"{router}.weight").dtype
+    memory = loader.expert_memory
+    place = device if memory is None else HOST
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.transposed}
-        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share)
+        experts = read_stacks(loader, gate_up, down, routed.gate, place, **lie, share=share)
     else:
         pairs, downs = routed.each
         names = [tuple(prefix + name for name in one) for one in pairs]
-        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, device, share)
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, place, share)
     around = [loader.linear(prefix + name, device) for name in routed.around]
     bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
     return MoE(
@@ -278,7 +281,7 @@ def build_experts(
         eps=config.eps,
         gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
         bias=None if bias is None else loader.float32(bias, device),
-        experts=experts,
+        experts=experts if memory is None else memory.cached(experts),
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,

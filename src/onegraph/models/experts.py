@@ -104,7 +104,7 @@ def _fused(
     if parts:
         matrices = (_joined(format, name, [format.part(one, part) for part in parts]) for one in matrices)
     matrices = (_as(made, loader, format, one) for one in matrices)
-    return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
+    return _stack(loader, made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
 
 
 def _held(loader: Loader, format: WeightFormat) -> WeightFormat:
@@ -132,7 +132,7 @@ def _stacked(
             yield _as(made, loader, format, _joined(format, " and ".join(names), each))
 
     made = INT8 if loader.held == "int8" else format
-    return _stack(made, len(layers), matrices())
+    return _stack(loader, made, len(layers), matrices())
 
 
 def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensors:
@@ -145,11 +145,17 @@ def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensor
     return one
 
 
-def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
+def _stack(loader: Loader, format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
     """One weight of `count` matrices, each put in place as it comes."""
+
+    def empty(one: Tensors) -> Tensors:
+        if loader.expert_memory is not None:
+            return loader.expert_memory.empty(count, one)
+        return {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+
     whole: Tensors = {}
     for i, one in enumerate(matrices):
-        whole = whole or {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+        whole = whole or empty(one)
         for key, tensor in one.items():
             whole[key][i] = tensor
     return Weight(format, whole)

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from onegraph.ops.cuda import host_memory
+
 STAGING = 32 << 20  # bytes on the device in each direction, unless a place takes more
 BATCH = 32  # places that are copied at once: of each tensor one launch
 UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -40,8 +42,8 @@ class HostPlaces:
     Args:
         tensors: each [places, ...], of any dtypes.
 
-    The memory is allocated at once, page-locked where the tensors are on a GPU. Raises RuntimeError where the system
-    has too little.
+    The memory is allocated at once, page-locked where the tensors are on a GPU. Raises ValueError where the system does
+    not give so much.
     """
 
     def __init__(self, tensors: Seq[Tensor], count: int) -> None:
@@ -50,9 +52,10 @@ class HostPlaces:
         self._pieces = [piece for tensor in tensors for piece in _rows(tensor, UNITS[unit])]
         width = sum(piece.shape[1] for piece in self._pieces)
         pinned = self.device.type == "cuda"
-        self._host = [
-            torch.empty(rows, width, dtype=UNITS[unit], pin_memory=pinned) for rows in _blocks(count, width * unit)
-        ]
+        if pinned:
+            self._host = host_memory.pinned(count * width * unit, self.device).view(UNITS[unit]).view(count, width)
+        else:
+            self._host = torch.empty(count, width, dtype=UNITS[unit])
         self._batch = max(1, min(count, BATCH, STAGING // (width * unit)))
         self._out, self._in = (torch.empty(self._batch, width, dtype=UNITS[unit], device=self.device) for _ in range(2))
         self._stream = torch.cuda.Stream(self.device) if pinned else None
@@ -69,7 +72,7 @@ class HostPlaces:
             self._follow()
             with self._aside():
                 for row, slot in zip(self._out, some, strict=False):
-                    self._slot(slot).copy_(row, non_blocking=True)
+                    self._host[slot].copy_(row, non_blocking=True)
                 if self._left is not None:
                     self._left.record(self._stream)
 
@@ -80,7 +83,7 @@ class HostPlaces:
         with self._aside():
             for index, some in self._batches(places, slots):
                 for row, slot in zip(self._in, some, strict=False):
-                    row.copy_(self._slot(slot), non_blocking=True)
+                    row.copy_(self._host[slot], non_blocking=True)
                 for piece, staged in self._staged(self._in, len(some)):
                     piece.index_copy_(0, index, staged)
             return self._arrival()
@@ -124,13 +127,6 @@ class HostPlaces:
             yield piece, staging[:count, start:end]
             start = end
 
-    def _slot(self, slot: int) -> Tensor:
-        for block in self._host:
-            if slot < len(block):
-                return block[slot]
-            slot -= len(block)
-        raise IndexError(f"slots: got one that lies {slot} behind the last; use slots that it has")
-
 
 def place_bytes(tensors: Seq[Tensor]) -> int:
     """Bytes of one place of tensors [places, ...]."""
@@ -151,12 +147,3 @@ def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
             yield from _rows(part, dtype)
     else:
         yield rows if dtype is None else rows.view(dtype)
-
-
-def _blocks(count: int, size: int) -> Iterator[int]:
-    """How many places of `size` bytes the blocks of memory have: as many as fit into a power of two, to which torch
-    rounds page-locked memory up."""
-    while count:
-        rows = max(1, (1 << ((count * size).bit_length() - 1)) // size)
-        yield rows
-        count -= rows
