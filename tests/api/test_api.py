@@ -281,6 +281,11 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
             {"kv_cache_tokens": "1"},
             "kv_cache_tokens: got '1'; allowed is a count of 1 and more, or None for max_num_seqs x",
         ),
+        (
+            {"kv_offloading_size": "4"},
+            "kv_offloading_size: got '4'; allowed is a number of GiB above 0, or None for none$",
+        ),
+        ({"kv_offloading_size": -1}, "kv_offloading_size: got -1; allowed is a number of GiB above 0"),
         ({"tensor_parallel_size": 1.0}, "tensor_parallel_size: got 1.0; allowed is a count"),
         ({"split": 3}, "split: got 3; allowed is 'tensor', 'layer', or None"),
         ({"batch_invariant": "no"}, "batch_invariant: got 'no'; allowed is True or False$"),

@@ -151,6 +151,20 @@ def test_the_sums_are_a_line() -> None:
         "memory: weights 269.1 MB, KV cache 1.51 GB for 32768 tokens"
     )
     assert str(Memory(1 << 20, 1 << 20, 32, 3_000_000)).endswith("; 3.0 MB are free")
+    assert str(Memory(1 << 20, 1 << 20, 32, None, 2_000_000)).endswith(
+        "for 32 tokens, offloaded prefixes 2.0 MB of host memory"
+    )
+
+
+def test_memory_for_offloaded_prefixes_is_taken_from_a_cpus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, _ = told_and_taken(path)
+    monkeypatch.setattr(memory, "free_cache_memory", lambda device: 1 << 30)
+    both, engine = told_and_taken(path, kv_offloading_size=0.25)
+    assert (both.free, both.offloaded) == (3 << 28, 1 << 28)
+    page = alone.cache // alone.tokens * 16
+    assert len(engine.executor.host_pages) == (1 << 28) // page
+    with pytest.raises(ValueError, match=r"kv_offloading_size: got 1.5 GiB; 1.00 GiB of host memory are free"):
+        told_and_taken(path, kv_offloading_size=1.5)
 
 
 @pytest.mark.parametrize("variant", ["llama", "deepseek_v32"])

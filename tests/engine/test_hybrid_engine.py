@@ -171,7 +171,7 @@ def test_a_snapshot_is_found_only_with_its_pages(make: Any) -> None:
     """Few pages and few snapshots, both written over again and again."""
     wanted, _ = turns(make(max_context=256), share=False, count=3)
     engine = make(max_context=256, pages=1 + 70)
-    engine.scheduler.snapshots = Snapshots(engine.executor.snapshot_slots[:2])
+    engine.scheduler.prefixes.snapshots = Snapshots(engine.executor.snapshot_slots[:2])
     outputs, shared = turns(engine, share=True, count=3)
     assert outputs == wanted
     assert shared

@@ -247,6 +247,25 @@ def test_a_prompt_with_a_known_beginning_is_not_read_twice(server: Running, llm:
     assert second < 16 < first
 
 
+def test_an_evicted_beginning_comes_back_from_host_memory(model: Path, llm: LLM) -> None:
+    """A cache of ten pages, in which two of the prompts have room at most."""
+    prompts = [f"{word} " * 9 for word in ("the thing", "in the inn", "12 hats")]
+    wanted = [made.text for made in llm.generate(prompts, max_tokens=4)]
+    running = Running(model, options=["--kv-offloading-size=0.01"])
+    try:
+        for _ in range(2):
+            made = [running.client.completions.create(model="plain", prompt=p, max_tokens=4, temperature=0).choices[0]
+                    for p in prompts]  # fmt: skip
+            assert [each.text for each in made] == wanted
+        found = running.metrics()
+    finally:
+        running.end()
+    restored = found["onegraph_restored_tokens_total"]
+    assert found["onegraph_shared_tokens_total"] >= restored >= 16
+    assert found["onegraph_offloaded_tokens_total"] >= restored
+    assert 0 < found["onegraph_host_pages_used"] <= found["onegraph_host_pages"]
+
+
 # ------------------------------------------------------------------------------------------- leaving and slow clients
 
 
@@ -823,6 +842,15 @@ def test_mistakes_on_the_command_line(
         (
             ["--kv-cache-tokens", "100", "--max-model-len", "200"],
             "--kv-cache-tokens: got 100; a sequence may have 200 tokens:",
+        ),
+        (
+            ["--kv-offloading-size", "0"],
+            "argument --kv-offloading-size: got '0'; allowed is a number from more than 0 to",
+        ),
+        (["--kv-offloading-size", "99999"], "--kv-offloading-size: got 99999 GiB; "),
+        (
+            ["--kv-offloading-size", "1", "--kv-cache-dtype", "turboquant:4"],
+            "--kv-offloading-size: got 1; prefix caching is unsupported with turboquant:4",
         ),
         (["--max-model-len", "100000"], "--max-model-len is 100000; the model allows 1 to 256"),
         (["--capture", "on"], "--capture on needs a GPU, the device is cpu; use --capture off or auto"),

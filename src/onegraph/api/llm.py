@@ -97,6 +97,8 @@ class LLM:
             max_model_len, and more for short sequences of a quantized cache; fewer, at least max_model_len, where
             those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).
             If they run out, the youngest sequence is preempted.
+        kv_offloading_size: GiB of host memory for what the prefix cache evicts, allocated now, of all GPUs together
+            (default: none). For exact caches; of use to a server (docs/guides/serve.md#prefix-cache-in-host-memory).
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
             layers of DeepSeek-V4, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays the same, up to
             near-ties of rounding (docs/guides/speculative-decoding.md).
@@ -150,6 +152,7 @@ class LLM:
         max_num_seqs: int = 8,
         kv_cache_dtype: str = "exact",
         kv_cache_tokens: int | None = None,
+        kv_offloading_size: float | None = None,
         speculative: str | PathLike[str] | None = None,
         num_speculative_tokens: DraftTokens = "auto",
         seed: int | None = None,
@@ -171,6 +174,9 @@ class LLM:
         require_count("max_num_seqs", max_num_seqs)
         require_count("max_model_len", max_model_len, none="the model's own")
         require_count("kv_cache_tokens", kv_cache_tokens, none="max_num_seqs x max_model_len")
+        size = kv_offloading_size
+        fine = size is None or (is_number(size) and size > 0)
+        require("kv_offloading_size", size, fine, "a number of GiB above 0, or None for none")
         with public_names(PUBLIC):
             check_draft_tokens(num_speculative_tokens)
         if not isinstance(speculative, str | PathLike | None):
@@ -209,7 +215,7 @@ class LLM:
             plan = plan_load(
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
-                adapters=paths, expert_memory=expert_memory,
+                kv_offloading_size=kv_offloading_size, adapters=paths, expert_memory=expert_memory,
                 speculative=None if speculative is None else str(speculative),
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
@@ -266,6 +272,7 @@ class LLM:
                 draft_tokens=num_speculative_tokens,
                 capture=capture,
                 batch_invariant=batch_invariant,
+                kv_offloading_size=kv_offloading_size,
             )
         self._engine.constrain = Constraints(self.tokenizer, decoder.config.vocab_size)
         self.max_model_len, self._process = self._engine.max_context, os.getpid()

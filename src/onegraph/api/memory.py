@@ -13,6 +13,7 @@ import torch
 from onegraph.api.device import pick_precision
 from onegraph.api.drafting import EAGLE, MTP, NGRAM, check_name, head_checkpoint, second_checkpoint
 from onegraph.api.size import human_bytes
+from onegraph.engine.offload import GIB, NOT_SHARED
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.adapters import adapter_bytes
@@ -36,12 +37,13 @@ HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU h
 @dataclass(frozen=True)
 class Memory:
     """Bytes of the weights and of a KV cache of so many tokens, on each device, and what is free there (None where the
-    system does not say)."""
+    system does not say); offloaded: of the prefix cache in host memory, which on a CPU counts as taken already."""
 
     weights: int
     cache: int
     tokens: int
     free: int | None
+    offloaded: int = 0
 
     @property
     def fits(self) -> bool:
@@ -50,6 +52,8 @@ class Memory:
     def __str__(self) -> str:
         free = "" if self.free is None else f"; {human_bytes(self.free)} are free"
         cache = f"KV cache {human_bytes(self.cache)} for {self.tokens} tokens"
+        if self.offloaded:
+            cache += f", offloaded prefixes {human_bytes(self.offloaded)} of host memory"
         return f"memory: weights {human_bytes(self.weights)}, {cache}{free}"
 
 
@@ -75,6 +79,7 @@ def plan_load(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     gpus: int,
+    kv_offloading_size: float | None = None,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     expert_memory: float | None = None,
     speculative: str | None = None,
@@ -98,9 +103,14 @@ def plan_load(
             f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
             "that and more, or a smaller max_model_len"
         )
+    if kv_offloading_size is not None and kv is not None:
+        raise ValueError(
+            f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(kv)}: leave it out, or kv_cache_dtype"
+        )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
-        gpus=gpus, adapters=adapters, experts=size_bytes(expert_memory), speculative=speculative,
+        gpus=gpus, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
+        experts=size_bytes(expert_memory), speculative=speculative,
     )  # fmt: skip
     return LoadPlan(found, held, kv, max_model_len, memory)
 
@@ -121,6 +131,7 @@ def needed_memory(
     context: int,
     tokens: int | None,
     gpus: int,
+    offloaded: int = 0,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     experts: int | None = None,
     speculative: str | None = None,
@@ -132,12 +143,22 @@ def needed_memory(
     it keeps exact because of their biases.
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
+    offloaded: bytes of host memory for what the prefix cache evicts; ValueError where fewer are free.
     experts: bytes on the device that routed experts may take; None for all of them.
     """
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
         return None
     free = free_cache_memory(device)
+    told = free < UNBOUNDED
+    host = free_cache_memory(torch.device("cpu"))
+    if offloaded > host:
+        raise ValueError(
+            f"kv_offloading_size: got {offloaded / GIB:g} GiB; {host / GIB:.2f} GiB of host memory are free: allowed "
+            "is less than that"
+        )
+    if device.type == "cpu":
+        free -= offloaded
     drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
     weights = _weights(checkpoint, config, device, dtype, held, experts) // gpus + drafting[0]
@@ -148,7 +169,7 @@ def needed_memory(
     if tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + fixed, tokens, None if free >= UNBOUNDED else free)
+    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded)
 
 
 def _weights(

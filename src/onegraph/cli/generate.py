@@ -199,7 +199,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options() -> AbstractContextManager[None]:
     """`options` of the arguments of LLM that options of the commands name."""
     names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
-    single = "speculative", "batch_invariant", "kv_cache_tokens", "expert_memory"
+    single = "speculative", "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory"
     return options(*names, *(f"{name}:" for name in (*names, *single)))
 
 

@@ -115,6 +115,12 @@ def add_parser(commands: Any) -> None:
         help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
     )
     parser.add_argument(
+        "--kv-offloading-size",
+        type=number(float, 0, 1e6, open_low=True),
+        metavar="GIB",
+        help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
+    )
+    parser.add_argument(
         "--queue",
         type=number(int, 0, 1 << 16),
         default=256,
@@ -227,6 +233,7 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
         "max_num_seqs": args.max_num_seqs,
         "max_model_len": args.max_model_len,
         "kv_cache_tokens": args.kv_cache_tokens,
+        "kv_offloading_size": args.kv_offloading_size,
     }
     adapters = dict(args.lora_modules)
 

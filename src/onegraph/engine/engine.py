@@ -44,6 +44,9 @@ class Engine:
             in the same step. For dense models of the Llama kind on one device with an exact cache; others are a
             ValueError.
 
+        kv_offloading_size: GiB of host memory, of all ranks together, for what the prefix cache evicts
+            (`engine/offload.py`); None for none. ValueError where prefixes are not shared.
+
     A batch gives each prompt the tokens that it would get alone: with `batch_invariant` exactly, else up to the last
     bit of the matrix products (a GEMM of another batch size may round a near-tie the other way), and but for a cache in
     codes, whose rows are exact while the whole batch is short (`engine/exact_window.py`). Sampling never depends on the
@@ -71,6 +74,7 @@ class Engine:
         draft_tokens: DraftTokens = "auto",
         capture: bool | Literal["split"] | None = None,
         batch_invariant: bool = False,
+        kv_offloading_size: float | None = None,
     ):
         context = min(model.max_context, 4096) if max_context is None else max_context
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("chunk", chunk)):
@@ -91,7 +95,7 @@ class Engine:
         self.model = model
         self.executor = Executor(
             model, sizes, mode, chunk=chunk, kv=kv, draft=draft, draft_tokens=draft_tokens,
-            batch_invariant=batch_invariant,
+            batch_invariant=batch_invariant, kv_offloading_size=kv_offloading_size,
         )  # fmt: skip
         self.scheduler = Scheduler(self.executor)
         self.constrain: Constrain | None = None
@@ -214,7 +218,7 @@ class Engine:
         Prefixes are shared within the call alone, so that a prompt given twice, to be timed say, is read twice.
         """
         with closing(self.scheduler.open(interleave=False)) as scheduler:
-            scheduler.allocator.forget()
+            scheduler.prefixes.forget()
             for sequence in sequences:
                 scheduler.add(sequence)
             while not scheduler.idle:

@@ -19,6 +19,7 @@ from onegraph.engine.decoder import Cache, Model
 from onegraph.engine.draft import MOST, MakeDrafter
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.inputs import Report, block_table, host_rows
+from onegraph.engine.offload import offloading
 from onegraph.engine.params import Stats
 from onegraph.engine.per_token import check_invariant
 from onegraph.engine.sequence import Sequence
@@ -51,6 +52,7 @@ class Executor:
         ranks: the steps of each rank. speculation: None without drafts. groups: the steps that are built.
         ahead: steps that may be launched before the tokens of one are read.
         cache_dirty: a NaN may lie in the cache, or ranks may differ: it has to be cleared before anything else runs.
+        host_pages, host_states: copies of the cache's pages, and of its snapshots, in host memory.
         trims: eager steps on a CPU read no more of chunks and tables than is in use.
     """
 
@@ -65,6 +67,7 @@ class Executor:
         draft: MakeDrafter | Seq[MakeDrafter] | None,
         draft_tokens: DraftTokens,
         batch_invariant: bool,
+        kv_offloading_size: float | None = None,
     ) -> None:
         self.model, self.sizes, self.mode, self.chunk = model, sizes, mode, chunk
         self.batch_invariant = batch_invariant
@@ -95,6 +98,9 @@ class Executor:
             self.ranks.append(
                 Steps(rank, cache, sizes, rounds, counts, chunk=chunk, split=split, invariant=batch_invariant)
             )
+        self.host_pages, self.host_states = offloading(
+            self.ranks, kv_offloading_size, prefix_cacheable=self.prefix_cacheable
+        )
         self.devices = [device for rank in model.ranks for device in rank.devices]
         self.groups: dict[tuple[Kind, Choice, bool], Groups] = {}
         self._loaded: tuple[Groups, At, Choice, list[Sequence]]  # of the decode step

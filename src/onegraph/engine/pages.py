@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 
 class PageAllocator:
@@ -34,6 +35,11 @@ class PageAllocator:
         if count > self.free:
             return None
         return [self._take_one() for _ in range(count)]
+
+    def evicted(self, count: int, more: int = 0) -> list[tuple[int, bytes]]:
+        """Pages that `take(count)` evicts, with what is known to be in each; then up to `more` that go next."""
+        first = max(0, count - len(self._free))
+        return [(page, self._digests[page]) for page in islice(self._unused, first + more if first else 0)]
 
     def share(self, digests: Seq[bytes]) -> list[int]:
         """The pages of the longest known beginning of a chain of digests, with one user more."""

@@ -199,7 +199,8 @@ class Stats:
     """What the last `generate` did. Times exclude building graphs, which `build_seconds` holds.
 
     The first token of a sequence comes out of its prefill, so `decode_tokens` counts the others. `shared_tokens` were
-    found in pages of other sequences and not computed again; `preemptions`: times that a sequence gave up its pages.
+    found in pages of other sequences and not computed again, `restored_tokens` of them in host memory, to which
+    `offloaded_tokens` were copied; `preemptions`: times that a sequence gave up its pages.
     `drafted_tokens` were read as drafts, and `accepted_tokens` of them were right; `drafted_at` and `accepted_at` count
     them by their place in the round, the first first.
     """
@@ -212,6 +213,8 @@ class Stats:
     decode_seconds: float = 0.0
     build_seconds: float = 0.0
     shared_tokens: int = 0
+    restored_tokens: int = 0
+    offloaded_tokens: int = 0
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

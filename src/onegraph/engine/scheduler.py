@@ -6,52 +6,43 @@ sequences change: then, and only then, all that was launched is read first.
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
-from itertools import takewhile
+from itertools import islice, takewhile
 from time import perf_counter
 from typing import Protocol
 
 from torch import Tensor
 
 from onegraph.engine.choice import token_logprob
-from onegraph.engine.exact_window import ExactWindow, Sizes
+from onegraph.engine.exact_window import ExactWindow
 from onegraph.engine.inputs import Report
-from onegraph.engine.pages import PageAllocator, extend_digests
+from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import Stats
+from onegraph.engine.prefixes import Executor as State
+from onegraph.engine.prefixes import Prefixes
 from onegraph.engine.sequence import Sequence
-from onegraph.engine.snapshots import EVERY, Snapshots
+from onegraph.engine.snapshots import EVERY
 from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
 
 GROWTH = 64  # tokens that rows get pages for at a time, where there are enough: a block table changes once in so many
 
 
-class Executor(Protocol):
+class Executor(State, Protocol):
     """What runs the steps: `engine.executor.Executor`, which documents these members."""
 
-    stats: Stats
     cache_dirty: bool
 
-    @property
-    def sizes(self) -> Sizes: ...
     @property
     def chunk(self) -> int: ...
     @property
     def ahead(self) -> int: ...
     @property
     def reach(self) -> int: ...
-    @property
-    def prefix_cacheable(self) -> bool: ...
-    @property
-    def needs_next_token(self) -> bool: ...
     def begin(self, sequence: Sequence) -> None: ...
     def prefill(self, sequence: Sequence, end: int) -> Report: ...
     def load(self, rows: list[Sequence]) -> None: ...
     def load_tables(self, rows: list[Sequence]) -> None: ...
     def decode(self, reach: int) -> Report: ...
     def encode(self, rows: list[Sequence]) -> None: ...
-    @property
-    def snapshot_slots(self) -> Seq[int]: ...
-    def copy_slot(self, source: int, target: int) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -64,8 +55,8 @@ class Scheduler:
     same.
 
     Attributes:
-        allocator: of pages. free_slots: of state that does not grow with the text; slot 0 belongs to no sequence.
-        snapshots: of such state, where a prefix is shared together with it.
+        prefixes: what texts may share. free_slots: of state that does not grow with the text; slot 0 belongs to no
+            sequence.
         waiting: sequences by priority, then the oldest first. running: the oldest first.
 
     Not thread-safe. Loops over `step` stand inside of `Executor.running()`.
@@ -73,9 +64,8 @@ class Scheduler:
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        self.allocator = PageAllocator(executor.sizes.pages)
+        self.prefixes = Prefixes(executor)
         self.free_slots = list(range(executor.sizes.rows, 0, -1))
-        self.snapshots = Snapshots(executor.snapshot_slots)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._in_flight: deque[tuple[list[Sequence], Report]] = deque()
@@ -101,7 +91,7 @@ class Scheduler:
         self._open = True
         self._interleave = interleave
         self._cacheable = self.executor.prefix_cacheable
-        self._share = share and self._cacheable
+        self.prefixes.sharing = share and self._cacheable
         self._rows: list[Sequence] = []  # that are loaded
         self._stale = True  # the loaded rows are not those that should run
         self._ended = self._poisoned = False  # a sequence is done; one gave NaN
@@ -111,6 +101,11 @@ class Scheduler:
         self._decoded = True  # whether the last step was a decode step
         self._new: list[tuple[Sequence, int]] = []
         return self
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Of pages."""
+        return self.prefixes.allocator
 
     @property
     def stats(self) -> Stats:
@@ -164,12 +159,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Free all rows and pages, also after an error or an interrupt."""
+        # Whether what is in flight gives NaN is never read. Cleared at the next `open`: a device may have failed.
+        arriving = any(sequence.arrivals for sequence in self.running)
+        self.executor.cache_dirty |= bool(self._poisoned or self._in_flight or self._chunks or arriving)
         for sequence in self.running:
             self._give_back(sequence)
         self.running.clear()
         self.waiting.clear()
-        # Whether what is in flight gives NaN is never read. Cleared at the next `open`: a device may have failed.
-        self.executor.cache_dirty |= bool(self._poisoned or self._in_flight or self._chunks)
         self._in_flight.clear()
         self._chunks.clear()
         self._open = False
@@ -188,7 +184,7 @@ class Scheduler:
             self.waiting.remove(sequence)  # others may be before it now: see `drain`
             sequence.slot = self.free_slots.pop()
             sequence.to_prefill = sequence.length if self._cacheable else len(sequence.prompt)
-            self._restore(sequence)
+            self.prefixes.restore(sequence)
             self.running.append(sequence)
             self.executor.begin(sequence)
 
@@ -205,69 +201,15 @@ class Scheduler:
 
     def _take(self, sequence: Sequence) -> bool:
         """For all its tokens and the next step, if enough stay free for a step of each of the others that grow."""
-        size = self.executor.sizes.page_size
         growing = sum(max(1, self._lacks(s, self._span)) for s in self.running if self._lacks(s, s.limit) > 0)
-        shared: list[int] = []
-        if self._share:
-            self._extend_digests(sequence, sequence.length)
-            shared = [] if sequence.scored else self._shared(sequence)
+        shared, kept = self.prefixes.find(sequence)
         tokens = min(sequence.length + self._span, sequence.limit)
         count = self.executor.sizes.needed(tokens, sequence.exact) - len(shared)
-        more = self.allocator.take(count) if count + growing <= self.allocator.free else None
-        if more is None:
+        if count + growing > self.allocator.free:
             self.allocator.give_back(shared)
             return False
-        sequence.pages, sequence.read = shared + more, len(shared) * size
-        self.stats.shared_tokens += sequence.read
+        self.prefixes.begin(sequence, shared, kept, self.prefixes.take(count, spare=len(kept)))
         return True
-
-    def _share_more(self, sequence: Sequence) -> None:
-        """What others have read of its beginning since it was admitted: of prompts that come together, the first one
-        reads for all."""
-        if sequence.scored:
-            return
-        size = self.executor.sizes.page_size
-        shared = self._shared(sequence)
-        tokens = len(shared) * size
-        if tokens <= sequence.read:
-            self.allocator.give_back(shared)
-            return
-        self.allocator.give_back(sequence.pages[: len(shared)])
-        sequence.pages[: len(shared)] = shared
-        self.stats.shared_tokens += tokens - sequence.read
-        sequence.read = tokens
-        self._restore(sequence)
-
-    def _shared(self, sequence: Sequence) -> list[int]:
-        """Pages that hold its beginning, of which one token at least is left to read."""
-        digests = sequence.digests[: (sequence.length - 1) // self.executor.sizes.page_size]
-        pages = self.allocator.share(digests)
-        if self.snapshots:
-            count = self.snapshots.longest(digests[: len(pages)])
-            self.allocator.give_back(pages[count:])
-            del pages[count:]
-        return pages
-
-    def _restore(self, sequence: Sequence) -> None:
-        """What recurrent layers had made of the beginning that it shares becomes its slot's state."""
-        if self.snapshots and sequence.read:
-            digest = sequence.digests[sequence.read // self.executor.sizes.page_size - 1]
-            self.executor.copy_slot(self.snapshots.use(digest), sequence.slot)
-            sequence.kept = sequence.read
-
-    def _snapshot(self, sequence: Sequence) -> None:
-        """Keeps its slot's state for others, where it has read a whole number of pages. A step in flight may have begun
-        behind them: tokens are taken back by their position, so the copy still holds the state before it."""
-        size = self.executor.sizes.page_size
-        if not self._share or not self.snapshots or not sequence.read or sequence.read % size:
-            return
-        self._extend_digests(sequence, sequence.length)
-        if (count := sequence.read // size) > len(sequence.digests):
-            return  # of its last page the token behind it is not known yet, by which what drafts is shared
-        slot = self.snapshots.take(sequence.digests[count - 1])
-        if slot is not None:
-            self.executor.copy_slot(sequence.slot, slot)
-        sequence.kept = sequence.read
 
     def drain(self) -> None:
         """Read what was launched; sequences that are done leave. After a NaN all others start over in a clean cache."""
@@ -284,9 +226,8 @@ class Scheduler:
 
     def _clear_cache(self) -> None:
         """The next owner of a page masks what it finds there, and 0 * NaN is NaN."""
+        self.prefixes.forget()
         self.executor.clear()
-        self.allocator.forget()
-        self.snapshots.forget()
 
     def _preempt(self, sequence: Sequence) -> None:
         """It waits ahead of those of its priority, which are younger."""
@@ -295,9 +236,16 @@ class Scheduler:
         self.waiting.insert(ahead, sequence)
         self.stats.preemptions += 1
 
+    def _join(self, sequence: Sequence) -> None:
+        """Steps from now on come behind what is being copied from host memory for it."""
+        for arrival in sequence.arrivals:
+            arrival.join()
+        sequence.arrivals = []
+
     def _leave(self, sequence: Sequence) -> None:
+        self._join(sequence)
         if sequence.error is None:
-            self._remember(sequence)
+            self.prefixes.remember(sequence)
         self.running.remove(sequence)
         self._give_back(sequence)
 
@@ -305,41 +253,30 @@ class Scheduler:
         self.allocator.give_back(sequence.pages)
         self.free_slots.append(sequence.slot)
         sequence.pages, sequence.read, sequence.to_prefill, sequence.exact = [], 0, 0, False
-        sequence.kept = 0
-
-    def _remember(self, sequence: Sequence) -> None:
-        """Its full pages may be shared from now on."""
-        if self._share:
-            full = sequence.read // self.executor.sizes.page_size
-            self._extend_digests(sequence, sequence.read)
-            for page, digest in zip(sequence.pages[:full], sequence.digests, strict=False):
-                self.allocator.remember(page, digest)
-
-    def _extend_digests(self, sequence: Sequence, length: int) -> None:
-        if len(sequence.digests) < length // self.executor.sizes.page_size:
-            known, ahead = sequence.tokens(0, length), self.executor.needs_next_token
-            root = b"" if not sequence.adapter else b"adapter %d" % sequence.adapter
-            extend_digests(sequence.digests, known, self.executor.sizes.page_size, ahead=int(ahead), root=root)
+        sequence.kept, sequence.arrivals = 0, []
 
     # What runs.
 
     def _next_to_prefill(self) -> Sequence | None:
         if self._interleave and not self._decoded and any(s.decoding for s in self.running):
             return None
-        return next((s for s in self.running if not s.decoding), None)
+        to_read = [s for s in self.running if not s.decoding]
+        here = (s for s in to_read if all(arrival.done for arrival in s.arrivals))
+        # Others go first while the beginning of a prompt is being copied from host memory.
+        return next(here, None if len(to_read) < len(self.running) else next(iter(to_read), None))
 
     def _prefill(self, sequence: Sequence) -> None:
-        if self._share:
-            self._share_more(sequence)
+        self.prefixes.share_more(sequence)
+        self._join(sequence)
         end = min(sequence.read + self.executor.chunk, sequence.to_prefill)
         report = self.executor.prefill(sequence, end)
         self._chunks.append((sequence, sequence.read, end == sequence.length, report))
         self.stats.prefill_tokens += end - sequence.read
         sequence.read = end
-        self._remember(sequence)
+        self.prefixes.remember(sequence)
         # Of a long prompt the last chunk and those at twice the last one's length: snapshots are few.
         if sequence.to_prefill - end < self.executor.chunk or end >= 2 * sequence.kept:
-            self._snapshot(sequence)
+            self.prefixes.snapshot(sequence)
         if sequence.decoding:
             self._stale = True
         if end == sequence.length:
@@ -407,9 +344,10 @@ class Scheduler:
         """Pages for the next GROWTH tokens of all rows that decode, or for the next step; False where none are left."""
         for tokens in (max(GROWTH, self._span), self._span):
             missing = self._missing(tokens)
-            if sum(count for _, count in missing) <= self.allocator.free:
+            if (total := sum(count for _, count in missing)) <= self.allocator.free:
+                pages = iter(self.prefixes.take(total))
                 for sequence, count in missing:
-                    sequence.pages += self.allocator.take(count) or []
+                    sequence.pages += islice(pages, count)
                 return True
         return False
 
@@ -466,7 +404,7 @@ class Scheduler:
                 self.stats.decode_tokens += self._emit(sequence, token, own)
             self._ended |= sequence.exact and sequence.read >= self._window.tokens
             if sequence.read - sequence.kept >= EVERY * self.executor.sizes.page_size and not sequence.done:
-                self._snapshot(sequence)
+                self.prefixes.snapshot(sequence)
 
     def _emit(self, sequence: Sequence, token: int, told: Tensor | None) -> bool:
         """The token behind all that a sequence has read; False where it was known."""

@@ -13,6 +13,7 @@ from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.choice import Constrain, Constraint, token_logprob
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
+from onegraph.runtime.offload import Arrival
 
 
 @dataclass(eq=False)
@@ -20,7 +21,8 @@ class Sequence:
     """The host's view of a row: what came in, what was generated, which pages and which slot hold it.
 
     most: tokens of the output at most. read: tokens of prompt and output that are in the cache. to_prefill: how
-    many of them prefill reads, set when the sequence is admitted. kept: how many were at its latest snapshot. exact:
+    many of them prefill reads, set when the sequence is admitted. arrivals: copies of its beginning from host memory
+    that are under way. kept: how many were at its latest snapshot. exact:
     whether a cache in codes holds it exactly, because it is short. digests: of its full pages, as far as they were
     needed. constraint: what may follow. logprobs: of each token of the output, where they are asked for;
     prompt_logprobs likewise, of the prompt's tokens from the second on, and one list for all answers to a prompt.
@@ -39,6 +41,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     read: int = 0
     to_prefill: int = 0
+    arrivals: list[Arrival] = field(default_factory=list)
     kept: int = 0
     exact: bool = False
     digests: list[bytes] = field(default_factory=list)

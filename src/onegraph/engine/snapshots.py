@@ -1,7 +1,8 @@
-"""Which slots hold copies of recurrent states at the ends of pages, by the digest of the tokens up to there.
+"""Which slots hold copies of state, by the digest of the tokens that it depends on.
 
-Host state, as `engine/pages.py`: pages say what the layers that attend keep of a prefix, a snapshot what the others do.
-A prefix is shared up to a page's end of which both are known.
+Host state, as `engine/pages.py`. On the device they are snapshots of recurrent states at the ends of pages: pages say
+what the layers that attend keep of a prefix, a snapshot what the others do, and a prefix is shared up to a page's end
+of which both are known. In host memory they are copies of pages and snapshots that the device has no room for.
 """
 
 from collections import OrderedDict
@@ -20,9 +21,18 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def longest(self, digests: Seq[bytes]) -> int:
-        """How many of a chain of digests lead to a snapshot; 0 where none does."""
-        return next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._known
+
+    @property
+    def used(self) -> int:
+        """Slots that hold something."""
+        return len(self._known)
+
+    @property
+    def oldest(self) -> tuple[int, bytes] | None:
+        """The slot, and its digest, that the next one writes over; None while some are free."""
+        return None if self._free else next(((slot, digest) for digest, slot in self._known.items()), None)
 
     def use(self, digest: bytes) -> int:
         """The slot of a known snapshot."""

@@ -147,6 +147,12 @@ class Worker:
         return allocator.capacity - allocator.free, allocator.capacity
 
     @property
+    def host_pages(self) -> tuple[int, int]:
+        """Pages that are in host memory, and how many may be."""
+        host = self.llm.engine.executor.host_pages
+        return host.used, len(host)
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the last answer was over; 0 while there is one."""
         with self._lock:
@@ -154,11 +160,14 @@ class Worker:
 
     @property
     def totals(self) -> Counter[str]:
-        """`counts`, and "prompt_tokens", "shared_tokens", "decode_steps" and "preemptions" of the engine."""
+        """`counts`, and of the engine "prompt_tokens", "shared_tokens", "restored_tokens", "offloaded_tokens",
+        "decode_steps" and "preemptions"."""
         stats = self.llm.engine.stats
         return self.counts + Counter(
             prompt_tokens=stats.prefill_tokens,
             shared_tokens=stats.shared_tokens,
+            restored_tokens=stats.restored_tokens,
+            offloaded_tokens=stats.offloaded_tokens,
             decode_steps=stats.decode_steps,
             preemptions=stats.preemptions,
         )
