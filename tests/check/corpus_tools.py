@@ -101,8 +101,8 @@ def _cases(folder: str) -> Iterator[Case]:
             kind = name.split("_")[1]
             own = name.split("_", 2)[2]
             expected = _expected(lines, start, end) + [e for e in shared if e.only == own and kind != "ok"]
-            if kind == "bad" and not expected:
-                expected = [e for e in shared if not e.only]
+            if kind == "bad" and all(e.optional for e in expected):
+                expected += [e for e in shared if not e.only]
             told = re.search(r"# hazard: (\d+)", lines[start - 1]) or re.match(r"h(\d+)", path.stem)
             hazard = int(told.group(1))  # type: ignore[union-attr]
             yield Case(f"{path.stem}:{name}", path, kind, tuple(expected), gpus, hazard, steps)

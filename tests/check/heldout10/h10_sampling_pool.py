@@ -265,7 +265,7 @@ def factory_bad_min_tokens():
         logits = hidden @ w
         if generated < min_tokens:  # expect: CG201
             logits[:, EOS].fill_(-1e4)
-        generated += 1  # expect: CG210?
+        generated += 1  # expect: CG210 optional
         return F.log_softmax(logits, -1).clamp_min(-50.0)
 
     def inputs(index):

@@ -31,7 +31,7 @@ class HostEma:
         self.num_updates = 0
 
     def update(self):
-        self.num_updates += 1  # expect: CG210? @ema_start
+        self.num_updates += 1  # expect: CG210 optional @ema_start
         if self.num_updates <= self.start:  # expect: CG201 @ema_start
             self.shadow.copy_(self.param)
         else:
@@ -87,7 +87,7 @@ def factory_bad_multistep_lr():
         for p, g in zip(params, torch.autograd.grad(loss, params)):
             p.grad = g
         opt.step()  # expect: CG202
-        sched.step()  # expect: CG210?
+        sched.step()  # expect: CG210 optional
         return loss.detach(), params[0].detach().clone()
 
     def inputs(index):
@@ -158,7 +158,7 @@ def factory_bad_accumulation_boundary():
         if acc.boundary():  # expect: CG201
             w.sub_(acc.grad, alpha=0.8)
             acc.grad.zero_()
-        acc.micro += 1  # expect: CG210?
+        acc.micro += 1  # expect: CG210 optional
         return out
 
     def inputs(index):
@@ -203,7 +203,7 @@ class RampedResidual:
 
     def forward(self, x, coins):
         rate = self.drop_rate()
-        self.t += 1  # expect: CG210? @drop_ramp
+        self.t += 1  # expect: CG210 optional @drop_ramp
         for i, w in enumerate(self.blocks):
             keep = (coins[i] >= rate).float()  # expect: CG202 @drop_ramp
             x = x + keep[:, None] * torch.tanh(x @ w)
@@ -277,7 +277,7 @@ def factory_bad_unfreeze():
         loss = F.mse_loss(model(x), y)
         grads = torch.autograd.grad(loss, trainable)
         with torch.no_grad():
-            for p, g in zip(trainable, grads):  # expect: CG201?
+            for p, g in zip(trainable, grads):  # expect: CG201 optional
                 p.sub_(g, alpha=0.5)
         return loss.detach()
 

@@ -33,7 +33,7 @@ class PagedKV:
         page = self.pool[self.table[self.n // PAGE]]  # expect: CG202 @page_boundary
         page.index_copy_(0, self.pos % PAGE, k)
         self.pos += 1
-        self.n += 1  # expect: CG210? @page_boundary
+        self.n += 1  # expect: CG210 optional @page_boundary
 
 
 class PagedKVDevice:
@@ -86,7 +86,7 @@ class ShiftingWindow:
         if self.length == self.SIZE:  # expect: CG201 @window_shift
             self.k[self.SINKS:-1].copy_(self.k[self.SINKS + 1:].clone())
         else:
-            self.length += 1  # expect: CG210? @window_shift
+            self.length += 1  # expect: CG210 optional @window_shift
         self.k.index_copy_(0, self.pos.clamp(max=self.SIZE - 1), k)
         self.pos += 1
 
@@ -134,11 +134,11 @@ class DoublingCache:
 
     def append(self, k):
         if self.n >= self.k.shape[0]:  # expect: CG201|CG205|CG208 @capacity_doubling
-            self.k = torch.cat([self.k, torch.zeros_like(self.k)])  # expect: CG208? @capacity_doubling
-        at = torch.arange(self.k.shape[0], device="cuda") == self.pos  # expect: CG208? @capacity_doubling
-        self.k.copy_(torch.where(at[:, None], k, self.k))  # expect: CG205? @capacity_doubling
+            self.k = torch.cat([self.k, torch.zeros_like(self.k)])  # expect: CG208 optional @capacity_doubling
+        at = torch.arange(self.k.shape[0], device="cuda") == self.pos  # expect: CG208 optional @capacity_doubling
+        self.k.copy_(torch.where(at[:, None], k, self.k))  # expect: CG205 optional @capacity_doubling
         self.pos += 1
-        self.n += 1  # expect: CG210? @capacity_doubling
+        self.n += 1  # expect: CG210 optional @capacity_doubling
         return torch.arange(self.k.shape[0], device="cuda") < self.pos
 
 
@@ -194,14 +194,14 @@ class SegmentMemory:
 
     def add(self, h):
         self.current.mul_(0.7).add_(h)
-        self.filled += 1  # expect: CG210? @segments_lengthen
+        self.filled += 1  # expect: CG210 optional @segments_lengthen
         if self.filled == SEG:  # expect: CG201 @segments_lengthen
             self.segments.append(self.current.clone())
             self.current.zero_()
             self.filled = 0
 
     def read(self, q):
-        memory = torch.cat(self.segments + [self.current])  # expect: CG208? @segments_lengthen
+        memory = torch.cat(self.segments + [self.current])  # expect: CG208 optional @segments_lengthen
         return attend(q, memory)
 
 
@@ -271,7 +271,7 @@ class LongRope:
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
     def host(self, x):
-        self.seq_len += 1  # expect: CG210? @longrope_switch
+        self.seq_len += 1  # expect: CG210 optional @longrope_switch
         factors = self.long if self.seq_len > self.ORIGINAL else self.short  # expect: CG201 @longrope_switch
         out = self.rotate(x, factors)
         self.pos += 1

@@ -110,7 +110,7 @@ class Rollout(nn.Module):
 
     def rebind(self, fresh):
         self.retired.append(self.weight)
-        self.weight = nn.Parameter(fresh, requires_grad=False)  # expect: CG205? @weights_rebound
+        self.weight = nn.Parameter(fresh, requires_grad=False)  # expect: CG205 optional @weights_rebound
         self.version += 1
 
     def load_in_place(self, fresh):
@@ -168,11 +168,11 @@ class Autotuner:
         return self.table[key]
 
     def loaded(self, x, w, running):
-        key = (x.shape[-1], running // 16)  # expect: CG201? @autotune_new_key
+        key = (x.shape[-1], running // 16)  # expect: CG201 optional @autotune_new_key
         impl = self.table.get(key)
         if impl is None:  # expect: CG201|CG307 @autotune_new_key
             impl = self.tune(key)
-        return impl(x, w)  # expect: CG201? @autotune_new_key
+        return impl(x, w)  # expect: CG201 optional @autotune_new_key
 
     def by_shape(self, x, w, running):
         key = (x.shape[0], x.shape[-1], 0)
@@ -349,7 +349,7 @@ class AmaxScaler:
     def interval_refresh(self, x):
         out = self.fake_quant(x)
         self.track(x)
-        self.calls += 1  # expect: CG210? @scale_interval
+        self.calls += 1  # expect: CG210 optional @scale_interval
         if not self.calls % self.INTERVAL:  # expect: CG201 @scale_interval
             self.scale.copy_(15.0 / self.amax)
             self.amax.zero_()

@@ -49,7 +49,7 @@ class FilteringPool(SlotPool):
     def write(self, slots, k):
         keep = slots >= 0
         live = slots[keep]  # expect: CG104 @drop_negative_slots
-        self.k.index_copy_(0, live, k[keep])  # expect: CG104? @drop_negative_slots
+        self.k.index_copy_(0, live, k[keep])  # expect: CG104 optional @drop_negative_slots
 
 
 class RedirectingPool(SlotPool):
@@ -159,7 +159,7 @@ class HostMirrorDecoder(PagedDecoder):
         if self.host_len % PAGE == 0:  # expect: CG201 @page_taken_by_host_length
             self.table.scatter_(1, (self.lens // PAGE)[:, None], (self.free + self.rows)[:, None])
             self.free.add_(self.batch)
-        self.host_len += 1  # expect: CG210? @page_taken_by_host_length
+        self.host_len += 1  # expect: CG210 optional @page_taken_by_host_length
         return self.append_and_attend(x)
 
 
@@ -265,7 +265,7 @@ def block_attention(q, pool, table, lens, n_blocks):
 
 
 def blocks_needed(max_len):
-    return -(-max_len // PAGE)  # expect: CG202? @blocks_of_longest_prompt
+    return -(-max_len // PAGE)  # expect: CG202 optional @blocks_of_longest_prompt
 
 
 def table_of(index):

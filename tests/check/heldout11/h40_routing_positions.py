@@ -151,11 +151,11 @@ class DynamicRope:
         self.cos, self.sin = rotary_table(n, dim)
 
     def forward(self, x, positions):
-        self.longest += 1  # expect: CG210? @rope_table_doubles
+        self.longest += 1  # expect: CG210 optional @rope_table_doubles
         if self.longest > self.n:  # expect: CG201 @rope_table_doubles
             self.n *= 2
-            self.cos, self.sin = rotary_table(self.n, self.dim, base=10000.0 * self.n)  # expect: CG205? @rope_table_doubles
-        at = positions.clamp(max=self.n - 1)  # expect: CG202? @rope_table_doubles
+            self.cos, self.sin = rotary_table(self.n, self.dim, base=10000.0 * self.n)  # expect: CG205 optional @rope_table_doubles
+        at = positions.clamp(max=self.n - 1)  # expect: CG202 optional @rope_table_doubles
         return rotate(x, self.cos[at], self.sin[at])
 
 
@@ -250,7 +250,7 @@ class Staged:
 class StagedLens(Staged):
     def forward(self, x):
         for row in range(len(self.host)):
-            self.host[row] += 1  # expect: CG204? @staged_lengths_filled_in_step
+            self.host[row] += 1  # expect: CG204 optional @staged_lengths_filled_in_step
         self.dev.copy_(self.host, non_blocking=True)  # expect: CG204|CG207 @staged_lengths_filled_in_step
         return x + self.mean_of_visible(self.dev)
 

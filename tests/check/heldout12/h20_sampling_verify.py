@@ -156,7 +156,7 @@ class StructuredOutputManager:
     def upload(self):
         host = self.ring[self.turn % len(self.ring)]
         self.turn += 1
-        self.grammar.fill_next_token_bitmask(host)  # expect: CG204?
+        self.grammar.fill_next_token_bitmask(host)  # expect: CG204 optional
         self.device_mask.copy_(host, non_blocking=True)  # expect: CG204|CG207|CG202
 
 

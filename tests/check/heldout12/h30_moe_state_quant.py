@@ -210,7 +210,7 @@ def factory_bad_lora_lru_load():
         deltas = []
         for rows, name in zip(x.chunk(2), feed.next()):
             slot = manager.activate(name)
-            deltas.append(rows @ manager.a[slot] @ manager.b[slot])  # expect: CG202?
+            deltas.append(rows @ manager.a[slot] @ manager.b[slot])  # expect: CG202 optional
         y = x @ base + torch.cat(deltas)
         return y
 
@@ -284,7 +284,7 @@ class RunningCalibration(Fp8KVLayer):
         self.batches_left = batches
 
     def maybe_calibrate(self, k):
-        if self.batches_left > 0:  # expect: CG201?
+        if self.batches_left > 0:  # expect: CG201 optional
             self.batches_left -= 1
             torch.maximum(self.k_scale, k.abs().amax() / 300.0, out=self.k_scale)
             self.k_scale_float = float(self.k_scale)  # expect: CG101

@@ -31,8 +31,8 @@ class HiCache:
 
     def write_back(self):
         self.stream.wait_stream(torch.cuda.current_stream())  # expect: CG305
-        with torch.cuda.stream(self.stream):  # expect: CG305?
-            self.backup.copy_(self.device_keys)  # expect: CG305?
+        with torch.cuda.stream(self.stream):  # expect: CG305 optional
+            self.backup.copy_(self.device_keys)  # expect: CG305 optional
 
 
 def factory_bad_hicache_write_back():
@@ -118,7 +118,7 @@ class CyclicOffloader(Offloader):
 
     def prefetch(self, i):
         i %= len(self.host)
-        self.copy_stream.wait_stream(torch.cuda.current_stream())  # expect: CG305?
+        self.copy_stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 optional
         with torch.cuda.stream(self.copy_stream):
             self.dev[i % 2].copy_(self.host[i], non_blocking=True)
             self.ready[i].record(self.copy_stream)
@@ -189,7 +189,7 @@ class PositionStager:
         for i, n in enumerate(self.lens):
             self.host[i] = n
             self.lens[i] = n + 1
-        self.dev.copy_(self.host, non_blocking=True)  # expect: CG204?
+        self.dev.copy_(self.host, non_blocking=True)  # expect: CG204 optional
         self.copied.record()
         return self.dev
 
