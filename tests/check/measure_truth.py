@@ -23,8 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import corpus_tools
 import lanes
 
-_STEPS = 6
-
 
 def measure(folder: str, name: str) -> dict[str, Any]:
     """{"eager": "ok" or the error, "capture": the same, "replay": "equal", "differs" or an error, "worst": float}"""
@@ -52,7 +50,7 @@ def _eager(torch: Any, case: Any) -> list[list[Any]]:
     torch.manual_seed(0)
     step, inputs = case.factory()
     results = []
-    for index in range(_STEPS):
+    for index in range(case.steps):
         out = step(*inputs(index))
         torch.cuda.synchronize()
         results.append([o.detach().clone() for o in _tensors(torch, out)])
@@ -82,7 +80,7 @@ def _captured(torch: Any, case: Any, eager: list[list[Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"capture": "ok", "replay": "equal", "worst": 0.0}
     outputs = _tensors(torch, out)
     made = [output for output in outputs if output.is_floating_point() and _of_pool(torch, output, graph)]
-    for index in range(1, _STEPS):
+    for index in range(1, case.steps):
         if index > 1:
             fresh = inputs(index)
             try:

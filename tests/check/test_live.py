@@ -11,7 +11,7 @@ from accuracy import score
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
-FOLDERS = [f for f in corpus_tools.FOLDERS if f < "heldout7"]  # live does not look into Triton launches
+FOLDERS = corpus_tools.FOLDERS[:7]  # up to held out 6: live does not look into Triton launches
 SHARDS = 8
 """Cases need 0.1 s each and a process for themselves, which the rest of a test run must not share: a few each."""
 

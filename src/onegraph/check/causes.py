@@ -8,11 +8,11 @@ it. Simulation tells of some consequences itself.
 
 import ast
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from onegraph.check import constructs
-from onegraph.check.report import Cause, Finding, Frame, Report, Severity
+from onegraph.check.report import Cause, Finding, Frame, Report, Severity, ordered
 
 Ops = frozenset[tuple[str, int]]
 
@@ -33,7 +33,33 @@ def mark_consequences(report: Report) -> Report:
     """The report with each consequence marked by its cause (`Finding.follows`)."""
     first = [f for f in report.findings if f.severity is Severity.ERROR and f.follows is None]
     ops = frozenset((event.path, event.line) for event in report.timeline)
-    return replace(report, findings=tuple(_marked(f, first, ops) for f in report.findings))
+    return _at_picks(replace(report, findings=tuple(_marked(f, first, ops) for f in report.findings)), ops)
+
+
+def _at_picks(report: Report, ops: Ops) -> Report:
+    """An op that gets another tensor is told at the line that picks the tensor, if there is one (`picked`)."""
+    taken = {f.place for f in report.findings}
+    moved: dict[tuple[str, int, str], Finding] = {}
+    for finding in report.findings:
+        at = picked(finding, ops) if finding.code == "CG205" and finding.follows is None else None
+        if at is None:
+            continue
+        source = linecache.getline(at.path, at.line).rstrip("\n")
+        found = replace(
+            finding, path=at.path, line=at.line, source=source, column=len(source) - len(source.lstrip()) + 1,
+            message=f"{finding.message}; an op takes it at line {finding.line}",
+        )  # fmt: skip
+        if found.place not in taken:
+            taken.add(found.place)
+            moved[finding.place] = found
+    if not moved:
+        return report
+    findings = [moved.get(f.place, f) for f in report.findings]
+    for i, finding in enumerate(findings):
+        cause = moved.get(finding.follows.place) if finding.follows is not None else None
+        if cause is not None:
+            findings[i] = replace(finding, follows=Cause(path=cause.path, line=cause.line, code=cause.code))
+    return replace(report, findings=ordered(findings))
 
 
 def _marked(finding: Finding, first: list[Finding], ops: Ops) -> Finding:
@@ -42,6 +68,7 @@ def _marked(finding: Finding, first: list[Finding], ops: Ops) -> Finding:
     causes = (
         *(f for f in first if f.code in CAUSES and _follows(f, finding, ops)),
         *(f for f in first if f.code == "CG201" and finding.code in INSIDE and _inside_of(f, finding)),
+        *(f for f in first if f.code == "CG201" and finding.code in INSIDE and _changed_in(f, finding, ops)),
         *(f for f in first if f.code == finding.code == "CG202" and _same_number(f, finding)),
     )
     if not causes:
@@ -100,6 +127,16 @@ def _inside_of(branch: Finding, finding: Finding) -> bool:
     return any(at.body[0].lineno <= line <= (at.end_lineno or 0) for line in lines)
 
 
+def _changed_in(branch: Finding, finding: Finding, ops: Ops) -> bool:
+    """Whether the line reads what the `if` at which the path parts may have bound to something else."""
+    at = _statement(_function(branch.path, branch.line), branch.line)
+    inside = next((i for i, f in enumerate(branch.calls) if at and f.path == branch.path and _holds(at, f.line)), None)
+    if not isinstance(at, ast.If) or inside is None:
+        return False
+    source = (*branch.calls[:inside], replace(branch.calls[inside], line=branch.line))
+    return leads(source, finding.calls, ops, _changed(at) - {"self"})
+
+
 def decides(condition: Finding, parted: Finding) -> bool:
     """Whether a condition decides about the op without which the path parted (the last of `parted`'s calls): its `if`
     is around one of that op's calls, or it stands in what the loop at which the path parts goes through."""
@@ -139,10 +176,13 @@ def _here(cause: Finding, finding: Finding) -> bool:
     return finding.code == "CG210" and (cause.path, cause.line) == (finding.path, finding.line)
 
 
-def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = frozenset()) -> bool:
+def leads(
+    source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = frozenset(), changed: Set[str] = frozenset()
+) -> bool:
     """Whether a value read at the end of the calls `source` reaches the line at the end of the calls `target`.
 
-    `ops`: places of lines that ran ops: what they bind are tensors, no numbers of the host.
+    `ops`: places of lines that ran ops: what they bind are tensors, no numbers of the host. `changed`: names and
+    attributes that are bound there besides those of the statement itself.
     """
     shared = _shared(source, target)
     if not shared:
@@ -154,12 +194,13 @@ def leads(source: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops = froze
     first, last = (_statement(body, f.line) for f in (here, there))
     if body is None or first is None or last is None:
         return False
-    if first is last:
+    if first is last and not changed:
         plain = not isinstance(first, ast.For | ast.While | ast.If | ast.With)
         return plain or len(source) > shared == len(target)  # the header calls what reads, and runs the op with it
-    names = _bound(first) | _attributes(source[shared:])
+    names = _bound(first) | _attributes(source[shared:]) | changed
     tensors = frozenset(line for path, line in ops if path == here.path)
-    names = _flow(body, names, tensors, after=first, before=last)
+    behind = max(_statements(first), key=lambda s: s.lineno, default=first) if changed else first
+    names = _flow(body, names, tensors, after=behind, before=last)
     return _reaches(last, names, target[shared:], ops)
 
 
@@ -198,6 +239,9 @@ def _handed(statement: ast.stmt, function: ast.FunctionDef | ast.AsyncFunctionDe
         if given is not parameters and _names(call.func) & names:
             found.add("self")
         pairs = [*zip(given, call.args, strict=False), *((k.arg or "", k.value) for k in call.keywords)]
+        starred = next((i for i, value in enumerate(call.args) if isinstance(value, ast.Starred)), None)
+        if starred is not None:
+            pairs += [(name, call.args[starred]) for name in given[starred:]]
         found |= {name for name, value in pairs if _names(value) & names}
     return found
 
@@ -232,6 +276,46 @@ def _flow(
             elif isinstance(statement, ast.Assign) and not around:
                 names -= bound
     return names
+
+
+def picked(finding: Finding, ops: Ops) -> Frame | None:
+    """The line that gives a name to one of several tensors, of a finding that an op got another tensor through that
+    name; None where no single line does: an attribute that was bound anew is one that every step reads."""
+    names: set[str] | None = None
+    for depth in range(len(finding.calls) - 1, -1, -1):
+        frame = finding.calls[depth]
+        body = _function(frame.path, frame.line)
+        last = _statement(body, frame.line)
+        if not isinstance(body, ast.FunctionDef) or last is None:
+            return None
+        names = _read(last) if names is None else names
+        bound = {
+            name: statement
+            for statement in sorted(_statements(body), key=lambda s: s.lineno)
+            if isinstance(statement, ast.Assign) and statement.lineno < last.lineno
+            for name in _bound(statement) & names
+        }
+        lines = {line for path, line in ops if path == frame.path}
+        picks = [
+            each for each in {id(s): s for s in bound.values()}.values()
+            if isinstance(each.value, ast.Subscript | ast.IfExp | ast.Call)
+            and lines.isdisjoint(range(each.lineno, (each.end_lineno or each.lineno) + 1))
+        ]  # fmt: skip
+        if picks:
+            return replace(frame, line=picks[0].lineno) if len(picks) == 1 else None
+        handed = {a.arg for a in (*body.args.posonlyargs, *body.args.args)} & names - set(bound)
+        if not handed or not depth:
+            return None
+        names = _given(finding.calls[depth - 1], body, handed)
+    return None
+
+
+def _given(caller: Frame, function: ast.FunctionDef, parameters: set[str]) -> set[str]:
+    """Names that a call of the function, in the caller's line, hands to these parameters."""
+    statement = _statement_at(caller)
+    if statement is None:
+        return set()
+    return {name for name in _read(statement) if _handed(statement, function, {name}) & parameters}
 
 
 def rebinds(frame: Frame) -> bool:

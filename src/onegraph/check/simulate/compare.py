@@ -8,7 +8,7 @@ from typing import Any
 
 from onegraph.check.report import SILENT, Severity, relative
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.follow import KEPT
+from onegraph.check.simulate.follow import BAKED, KEPT
 from onegraph.check.simulate.records import Argument, OpRecord, RawFinding, Step, same
 from onegraph.check.simulate.replay import Verdict
 
@@ -52,6 +52,8 @@ def differences(
             ):
                 severity = _severity(position, ours, verdict)
                 raw = RawFinding(step.index, code, severity, ours.chain, message, SILENT, values, pair, position)
+                if code in BAKED and len(ours.shapes) == len(theirs.shapes):
+                    raw.sizes = frozenset(_sizes(ours, theirs))
                 if code in KEPT:
                     raw.storages = frozenset(n for swap in _swaps(ours, theirs) for n in swap if n != -1)
                 chosen = code == "CG205" and _chosen(ours, theirs, table)

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import CodeType
 
-from onegraph.check.causes import Ops, rebinds, sized
-from onegraph.check.report import Cause, Finding, Severity
+from onegraph.check.causes import Ops, leads, rebinds, sized
+from onegraph.check.report import Cause, Finding, Frame, Severity
 from onegraph.check.simulate import frames
-from onegraph.check.simulate.records import RawFinding, Step
+from onegraph.check.simulate.records import OpRecord, RawFinding, Step
 
 KEPT = ("CG205", "CG206", "CG209")
 BAKED = ("CG202", "CG208")
@@ -19,12 +19,13 @@ Key = tuple[str, str, int]
 @dataclass(slots=True)
 class Trace:
     """The ops that a finding was made of. storages: those that stand at the same place of an op in two steps, and
-    differ; numbers: (position of the op, step, number at capture, number in that step); own: an op of the step's own
-    calls, none that autograd ran by itself."""
+    differ; numbers: (position of the op, step, number at capture, number in that step); sizes: (step, size at capture,
+    size in that step) of its tensors; own: an op of the step's own calls, none that autograd ran by itself."""
 
     first: int = 1 << 62
     storages: set[int] = field(default_factory=set)
     numbers: set[tuple[int, int, int, int]] = field(default_factory=set)
+    sizes: set[tuple[int, int, int]] = field(default_factory=set)
     own: bool = False
 
     def add(self, raw: RawFinding, where: tuple[CodeType, int] | None) -> None:
@@ -35,6 +36,15 @@ class Trace:
         pair = raw.note
         if isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair):
             self.numbers.add((raw.position, raw.step, *pair))
+        self.sizes |= {(raw.step, *pair) for pair in raw.sizes}
+
+    def explains(self, other: "Trace") -> bool:
+        """Whether its number shapes a tensor, and the other one has that number, or a size of that tensor, in each of
+        its steps."""
+        given = self.sizes | {number[1:] for number in self.numbers}
+        told = {number[1:] for number in other.numbers} or other.sizes
+        common = told & given
+        return bool(self.sizes and common) and {step for step, *_ in told} == {step for step, *_ in common}
 
 
 def link(found: dict[Key, Finding], traces: dict[Key, Trace], steps: dict[int, Step], captured: int, ops: Ops) -> None:
@@ -43,7 +53,9 @@ def link(found: dict[Key, Finding], traces: dict[Key, Trace], steps: dict[int, S
     - Two lines that use a tensor which is another one in each step: the line that binds it is the cause, else the
       first one.
     - A number that autograd computes with is one of the pass forward.
-    - A size of a tensor follows from what changed that tensor's shape.
+    - A size of a tensor follows from what changed that tensor's shape, and so does the path of a loop over tensors that
+      a number has cut.
+    - A number that has shaped a tensor before is the same one.
     """
     errors = [k for k in found if k in traces and found[k].severity is Severity.ERROR and found[k].follows is None]
     errors.sort(key=lambda k: traces[k].first)
@@ -56,6 +68,26 @@ def link(found: dict[Key, Finding], traces: dict[Key, Trace], steps: dict[int, S
             _mark(found, key, before[:1])
         elif key[0] == "CG202" and found[key].calls and sized(found[key].calls[-1], ops):
             _mark(found, key, [k for k in before if _sizes(traces[k], traces[key], steps, captured)][:1])
+        else:
+            _mark(found, key, [k for k in before if traces[k].explains(traces[key])][:1])
+    cut = [k for k in forward if traces[k].sizes and found[k].follows is None]
+    for key, finding in list(found.items()):
+        tensors = finding.code == "CG208" and key in traces and not traces[key].sizes
+        if finding.severity is Severity.ERROR and finding.follows is None and (tensors or finding.code == "CG201"):
+            _mark(found, key, [k for k in cut if k != key and _goes_on(found[k].calls, _to(finding), ops)][:1])
+
+
+def _goes_on(cut: tuple[Frame, ...], target: tuple[Frame, ...], ops: Ops) -> bool:
+    """Whether the line at the end of `target` comes behind the one at the end of `cut`, and reads what it made."""
+    apart = next(((a.line, b.line) for a, b in zip(cut, target, strict=False) if a != b), (0, 0))
+    return apart[0] < apart[1] and leads(cut, target, ops)
+
+
+def _to(finding: Finding) -> tuple[Frame, ...]:
+    """The calls that lead to the line where a finding stands; those of the op may go on from there."""
+    places = [(frame.path, frame.line) for frame in finding.calls]
+    at = (finding.path, finding.line)
+    return finding.calls[: places.index(at) + 1] if at in places else finding.calls
 
 
 def _mark(found: dict[Key, Finding], key: Key, causes: Iterable[Key]) -> None:
@@ -83,13 +115,20 @@ def _same_storages(found: dict[Key, Finding], traces: dict[Key, Trace], keys: li
 def _sizes(cause: Trace, trace: Trace, steps: dict[int, Step], captured: int) -> bool:
     """Whether each number is a size that a tensor got, from the cause on, in the captured step and in the other one."""
     ours = steps[captured].ops
-    told = [(p, steps[i].ops, a, b) for p, i, a, b in trace.numbers if i in steps and not steps[i].parted]
-    return bool(told) and all(
-        any(
+    told = [(p, steps[i], a, b) for p, i, a, b in trace.numbers if i in steps]
+
+    def of(ops: list[OpRecord], number: int, last: int) -> bool:
+        return any(number in shape for op in ops[cause.first : last] for shape in op.out_shapes)
+
+    def aligned(theirs: list[OpRecord], position: int, a: int, b: int) -> bool:
+        return any(
             (mine, other) == (a, b)
             for k in range(cause.first, min(position, len(ours), len(theirs)))
             for x, y in zip(ours[k].out_shapes, theirs[k].out_shapes, strict=False)
             for mine, other in zip(x, y, strict=False)
         )
-        for position, theirs, a, b in told
+
+    return bool(told) and all(
+        of(ours, a, position) and of(step.ops, b, len(step.ops)) if step.parted else aligned(step.ops, position, a, b)
+        for position, step, a, b in told
     )

@@ -88,6 +88,7 @@ class RawFinding:
     position: int = -1  # of the captured step's op, where two steps were compared
     cause: frames.Chain = ()  # of the host read that this one follows from
     storages: frozenset[int] = frozenset()  # that differ between the two steps
+    sizes: frozenset[tuple[int, int]] = frozenset()  # of tensors of the op, at capture and now, where they differ
     count: int = 1  # how often it was seen
     construct: str = ""  # which one it stands at, where that is known
 
