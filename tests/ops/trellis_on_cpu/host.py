@@ -155,7 +155,8 @@ def check_dense(n: int, k: int, bits: int, half: bool, code: int) -> None:
         trellis_dequantize.weight(call, rows, got[rows])
     rounding = float((want.to(dtype).float() - want).norm() / want.norm())
     error = float((got.float() - want).norm() / want.norm())
-    assert error < math.hypot(rounding, 4e-4), (n, k, bits, error)
+    # exllamav3's float16 numbers are rounded in six sums, integers hardly.
+    assert error < math.hypot(rounding, 7e-4 if code else 4e-4), (n, k, bits, error)
     assert codes.shape[0] * TILE == n
     print(f"{bits} bits, dense, code {code}, {error:.1e}", flush=True)
 
