@@ -27,10 +27,11 @@ struct Arguments {
   float norm;              // of both rotations
 };
 
-// ONE and -ONE of a Hadamard matrix at a row, the next one, and a column: float16 pairs.
-template <u32 ONE> __device__ __forceinline__ u32 signs(int row, int column) {
-  return ONE ^ (__popc(row & column) & 1) << 15 ^ (u32)(__popc((row + 1) & column) & 1) << 31;
+// ONE and -ONE of a Hadamard matrix at an even row, the next one, and a column: float16 pairs.
+__device__ __forceinline__ u32 signs(u32 one, int row, int column) {
+  return one ^ (__popc(row & column) & 1) * 0x80008000u ^ (u32)column << 31;
 }
+__device__ __forceinline__ u32 flipped(u32 pair, int bits) { return pair ^ (__popc(bits) & 1) * 0x80008000u; }
 constexpr u32 UNIT = 0x3C003C00u, SMALL = 0x2C002C00u;  // 1; 1/16, with which the largest sums stay below float16's largest
 
 __device__ __forceinline__ void pair2(u32& a, u32& b) {
@@ -50,14 +51,15 @@ __device__ __forceinline__ void between_tiles(uint4 (&v)[TILES], bool narrow) {
 }
 
 // Grid (columns / 128, rows / 128). Shared memory: tiles [8][8][32] of 16 bytes, whose rows then hold the warps' results;
-// scales of columns [128].
+// matrices of 16 [2][32] of 16 bytes, lanes' operands; scales of columns [128].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) trellis_dequantize(const __grid_constant__ Arguments p) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.y * ROWS, first_column = blockIdx.x * 128;
   uint4* const tiles = (uint4*)smem;
-  float* const scales = (float*)(tiles + TILES * TILES * 32);
+  uint4* const matrices = tiles + TILES * TILES * 32;
+  float* const scales = (float*)(matrices + 64);
   pdl_trigger();
-  uint4 v[TILES];
+  uint4 v[TILES];  // beyond n and k anything: n and k are multiples of 64, and the blocks that rotations mix then end there
   {
     const int column = first_column + warp * 16;
     const size_t pitch = (size_t)(p.k / 16) * TILE_BYTES;
@@ -68,12 +70,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) trellis_dequantize(c
 #pragma unroll
       for (int w = 0; w < FIRST; w++)
         word[i][w] = column < p.k && first_row + i * 16 < p.n ? stream4(from + i * pitch + w * 4) : 0;
-    if (threadIdx.x < 128) scales[threadIdx.x] = first_column + threadIdx.x < p.k ? p.in_scale[first_column + threadIdx.x] : 0.f;
+    if (warp < 4) {
+      const int own = first_column + threadIdx.x;
+      scales[threadIdx.x] = own < p.k ? p.in_scale[own] : 0.f;
+    } else if (warp == 4) {
+      // The columns of a lane's results are four side by side, 4 t and on: rows m, m + 1, m + 8 and m + 9 of H_k, m = 2 t.
+      const int in = IN * t, column = g / 2 * 4 + g % 2;
+      const u32 one = signs(SMALL, in, column), low = flipped(one, in & 2);
+      matrices[lane] = make_uint4(one, low, flipped(one, NEXT & column), flipped(low, NEXT & (column + 2)));
+    } else if (warp == 5) {
+      const u32 one = signs(UNIT, 2 * t, g);  // also at 2 t and g + 8, 2 t + 8 and g
+      matrices[32 + lane] = make_uint4(one, one, one, one ^ 0x80008000u);
+    }
 #pragma unroll
     for (int i = 0; i < TILES; i++) {
       const uint4 q = decode(word[i], lane);
-      v[i] = make_uint4(without_offset(q.x), without_offset(q.y), without_offset(q.z), without_offset(q.w));
-      if (column >= p.k || first_row + i * 16 >= p.n) v[i] = make_uint4(0, 0, 0, 0);
+      v[i] = make_uint4(without_offset(q.x), without_offset(q.z), without_offset(q.y), without_offset(q.w));  // operands side by side
     }
   }
   between_tiles(v, p.row_block == 64);
@@ -88,22 +100,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) trellis_dequantize(c
   between_tiles(v, p.k % 128);
   __syncwarp();  // all were read
 
-  // The columns of a lane's results are four side by side, 4 t and on: rows of the first product m, m + 1, m + 8 and m + 9, m = 2 t.
-  const int in = IN * t, column = g / 2 * 4 + g % 2;
-  const u32 a0 = signs<SMALL>(in, column), a1 = signs<SMALL>(in, column + 2);
-  const u32 a2 = signs<SMALL>(in + NEXT, column), a3 = signs<SMALL>(in + NEXT, column + 2);
-  const u32 b0 = signs<UNIT>(2 * t, g), b1 = signs<UNIT>(2 * t, g + 8), b2 = signs<UNIT>(2 * t + 8, g), b3 = signs<UNIT>(2 * t + 8, g + 8);
-  const float upper = p.out_scale[first + g] * p.norm * 16.f, lower = p.out_scale[first + g + 8] * p.norm * 16.f;
+  const uint4 a = matrices[lane], b = matrices[32 + lane];  // computed here they would be put together for each product
+  const float norm = p.norm * 16.f;
+  const float upper = p.out_scale[first + g] * norm, lower = p.out_scale[first + g + 8] * norm;
   u8* const rows = smem + warp * TILES * 512;  // [16] of 256 bytes: 16-byte pieces in an order in which eight rows take all banks
   const int turned = (g & 3) << 1;
 #pragma unroll
   for (int i = 0; i < TILES; i++) {
     float y[2][4] = {};  // of rows 0 to 7, 8 to 15
-    mma_f16(y[0], a0, a1, a2, a3, v[i].x, v[i].z);
-    mma_f16(y[1], a0, a1, a2, a3, v[i].y, v[i].w);
+    mma_f16(y[0], a.x, a.y, a.z, a.w, v[i].x, v[i].y);
+    mma_f16(y[1], a.x, a.y, a.z, a.w, v[i].z, v[i].w);
     float w[2][4] = {};
-    mma_f16(w[0], b0, b1, b2, b3, floats_to_halves(y[0][0], y[0][1]), floats_to_halves(y[1][0], y[1][1]));
-    mma_f16(w[1], b0, b1, b2, b3, floats_to_halves(y[0][2], y[0][3]), floats_to_halves(y[1][2], y[1][3]));
+    mma_f16(w[0], b.x, b.y, b.z, b.w, floats_to_halves(y[0][0], y[0][1]), floats_to_halves(y[1][0], y[1][1]));
+    mma_f16(w[1], b.x, b.y, b.z, b.w, floats_to_halves(y[0][2], y[0][3]), floats_to_halves(y[1][2], y[1][3]));
     const float4 s = *(const float4*)(scales + i * 16 + t * 4);
     u8* const to = rows + g * 256 + (((2 * i + t / 2) ^ turned) * 16 + t % 2 * 8);
     *(uint2*)to = make_uint2(narrow<HALF>(w[0][0] * (s.x * upper), w[0][1] * (s.y * upper)),
