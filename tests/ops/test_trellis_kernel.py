@@ -15,7 +15,7 @@ from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
 SOURCES = (
-    "trellis_portable.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh", "rotated_common.cuh",
+    "trellis_portable.cu", "trellis_batch.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh", "rotated_common.cuh",
 )  # fmt: skip
 CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 128))]
 
