@@ -50,7 +50,9 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
                 assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
                 assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
                 most = trellis_portable.TrellisTiling.plan(n, k, bits, 16, device)
-                assert replace(trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device), tokens=16) == most
+                like = trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device)
+                assert replace(like, tokens=16, as_bytes=True) == most
+                assert not like.by_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
