@@ -13,7 +13,7 @@ from onegraph.ops.cuda.trellis_common import Linear
 CLASSES = (16, 32, 48, 64)  # tokens that it is compiled for
 MAX_TOKENS = CLASSES[-1]
 UNIT = 128  # columns of a unit
-LEAST_UNITS = 4  # of a block: fewer would bring many sums of the same rows
+LEAST_UNITS = 2  # of a block: fewer would bring more sums of the same rows
 STAGES, PITCH, TURN_WARPS = 3, ROWS + 4, 16  # as in the kernel
 
 
