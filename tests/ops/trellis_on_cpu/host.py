@@ -47,7 +47,8 @@ class Case:
 
     def defines(self) -> dict[str, int]:
         if self.batch:
-            count = next(size for size in trellis_batch.CLASSES if size >= self.tokens)
+            at_once = -(-self.tokens // -(-self.tokens // trellis_batch.AT_ONCE))
+            count = next(size for size in trellis_batch.CLASSES if size >= at_once)
             made = {"BITS": self.bits, "TOKENS": count, "HALF": int(self.half), "CODE": self.code}
             return made | trellis_batch.cut(self.bits, count).defines
         plan = trellis_portable.TrellisTiling.plan(self.n, self.k, self.bits, min(self.tokens, 16), SMALL)
@@ -82,6 +83,7 @@ CASES += [
     Case(17, 128, 320, 3, "norm", half=True, code=1, batch=True),
     Case(50, 320, 256, 5, "add", code=2, batch=True),
     Case(20, 64, 960, 7, "bias", code=3, batch=True),
+    Case(65, 64, 128, 3, "add wide", batch=True),  # two passes
 ]
 DENSE = [(128, 128, bits, bool(bits % 2), 0) for bits in range(1, 9)]
 DENSE += [(192, 320, 3, False, 0), (320, 256, 4, True, 0), (256, 384, 3, False, 1), (384, 128, 6, True, 2)]

@@ -1,7 +1,7 @@
 """Trellis-coded linear on a GPU: which kernel a call runs, by its shape and dtype and by what can be built for its GPU.
 
     1 to FEW tokens     trellis_portable
-    up to 64            trellis_batch
+    up to 128           trellis_batch, 64 at once
     more                trellis_dequantize
 
 Where results must not depend on what runs beside them (`ops/invariant.py`), 1 to 16 tokens are run by trellis_portable,
@@ -36,10 +36,13 @@ def choose(
     `invariant.AT_ONCE` tokens."""
     if code and family.FORCED is None:  # 0: our own
         return None
-    kinds = (trellis_portable, trellis_batch) if steady or tokens <= FEW else (trellis_batch, trellis_portable)
-    for kind in kinds:
-        if kind.supports_shape(tokens, n, k, dtype) and kind.KERNELS.is_built(device):
-            return kind.run
+    few = trellis_portable.supports_shape(tokens, n, k, dtype) and trellis_portable.KERNELS.is_built(device)
+    if few and (steady or tokens <= FEW):
+        return trellis_portable.run
+    if trellis_batch.supports_shape(tokens, n, k, dtype) and trellis_batch.KERNELS.is_built(device):
+        return trellis_batch.run
+    if few:
+        return trellis_portable.run
     fits = tokens > 0 and n % 64 == 0 and k % 64 == 0 and dtype in (torch.bfloat16, torch.float16)
     return trellis_dequantize.run if fits and trellis_dequantize.KERNEL.is_built(device) else None
 
@@ -58,8 +61,9 @@ def linear(call: TrellisLinear) -> Tensor | None:
     """See `onegraph.ops.trellis.trellis_linear`; None for a call that nothing here computes."""
     x, tokens = call.x, call.tokens
     steady = invariant.on() and 0 < tokens <= invariant.AT_ONCE
-    shape = tokens, call.n, call.k, x.dtype
-    run = choose(*shape, x.device.index, call.code, steady) if x.is_cuda else None
+    if not x.is_cuda:
+        return None
+    run = choose(tokens, call.n, call.k, x.dtype, x.device.index, call.code, steady)
     if run is None:
         return None
     shape, dtype = call.result

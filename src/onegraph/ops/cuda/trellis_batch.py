@@ -1,4 +1,5 @@
-"""Trellis-coded linear for up to 64 tokens, which decodes each weight once: how `trellis_batch.cu` is cut over the GPU."""
+"""Trellis-coded linear for up to 64 tokens at once, which decodes each weight once: how `trellis_batch.cu` is cut over
+the GPU."""
 
 from dataclasses import dataclass
 
@@ -7,11 +8,12 @@ import torch
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.e8p_common import MAX_K, ROWS, SLICE
 from onegraph.ops.cuda.launcher import Launch, launch
-from onegraph.ops.cuda.rotated_portable import MAX_N
+from onegraph.ops.cuda.rotated_portable import MAX_N, passes
 from onegraph.ops.cuda.trellis_common import Linear
 
 CLASSES = (16, 32, 48, 64)  # tokens that it is compiled for
-MAX_TOKENS = CLASSES[-1]
+AT_ONCE = CLASSES[-1]
+MAX_TOKENS = 2 * AT_ONCE  # in passes; for more the weight is written out
 UNIT = 128  # columns of a unit
 LEAST_UNITS = 2  # of a block: fewer would bring more sums of the same rows
 STAGES, PITCH, TURN_WARPS = 3, ROWS + 4, 16  # as in the kernel
@@ -61,7 +63,7 @@ KERNELS = build.Source(
     capabilities=build.PORTABLE,
     example={"BITS": 2, "TOKENS": 64, "HALF": 0, "CODE": 0} | cut(2, 64).defines,
     families=("hopper", "portable"),
-    shared=max(_turn_shared(MAX_K), STAGES * MAX_TOKENS * UNIT * 2),
+    shared=max(_turn_shared(MAX_K), STAGES * AT_ONCE * UNIT * 2),
     otherwise="few tokens at a time have a kernel of their own; torch computes many",
 )
 
@@ -74,6 +76,11 @@ def supports_shape(tokens: int, n: int, k: int, dtype: torch.dtype) -> bool:
 
 def run(call: Linear) -> None:
     """`call`, whose shape `supports_shape` allows."""
+    for each in passes(call, AT_ONCE):
+        _run(each)
+
+
+def _run(call: Linear) -> None:
     n, k, bits, tokens, device = call.n, call.k, call.bits, call.tokens, call.out.device
     count = next(size for size in CLASSES if size >= tokens)
     chosen = cut(bits, count)

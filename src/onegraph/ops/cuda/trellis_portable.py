@@ -1,4 +1,5 @@
-"""Trellis-coded linear for few tokens, or for 1 to 64, 16 at once: what `trellis_portable.cu` adds to `rotated_portable.py`."""
+"""Trellis-coded linear for few tokens, or 1 to 64, 16 at once: what `trellis_portable.cu` adds to
+`rotated_portable.py`."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,8 +18,8 @@ ISSUE = 590, 32  # instructions of a row tile and slice, and for each eight toke
 
 @dataclass(frozen=True, order=True)
 class TrellisTiling(PortableTiling):
-    """`as_bytes`: up to MOST_AS_BYTES tokens are multiplied with the bytes of weights, not with their sums. Not where the
-    sums of fewer tokens must be those of AT_ONCE."""
+    """`as_bytes`: up to MOST_AS_BYTES tokens are multiplied with the bytes of weights, not with their sums; not where
+    sums must be made as those of AT_ONCE tokens."""
 
     as_bytes: bool = True
 
@@ -50,7 +51,8 @@ class TrellisTiling(PortableTiling):
 
     @classmethod
     def like_most(cls, n: int, k: int, bits: int, tokens: int, device: build.Device) -> Self:
-        return replace(super().like_most(n, k, bits, tokens, device), as_bytes=False)
+        found: Self = super().like_most(n, k, bits, tokens, device)
+        return replace(found, as_bytes=False)
 
 
 KERNELS = build.Source(
