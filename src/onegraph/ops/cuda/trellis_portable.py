@@ -2,6 +2,7 @@
 `rotated_portable.py`."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import torch
@@ -50,6 +51,7 @@ class TrellisTiling(PortableTiling):
         return super().defines(n, k, bits, half, around) | {"AS_BYTES": int(self.by_bytes)}
 
     @classmethod
+    @lru_cache(maxsize=2048)
     def like_most(cls, n: int, k: int, bits: int, tokens: int, device: build.Device) -> Self:
         found: Self = super().like_most(n, k, bits, tokens, device)
         return replace(found, as_bytes=False)
