@@ -6,16 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import kernel_table
 from h200 import H200
 from on_cpu import host_lines
-from onegraph.ops.cuda import build, trellis_dequantize, trellis_portable
+from onegraph.ops.cuda import build, trellis, trellis_batch, trellis_dequantize, trellis_portable
 from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
 SOURCES = (
-    "trellis_portable.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh", "rotated_common.cuh",
+    "trellis_portable.cu", "trellis_batch.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh",
+    "rotated_common.cuh",
 )  # fmt: skip
 CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 128))]
 
@@ -50,7 +52,9 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
                 assert plan.hold >= plan.most(n) or plan.hold % step == 0 < plan.hold
                 assert not plan.whole or plan.hold >= plan.most(n) or plan.hold % 8 == 0
                 most = trellis_portable.TrellisTiling.plan(n, k, bits, 16, device)
-                assert replace(trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device), tokens=16) == most
+                like = trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device)
+                assert replace(like, tokens=16, as_bytes=True) == most
+                assert not like.by_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])
@@ -65,3 +69,25 @@ def test_nothing_spills(bits: int, code: int, tokens: int) -> None:
         assert (
             kernel_table.usage(trellis_dequantize.KERNEL, (8, 6), {"BITS": bits, "HALF": 0, "CODE": code}).spilled == 0
         )
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
+@pytest.mark.parametrize(("bits", "tokens"), [(2, 16), (3, 32), (4, 32), (2, 48), (3, 64), (4, 64), (8, 16), (8, 64)])
+def test_nothing_spills_in_a_batch(bits: int, tokens: int, capability: tuple[int, int]) -> None:
+    cut = trellis_batch.cut(bits, tokens)
+    made = {"BITS": bits, "TOKENS": tokens, "HALF": 0, "CODE": 0} | cut.defines
+    found = kernel_table.usage(trellis_batch.KERNELS, capability, made)
+    assert (found.spilled, found.shared) == (0, 0)
+    assert cut.per_sm * cut.warps * 32 * found.registers <= 65536
+
+
+def test_each_number_of_tokens_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.Source, "is_built", lambda self, device: True)
+
+    def chosen(tokens: int, k: int = 512, steady: bool = False) -> object:
+        return trellis.choose(tokens, 256, k, torch.bfloat16, 0, steady=steady)
+
+    few, batch, dense = trellis_portable.run, trellis_batch.run, trellis_dequantize.run
+    assert [chosen(tokens) for tokens in (1, trellis.FEW, trellis.FEW + 1, 128, 129)] == [few, few, batch, batch, dense]
+    assert [chosen(tokens, steady=True) for tokens in (1, 16)] == [few, few]
+    assert chosen(64, k=1 << 16) is few  # its activations would not fit into shared memory

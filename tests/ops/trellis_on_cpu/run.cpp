@@ -1,19 +1,26 @@
-// Runs every block of a trellis kernel, given what a launch is given (host.py). DENSE: of trellis_dequantize.cu.
+// Runs every block of a trellis kernel, given what a launch is given (host.py). KIND: 0 of trellis_portable.cu,
+// 1 of trellis_dequantize.cu, 2 of trellis_batch.cu. `which`: the place of the kernel in the source's `functions`.
 
-#if DENSE
+#if KIND == 1
 #include "trellis_dequantize.cu"
+#elif KIND == 2
+#include "trellis_batch.cu"
 #else
 #include "trellis_portable.cu"
 #endif
 
 static Arguments arguments;
-static bool turns;
+static int which;
 
 static void thread() {
-#if DENSE
+#if KIND == 1
   trellis_dequantize(arguments);
+#elif KIND == 2
+  if (which == 0) trellis_batch_turn(arguments);
+  else if (which == 1) trellis_batch(arguments);
+  else trellis_batch_end(arguments);
 #else
-  if (turns) trellis_portable_turn(arguments);
+  if (which) trellis_portable_turn(arguments);
   else trellis_portable(arguments);
 #endif
   fibers[current].done = true;
@@ -21,13 +28,16 @@ static void thread() {
 }
 
 // `step`: blocks come in steps of so many, round and round; it divides nothing of their number. Reads of codes are checked.
-extern "C" void run(const Arguments* given, int turn, int across, int down, int threads, int bytes, int step) {
-  arguments = *given, turns = turn;
-#if DENSE
+extern "C" void run(const Arguments* given, int function, int across, int down, int threads, int bytes, int step) {
+  arguments = *given, which = function;
+#if KIND
   readable = {{given->codes, (size_t)given->n * given->k * BITS / 8}};
 #else
   readable = {{given->codes, (size_t)N * K * BITS / 8}};
   for (const float* rows : {given->out_scale, given->bias}) readable.push_back({(const u8*)rows, (size_t)N * 4});
+#endif
+#if KIND == 2
+  readable.push_back({given->operands, (size_t)(given->k + UNIT - 1) / UNIT * UNIT * TOKENS * 2});
 #endif
   gridDim.x = across, gridDim.y = down, gridDim.z = 1, blockDim.x = threads;
   for (int i = 0; i < across * down; ++i) {

@@ -173,16 +173,23 @@ def _cuts(
                 yield turns, strips, parts, unit, across, down, most * unit
 
 
-def run(kernels: build.Source, kind: type[PortableTiling], call: Any, **more: Any) -> None:
-    """`call`, in passes of up to AT_ONCE tokens; `more` are the kernel's arguments of its own, such as codes."""
-    if call.tokens <= AT_ONCE:
-        return _run(kernels, kind, call, more)
-    tokens, count = call.tokens, -(-call.tokens // AT_ONCE)
+def passes(call: Any, most: int) -> Iterator[Any]:
+    """`call` in parts of up to `most` tokens, as equal as they can be."""
+    tokens, count = call.tokens, -(-call.tokens // most)
+    if count == 1:
+        yield call
+        return
     x, out, add = call.x.view(tokens, -1), call.out.view(tokens, -1), call.add
     for i in range(count):
         part = slice(tokens * i // count, tokens * (i + 1) // count)
         added = None if add is None else add.view(tokens, -1)[part]
-        _run(kernels, kind, replace(call, x=x[part], add=added, out=out[part]), more)
+        yield replace(call, x=x[part], add=added, out=out[part])
+
+
+def run(kernels: build.Source, kind: type[PortableTiling], call: Any, **more: Any) -> None:
+    """`call`, in passes of up to AT_ONCE tokens; `more` are the kernel's arguments of its own, such as codes."""
+    for each in passes(call, AT_ONCE):
+        _run(kernels, kind, each, more)
 
 
 def _run(kernels: build.Source, kind: type[PortableTiling], call: Any, more: dict[str, Any]) -> None:

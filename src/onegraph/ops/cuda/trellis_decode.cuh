@@ -17,16 +17,17 @@ __device__ __forceinline__ int lane_behind(u32 lane) {
   return next % 32;
 }
 
-// Bits AT to AT + 15 of two words.
+// Bits AT to AT + 15 of two words: shifted to whole bytes, which are picked. Where no windows share a shift over two words, it
+// is to the left within one: the compiler makes some of them products, which balances the pipes.
 template <int AT> __device__ __forceinline__ u32 window(u32 lo, u32 hi) {
-  constexpr int SHIFT = AT % 8, BYTE = AT / 8;
-  const u32 low = SHIFT ? __funnelshift_r(lo, hi, SHIFT) : lo;
-  if (BYTE == 0) return low & 0xFFFFu;
-  if (BYTE == 1) return prmt(low, 0, 0x4421);
-  if (BYTE == 2) return low >> 16;
-  return __funnelshift_r(lo, hi, AT) & 0xFFFFu;
+  constexpr bool LEFT = BITS % 4 && AT <= 16;
+  constexpr int SHIFT = LEFT ? (24 - AT) % 8 : AT % 8, BYTE = LEFT ? (AT + SHIFT) / 8 : AT / 8;
+  if (BYTE == 3) return __funnelshift_r(lo, hi, AT) & 0xFFFFu;
+  const u32 shifted = LEFT ? lo << SHIFT : SHIFT ? __funnelshift_r(lo, hi, SHIFT) : lo;
+  return prmt(shifted, 0, BYTE == 0 ? 0x4410 : BYTE == 1 ? 0x4421 : 0x4432);
 }
-__device__ __forceinline__ u32 sum_of_bytes(u32 state) { return __dp4a(state * 0x83DCD12Du, 0x01010101u, 0x6400u); }
+__device__ __forceinline__ u32 four_bytes(u32 state) { return state * 0x83DCD12Du; }
+__device__ __forceinline__ u32 sum_of_bytes(u32 state) { return __dp4a(four_bytes(state), 0x01010101u, 0x6400u); }
 template <int E> __device__ __forceinline__ u32 state(u32 lo, u32 mid, u32 hi) {
   constexpr int AT = E * BITS;
   return AT < 32 ? window<AT % 32>(lo, mid) : window<AT % 32>(mid, hi);
@@ -49,24 +50,33 @@ __device__ __forceinline__ u32 without_offset(u32 two) { return CODE ? two : sub
 // Inputs of a lane: two from IN t on, two from IN t + NEXT on.
 constexpr int IN = CODE ? 2 : 4, NEXT = CODE ? 8 : 2;
 
-// Values plus OFFSET, of a lane's words: outputs g and g + 8 at the first two inputs, then both at the next two. All lanes together.
-__device__ __forceinline__ uint4 decode(const u32 (&word)[FIRST], u32 lane) {
-  const int from = lane_behind(lane), shift = lane * 8 * BITS % 32;
-  const u32 first = word[0];
-  u32 second, third = 0;
-  if (FIRST == 1) {
-    second = __shfl_sync(~0u, first, from);
-  } else {
-    second = word[FIRST - 1];
-    // The next lane's first word is this one's second or third.
-    const u32 a = __shfl_sync(~0u, first, from), b = __shfl_sync(~0u, second, from);
-    third = (lane + 1) * BITS / 4 - lane * BITS / 4 == 2 ? a : b;
+// A lane's bits of a tile, from its first weight's on, of its words. All lanes together.
+struct Bits {
+  u32 lo, mid, hi;
+  __device__ __forceinline__ Bits(const u32 (&word)[FIRST], u32 lane) {
+    const int from = lane_behind(lane), shift = lane * 8 * BITS % 32;
+    const u32 first = word[0];
+    u32 second, third = 0;
+    if (FIRST == 1) {
+      second = __shfl_sync(~0u, first, from);
+    } else {
+      second = word[FIRST - 1];
+      // The next lane's first word is this one's second or third.
+      const u32 a = __shfl_sync(~0u, first, from), b = __shfl_sync(~0u, second, from);
+      third = (lane + 1) * BITS / 4 - lane * BITS / 4 == 2 ? a : b;
+    }
+    lo = BITS % 4 ? __funnelshift_r(first, second, shift) : first;
+    mid = BITS % 4 ? __funnelshift_r(second, third, shift) : second;
+    hi = BITS % 4 ? third >> shift : third;
   }
-  const u32 lo = BITS % 4 ? __funnelshift_r(first, second, shift) : first;
-  const u32 mid = BITS % 4 ? __funnelshift_r(second, third, shift) : second;
-  const u32 hi = BITS % 4 ? third >> shift : third;
+  template <int E> __device__ __forceinline__ u32 bytes() const { return four_bytes(state<E>(lo, mid, hi)); }
+};
+
+// Values plus OFFSET: outputs g and g + 8 at the first two inputs, then both at the next two.
+__device__ __forceinline__ uint4 decode(const u32 (&word)[FIRST], u32 lane) {
+  const Bits bits(word, lane);
   uint4 v;
-  v.x = two_values<0>(lo, mid, hi), v.z = two_values<2>(lo, mid, hi);
-  v.y = two_values<4>(lo, mid, hi), v.w = two_values<6>(lo, mid, hi);
+  v.x = two_values<0>(bits.lo, bits.mid, bits.hi), v.z = two_values<2>(bits.lo, bits.mid, bits.hi);
+  v.y = two_values<4>(bits.lo, bits.mid, bits.hi), v.w = two_values<6>(bits.lo, bits.mid, bits.hi);
   return v;
 }

@@ -1,17 +1,21 @@
 // Trellis codes -> the weight they stand for, both rotations undone: W = norm * diag(out_scale) H_n Q H_k diag(in_scale), in the
 // dtype of the activations. For many tokens: W is written once and cuBLAS multiplies by it.
 //
-// A block has 128 rows by 128 columns. Each warp decodes a row of eight tiles, as float16 in the order of m16n8k16's operands, for
-// all of them. Then each has 16 columns of all rows, and both Hadamard matrices are products: H_k Q^T of 16 columns and 16 rows
-// ends in the registers where the second product, by H_n, has its first operand. Integers and signs are exact, so is the first
-// product (below 2^16, in float32); it is rounded to float16 in between, to 2^-11 of a number.
+// A block has 128 rows by 128 columns, 8 by 8 tiles, and both Hadamard matrices are products of one of 8, between tiles, and one
+// of 16, inside them. A warp decodes a column of tiles and adds up between its registers. Through shared memory it gets a row of
+// tiles, adds up likewise, and multiplies each tile by both matrices of 16 on tensor cores. The first product is made
+// transposed, so that its registers are the second operand of the second one.
+//
+// Up to 2048 float16 has all integers. Sums of 64 of them are as large as 1182 by their standard deviation, so that few are
+// rounded; the product is rounded to float16 once. exllamav3's float16 numbers are rounded in each of the six sums.
 //
 // Set when compiled: BITS (1 to 8), CODE (0 to 3), HALF (1: W is float16, 0: bfloat16).
 
 #include "rotated_common.cuh"
 #include "trellis_decode.cuh"
 
-constexpr int WARPS = 8, PITCH = 136;  // halves of a row on its way out: 16-byte pieces of rows take all banks
+constexpr int WARPS = 8;
+constexpr int TILES = 8;  // of a row or column of a block
 
 struct Arguments {
   const u8* codes;         // int16 [n / 16, k BITS]
@@ -23,87 +27,108 @@ struct Arguments {
   float norm;              // of both rotations
 };
 
-// 1 and -1 of a Hadamard matrix at a row, the next one, and a column: float16 pairs.
-__device__ __forceinline__ u32 signs(int row, int column) {
-  return 0x3C003C00u ^ (__popc(row & column) & 1) << 15 ^ (u32)(__popc((row + 1) & column) & 1) << 31;
+// ONE and -ONE of a Hadamard matrix at an even row, the next one, and a column: float16 pairs.
+__device__ __forceinline__ u32 signs(u32 one, int row, int column) {
+  return one ^ (__popc(row & column) & 1) * 0x80008000u ^ (u32)column << 31;
 }
-__device__ __forceinline__ u32 flipped(u32 pair, int odd) { return odd & 1 ? pair ^ 0x80008000u : pair; }
+__device__ __forceinline__ u32 flipped(u32 pair, int bits) { return pair ^ (__popc(bits) & 1) * 0x80008000u; }
+constexpr u32 UNIT = 0x3C003C00u, SMALL = 0x2C002C00u;  // 1; 1/16, with which the largest sums stay below float16's largest
 
-// Grid (columns / 128, rows / 128). Shared memory: tiles [8][8][32] of 16 bytes, then [128][PITCH] halves in their place.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) trellis_dequantize(const __grid_constant__ Arguments p) {
+__device__ __forceinline__ void pair2(u32& a, u32& b) {
+  const u32 s = fma_f16(a, UNIT, b);
+  b = subtract_f16(a, b);
+  a = s;
+}
+// The Hadamard matrix of 8, or two of 4, between tiles.
+__device__ __forceinline__ void between_tiles(uint4 (&v)[TILES], bool narrow) {
+#pragma unroll
+  for (int o = 1; o < TILES; o <<= 1) {
+    if (o == 4 && narrow) break;
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      if (!(i & o)) pair2(v[i].x, v[i | o].x), pair2(v[i].y, v[i | o].y), pair2(v[i].z, v[i | o].z), pair2(v[i].w, v[i | o].w);
+  }
+}
+
+// Grid (columns / 128, rows / 128). Shared memory: tiles [8][8][32] of 16 bytes, whose rows then hold the warps' results;
+// matrices of 16 [2][32] of 16 bytes, lanes' operands; scales of columns [128].
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) trellis_dequantize(const __grid_constant__ Arguments p) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_row = blockIdx.y * ROWS, first_column = blockIdx.x * 128;
   uint4* const tiles = (uint4*)smem;
+  uint4* const matrices = tiles + TILES * TILES * 32;
+  float* const scales = (float*)(matrices + 64);
   pdl_trigger();
+  uint4 v[TILES];  // beyond n and k anything: n and k are multiples of 64, and the blocks that rotations mix then end there
   {
-    const int row = first_row / 16 + warp;
-    const u8* const from = p.codes + ((size_t)row * (p.k / 16) + first_column / 16) * TILE_BYTES + lane_bytes(lane);
-    u32 word[8][FIRST];
+    const int column = first_column + warp * 16;
+    const size_t pitch = (size_t)(p.k / 16) * TILE_BYTES;
+    const u8* const from = p.codes + first_row / 16 * pitch + column / 16 * TILE_BYTES + lane_bytes(lane);
+    u32 word[TILES][FIRST];
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < TILES; i++)
 #pragma unroll
       for (int w = 0; w < FIRST; w++)
-        word[i][w] = row * 16 < p.n && first_column + i * 16 < p.k ? stream4(from + i * TILE_BYTES + w * 4) : 0;
+        word[i][w] = column < p.k && first_row + i * 16 < p.n ? stream4(from + i * pitch + w * 4) : 0;
+    if (warp < 4) {
+      const int own = first_column + threadIdx.x;
+      scales[threadIdx.x] = own < p.k ? p.in_scale[own] : 0.f;
+    } else if (warp == 4) {
+      // The columns of a lane's results are four side by side, 4 t and on: rows m, m + 1, m + 8 and m + 9 of H_k, m = 2 t.
+      const int in = IN * t, column = g / 2 * 4 + g % 2;
+      const u32 one = signs(SMALL, in, column), low = flipped(one, in & 2);
+      matrices[lane] = make_uint4(one, low, flipped(one, NEXT & column), flipped(low, NEXT & (column + 2)));
+    } else if (warp == 5) {
+      const u32 one = signs(UNIT, 2 * t, g);  // also at 2 t and g + 8, 2 t + 8 and g
+      matrices[32 + lane] = make_uint4(one, one, one, one ^ 0x80008000u);
+    }
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      uint4 v = decode(word[i], lane);
-      v.x = without_offset(v.x), v.y = without_offset(v.y), v.z = without_offset(v.z), v.w = without_offset(v.w);
-      if (row * 16 >= p.n || first_column + i * 16 >= p.k) v = make_uint4(0, 0, 0, 0);
-      tiles[(warp * 8 + i) * 32 + lane] = v;
+    for (int i = 0; i < TILES; i++) {
+      const uint4 q = decode(word[i], lane);
+      v[i] = make_uint4(without_offset(q.x), without_offset(q.z), without_offset(q.y), without_offset(q.w));  // operands side by side
     }
   }
+  between_tiles(v, p.row_block == 64);
+#pragma unroll
+  for (int i = 0; i < TILES; i++) tiles[(i * TILES + warp) * 32 + lane] = v[i];
   __syncthreads();
 
-  // Of this warp's 16 columns m: H_k at (m, a lane's inputs) of a tile, but for the sign of tile and warp.
-  const bool narrow_columns = p.k % 128, narrow_rows = p.row_block == 64;
-  const int in = IN * t;
-  const u32 a0 = signs(in, g), a1 = signs(in, g + 8), a2 = signs(in + NEXT, g), a3 = signs(in + NEXT, g + 8);
-  // H_n at (rows 2 t .. and 2 t + 8 .. of a tile, column g of eight), for even and odd eights, but for the sign of tile and eight.
-  const u32 b[2][2] = {{signs(2 * t, g), signs(2 * t + 8, g)}, {signs(2 * t, g + 8), signs(2 * t + 8, g + 8)}};
-  float out[16][4];
+  const int first = first_row + warp * 16;  // of this warp's rows
+  if (first >= p.n) return;
 #pragma unroll
-  for (int j = 0; j < 16; j++) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.f;
-#pragma unroll 1
-  for (int r = 0; r < 8; r++) {
-    float y[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      if (narrow_columns && i / 4 != warp / 4) continue;
-      const uint4 q = tiles[(r * 8 + i) * 32 + lane];
-      const int odd = __popc(i & warp & (narrow_columns ? 3 : 7));
-      const u32 h0 = flipped(a0, odd), h1 = flipped(a1, odd), h2 = flipped(a2, odd), h3 = flipped(a3, odd);
-      mma_f16(y[0], h0, h1, h2, h3, q.x, q.z);
-      mma_f16(y[1], h0, h1, h2, h3, q.y, q.w);
-    }
-    const u32 y0 = floats_to_halves(y[0][0], y[0][1]), y1 = floats_to_halves(y[0][2], y[0][3]);
-    const u32 y2 = floats_to_halves(y[1][0], y[1][1]), y3 = floats_to_halves(y[1][2], y[1][3]);
-#pragma unroll
-    for (int j = 0; j < 16; j++) {
-      if (narrow_rows && j / 8 != r / 4) continue;
-      const int odd = __popc(r & j / 2 & (narrow_rows ? 3 : 7));
-      mma_f16(out[j], y0, y1, y2, y3, flipped(b[j % 2][0], odd), flipped(b[j % 2][1], odd));
-    }
-  }
-  __syncthreads();  // tiles were read
+  for (int i = 0; i < TILES; i++) v[i] = tiles[(warp * TILES + i) * 32 + lane];
+  between_tiles(v, p.k % 128);
+  __syncwarp();  // all were read
 
-  u16* const rows = (u16*)smem;
-  const int column = first_column + warp * 16 + g;
-  const float left = column < p.k ? p.in_scale[column] * p.norm : 0.f, right = column + 8 < p.k ? p.in_scale[column + 8] * p.norm : 0.f;
+  const uint4 a = matrices[lane], b = matrices[32 + lane];  // computed here they would be put together for each product
+  const float norm = p.norm * 16.f;
+  const float upper = p.out_scale[first + g] * norm, lower = p.out_scale[first + g + 8] * norm;
+  u8* const rows = smem + warp * TILES * 512;  // [16] of 256 bytes: 16-byte pieces in an order in which eight rows take all banks
+  const int turned = (g & 3) << 1;
 #pragma unroll
-  for (int j = 0; j < 16; j++) {
-    const int row = j * 8 + 2 * t;  // and the next one
-    float2 scale = make_float2(0.f, 0.f);
-    if (first_row + row < p.n) scale = *(const float2*)(p.out_scale + first_row + row);
-    const u32 a = narrow<HALF>(out[j][0] * left * scale.x, out[j][1] * left * scale.y);
-    const u32 c = narrow<HALF>(out[j][2] * right * scale.x, out[j][3] * right * scale.y);
-    u16* const to = rows + row * PITCH + warp * 16 + g;
-    to[0] = (u16)a, to[PITCH] = (u16)(a >> 16), to[8] = (u16)c, to[PITCH + 8] = (u16)(c >> 16);
+  for (int i = 0; i < TILES; i++) {
+    float y[2][4] = {};  // of rows 0 to 7, 8 to 15
+    mma_f16(y[0], a.x, a.y, a.z, a.w, v[i].x, v[i].y);
+    mma_f16(y[1], a.x, a.y, a.z, a.w, v[i].z, v[i].w);
+    float w[2][4] = {};
+    mma_f16(w[0], b.x, b.y, b.z, b.w, floats_to_halves(y[0][0], y[0][1]), floats_to_halves(y[1][0], y[1][1]));
+    mma_f16(w[1], b.x, b.y, b.z, b.w, floats_to_halves(y[0][2], y[0][3]), floats_to_halves(y[1][2], y[1][3]));
+    const float4 s = *(const float4*)(scales + i * 16 + t * 4);
+    u8* const to = rows + g * 256 + (((2 * i + t / 2) ^ turned) * 16 + t % 2 * 8);
+    *(uint2*)to = make_uint2(narrow<HALF>(w[0][0] * (s.x * upper), w[0][1] * (s.y * upper)),
+                             narrow<HALF>(w[1][0] * (s.z * upper), w[1][1] * (s.w * upper)));
+    *(uint2*)(to + 8 * 256) = make_uint2(narrow<HALF>(w[0][2] * (s.x * lower), w[0][3] * (s.y * lower)),
+                                         narrow<HALF>(w[1][2] * (s.z * lower), w[1][3] * (s.w * lower)));
   }
-  __syncthreads();
+  __syncwarp();
   pdl_wait();  // the product before may still read the weight
-  for (int i = threadIdx.x; i < ROWS * 16; i += WARPS * 32) {
-    const int row = i / 16, piece = i % 16 * 8;
-    if (first_row + row < p.n && first_column + piece < p.k)
-      *(uint4*)(p.weight + (size_t)(first_row + row) * p.k + first_column + piece) = *(const uint4*)(rows + row * PITCH + piece);
+  const int piece = lane % 16;
+  if (first_column + piece * 8 >= p.k) return;
+  u16* to = p.weight + (size_t)(first + lane / 16) * p.k + first_column + piece * 8;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int row = i * 2 + lane / 16;
+    *(uint4*)to = *(const uint4*)(rows + row * 256 + ((piece ^ (row & 3) << 1) * 16));
+    to += 2 * p.k;
   }
 }

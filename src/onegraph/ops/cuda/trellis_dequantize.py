@@ -9,7 +9,7 @@ from onegraph.ops.cuda.launcher import Launch, launch
 from onegraph.ops.cuda.trellis_common import Linear
 
 TILE = 16
-SHARED = ROWS * 136 * 2  # bytes, as in the kernel
+SHARED = (8 * 8 + 2) * 32 * 16 + 128 * 4  # bytes, as in the kernel
 
 KERNEL = build.Source(
     "trellis_dequantize",

@@ -1,6 +1,9 @@
-"""Trellis-coded linear for 1 to 64 tokens, 16 at once: what `trellis_portable.cu` adds to `rotated_portable.py`."""
+"""Trellis-coded linear for few tokens, or 1 to 64, 16 at once: what `trellis_portable.cu` adds to
+`rotated_portable.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Self
 
 import torch
 
@@ -9,11 +12,18 @@ from onegraph.ops.cuda.e8p_common import SLICE
 from onegraph.ops.cuda.rotated_portable import MAX_N, MAX_TOKENS, WARPS, PortableTiling
 from onegraph.ops.cuda.trellis_common import Linear
 
+MOST_AS_BYTES = 4
+ISSUE_BYTES = 450  # instructions of a row tile and slice by bytes
 ISSUE = 590, 32  # instructions of a row tile and slice, and for each eight tokens beyond the first
 
 
 @dataclass(frozen=True, order=True)
 class TrellisTiling(PortableTiling):
+    """`as_bytes`: up to MOST_AS_BYTES tokens are multiplied with the bytes of weights, not with their sums; not where
+    sums must be made as those of AT_ONCE tokens."""
+
+    as_bytes: bool = True
+
     kept = 544
     alone_factor = 1.5
 
@@ -28,8 +38,23 @@ class TrellisTiling(PortableTiling):
     def slot(self, bits: int) -> int:
         return SLICE * 2 * bits
 
+    @property
+    def by_bytes(self) -> bool:
+        return self.as_bytes and self.tokens <= MOST_AS_BYTES
+
     def issue(self, bits: int) -> int:
+        if self.by_bytes:
+            return ISSUE_BYTES
         return ISSUE[0] + ISSUE[1] * (self.tokens // 16)
+
+    def defines(self, n: int, k: int, bits: int, half: bool, around: tuple[bool, ...]) -> dict[str, int]:
+        return super().defines(n, k, bits, half, around) | {"AS_BYTES": int(self.by_bytes)}
+
+    @classmethod
+    @lru_cache(maxsize=2048)
+    def like_most(cls, n: int, k: int, bits: int, tokens: int, device: build.Device) -> Self:
+        found: Self = super().like_most(n, k, bits, tokens, device)
+        return replace(found, as_bytes=False)
 
 
 KERNELS = build.Source(
