@@ -25,3 +25,4 @@ template <Fetch> static void copy16(char* to, const void* from) { memcpy(to, fro
 template <int BYTES> static void copy_few(char* to, const void* from) { memcpy(to, from, BYTES); }
 static void commit() {}
 static void copies_there() {}
+static void prefetch_l1(const void*) {}
