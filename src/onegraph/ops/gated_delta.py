@@ -199,7 +199,7 @@ def on_gpu(call: GatedDelta) -> Tensor:
     from onegraph.ops.cuda.gated_delta import gated_delta as kernel
 
     out = kernel(call)
-    return _gated_delta(call) if out is None else out
+    return _gated_delta(with_rates(call, kernels=True)) if out is None else out
 
 
 def _check(call: GatedDelta) -> None:
@@ -303,7 +303,7 @@ def _case(
         each = dk if channels else 1
         joined = draw.randn(rows, length, wide + v_heads * dv + apart)
         rates: tuple[Tensor | None, ...] = None, None
-        more: tuple[object, ...] = ()
+        more: tuple[object, ...] = None, None, None, 0.0
         if hidden:
             more = 3 * draw.randn(rows, length, hidden), draw.randn(2 * v_heads, hidden) * hidden**-0.5
             more += (1 + 0.2 * plain.randn(hidden), 1e-6) if normed else (None, 0.0)
@@ -347,7 +347,7 @@ gated_delta = register(
             _case("kda", (2, 2), (128, 128), [0, 8], [1, 3], waiting=[0, 3], channels=True, sigmoid=True),
             _case("kda_chunk", (2, 2), (128, 128), [0, 8], [70, 9], waiting=[0, 3], channels=True, sigmoid=True),
             _case("rates_plain", (2, 4), (128, 128), [0, 9, 3], [1, 1, 0], waiting=[0, 3, 1], hidden=72, normed=False),
-            _case("rates_chunk", (1, 2), (128, 128), [0, 64], [70, 9], waiting=[0, 1], hidden=72),
+            _case("rates_prompt", (1, 2), (128, 128), [0, 64], [70, 9], waiting=[0, 1], hidden=72),
             _case("rates_odd", (1, 2), (128, 128), [0, 6], [2, 3], waiting=[0, 2], hidden=36),
             _case("rates", (2, 4), (128, 128), [0, 6, 70], [4, 4, 2], waiting=[0, 4, 2], hidden=1056),
         ),

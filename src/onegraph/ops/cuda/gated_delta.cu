@@ -4,9 +4,11 @@
 // A block has one head of one row. Before the wait for the projections it loads S and the records that wait, and replays
 // them: what it reads until then is written once a step, and steps have a border between them (rule 4 of
 // triton/launch.py). Of more blocks than run at once most begin behind that wait: then (`many`) the projections' part is
-// on its way to shared memory beside S. Three threads of four convolve two channels of q, k or v each, the others compute
-// beta and the decay; then the tokens go over S one after the other. The block of a key head's first value head writes
-// what the key head's blocks share: its places of both rings are none that the others read in this launch.
+// on its way to shared memory beside S. Of fewer blocks a few begin early, on SMs that the launch before leaves idle (4 of
+// an H200's 132 beside an E8P linear of 16384 rows): they bring the other heads' S to the L2. Three threads of four convolve
+// two channels of q, k or v each, the others compute beta and the decay; then the tokens go over S one after the other. The
+// block of a key head's first value head writes what the key head's blocks share: its places of both rings are none that
+// the others read in this launch.
 //
 // With HIDDEN a block computes its head's b and a from the residual stream too: two dot products of a token's columns with
 // weights that are in shared memory before the wait, and the sum of squares of the norm in front of them. A thread has the
@@ -25,6 +27,7 @@ constexpr int PAIRS = (2 * KEYS + DV) / 2;   // of channels of a block
 constexpr int RESULT = DELTA ? TYPE : FLOAT32;
 constexpr bool FIRST = STATE == FLOAT32 && TOKENS <= 4;  // registers suffice to load activations before S is stored
 constexpr int SIZE = TYPE == FLOAT32 ? 4 : 2;  // bytes of an activation
+constexpr int EARLY = 8;                       // blocks of a row that begin first
 constexpr int RATES = 2 * HIDDEN * SIZE, GAINS = HIDDEN * (GAIN == FLOAT32 ? 4 : 2);  // bytes of b's and a's weights, of x_norm
 constexpr int FOURS = (HIDDEN / 4 + THREADS - 1) / THREADS;                           // of columns that a thread has
 static_assert(HIDDEN % 8 == 0 && (HIDDEN == 0 || DELTA && !CHANNELS), "16 bytes at a time; one decay a head");
@@ -91,6 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_delta(const __gri
     for (int j = 0; j < 4; ++j)
       state[i][j] = position == 0 ? make_float4(0.f, 0.f, 0.f, 0.f)
                                   : load_four<STATE>(p.state, (place * DV + first_row + 4 * i) * KEYS + 4 * part + 32 * j);
+  if (!p.many && head < EARLY && threadIdx.x == THREADS - 1) {
+    for (int other = head + EARLY; other < p.heads; other += EARLY) {
+      constexpr u32 bytes = DV * KEYS * (STATE == FLOAT32 ? 4 : 2);
+      if (position > 0) fetch_to_l2((const char*)p.state + ((size_t)slot * p.heads + other) * bytes, bytes);
+      for (int which = 0; HIDDEN && which < 2; ++which)
+        fetch_to_l2((const char*)p.rates + (size_t)(which * p.heads + other) * (RATES / 2), RATES / 2);
+    }
+  }
   const int base = position == 0 ? 0 : p.base[place];
   // Two channels of a thread: of q, k or v, which begin at `first` of a block's channels.
   const int kind = threadIdx.x / 64, pair = 2 * (threadIdx.x % 64), keys = p.key_heads * KEYS;
