@@ -196,10 +196,11 @@ def on_cpu(call: GatedDelta) -> Tensor:
 
 def on_gpu(call: GatedDelta) -> Tensor:
     """The kernels, for what they do not take the reference."""
-    from onegraph.ops.cuda.gated_delta import gated_delta as kernel
+    from onegraph.ops.cuda import gated_delta as kernel
 
-    out = kernel(call)
-    return _gated_delta(with_rates(call, kernels=True)) if out is None else out
+    call = call if kernel.takes_rates(call) else with_rates(call, kernels=True)
+    out = kernel.gated_delta(call)
+    return _gated_delta(call) if out is None else out
 
 
 def _check(call: GatedDelta) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, aligned, launch
-from onegraph.ops.gated_delta import with_rates
 
 KEYS = 128  # numbers of a key
 VALUES = 64, 128  # of a value
@@ -17,7 +16,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as linear_sta
 THREADS = 256
 PER_SM = 2  # blocks
 MAX_DEPTH = 32  # records, which lie in shared memory
-MAX_WEIGHTS = 60 << 10  # bytes of shared memory for what a block multiplies x by
+MAX_SHARED = 65 << 10  # bytes of records and of what x is multiplied by; beside the kernel's own a block has 99 KB
 
 ARGUMENTS = build.Arguments(
     pointers=(
@@ -76,7 +75,12 @@ def weight_bytes(call: GatedDelta) -> int:
     hidden = rates.shape[1]
     size = hidden * (2 * rates.element_size() + (rates if gain is None else gain).element_size())
     placed = all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in (rates, gain))
-    return size if hidden % 8 == 0 and size <= MAX_WEIGHTS and placed else 0
+    return size if hidden % 8 == 0 and size + record_bytes(call) <= MAX_SHARED and placed else 0
+
+
+def record_bytes(call: GatedDelta | Mamba2) -> int:
+    """Bytes of shared memory for the records of a block."""
+    return call.keys.shape[1] * 4 * (KEYS + call.state.shape[2] + call.decays.shape[3])
 
 
 def step(call: GatedDelta | Mamba2) -> Tensor:
@@ -86,7 +90,6 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
     weights, hidden, gain = 0, 0, torch.float32
     if isinstance(call, GatedDelta):
         weights = weight_bytes(call)
-        call = call if weights else with_rates(call, kernels=True)
         x, channels = call.qkv, call.decays.shape[3] > 1
         own |= {"beta_scale": call.beta_scale, "is_sigmoid": int(call.sigmoid)}
         if call.x is not None and call.rates is not None:
@@ -111,9 +114,8 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
         "CHANNELS": int(channels), "DELTA": int(delta), "HIDDEN": hidden, "GAIN": TYPES[gain],
     }  # fmt: skip
     at_once = PER_SM * build.device(x.device.index).sms
-    records = 4 * depth * (KEYS + dv + (KEYS if channels else 1))
     launch(
-        KERNEL, defines, Launch((heads, rows, 1), THREADS, weights + records),
+        KERNEL, defines, Launch((heads, rows, 1), THREADS, weights + record_bytes(call)),
         qkv=x, z=z, weight=call.weight, a_log=call.a_log, dt_bias=call.dt_bias, norm=call.norm, ring=call.ring,
         state=call.state, base=call.base, keys=call.keys, deltas=call.deltas, decays=call.decays, slots=call.slots,
         positions=call.positions, counts=call.counts, out=out, qkv_stride=x.stride(1), z_stride=z.stride(1),
@@ -123,15 +125,21 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
     return out
 
 
+def takes_rates(call: GatedDelta) -> bool:
+    """Whether b and a of this call are computed in its launch."""
+    return weight_bytes(call) > 0 and supports(call, call.qkv) and KERNEL.is_built(call.qkv.device.index)
+
+
 def gated_delta(call: GatedDelta) -> Tensor | None:
-    """See `onegraph.ops.gated_delta.gated_delta`; None for what no kernel takes."""
+    """See `onegraph.ops.gated_delta.gated_delta`; None for what no kernel takes. b and a are given where `takes_rates`
+    is False."""
     if supports(call, call.qkv) and KERNEL.is_built(call.qkv.device.index):
         return step(call)
     from onegraph.ops.triton import gated_delta as chunks  # compiled as of its import
 
     if call.qkv.shape[1] <= MAX_TOKENS or not chunks.supports(call):
         return None
-    result: Tensor = chunks.chunk(with_rates(call, kernels=True))
+    result: Tensor = chunks.chunk(call)
     return result
 
 
