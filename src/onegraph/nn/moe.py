@@ -95,8 +95,8 @@ class MoE(RoutedAndShared):
         if gated > more or experts.count - count not in (0, more) or not 1 <= top_k <= count:
             raise ValueError(
                 f"the router is {tuple(gate.shape)} and chooses {top_k} of {experts.count} experts; it must be [E, D] "
-                "with a row for each, the shared one apart, and a row for the gate that this one may have, and choose at "
-                "least one and no more than there are"
+                "with a row for each, the shared one apart, and a row for the gate that this one may have, and choose "
+                "at least one and no more than there are"
             )
         super().__init__(experts, shared, count)
         self.into: nn.Module = nn.Identity() if latent is None else latent[0]
