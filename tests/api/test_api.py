@@ -257,6 +257,7 @@ def test_what_is_wrong_is_named(llm: LLM, call: Any, says: str) -> None:
         ({"max_model_len": 257}, "max_model_len is 257; the model allows 1 to 256"),
         ({"max_num_seqs": 0}, "max_num_seqs: got 0"),
         ({"capture": "yes"}, "capture: got 'yes'"),
+        ({"expert_memory": 4}, "expert_memory: got 4 GB on a CPU, whose memory has all experts; leave it out$"),
     ],
 )
 def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str) -> None:
@@ -288,6 +289,8 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
         ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),
         ({"adapters": {"red": 5}}, r"adapters\['red'\]: got 5; allowed is the directory of an adapter"),
         ({"adapters": {3: "red"}}, "adapters: got 3; allowed is texts as names"),
+        ({"expert_memory": 0}, "expert_memory: got 0; allowed is GB above 0, or None for all experts on the GPU$"),
+        ({"expert_memory": "4GB"}, "expert_memory: got '4GB'; allowed is GB above 0"),
     ],
 )
 def test_wrong_types_are_named_before_anything_is_read(tmp_path: Path, options: dict[str, Any], says: str) -> None:

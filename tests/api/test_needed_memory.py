@@ -17,7 +17,10 @@ from onegraph.api import memory
 from onegraph.api.memory import Memory
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.config import LlamaConfig
-from onegraph.models.llama import Llama
+from onegraph.models.expert_memory import ExpertMemory
+from onegraph.models.llama import Llama, config_of
+from onegraph.models.loader import Loader
+from test_e8p_experts import checkpoint_of
 from test_serve_adapters import write_adapter
 
 KIMI = Path(__file__).parents[1] / "models" / "configs" / "Kimi-Linear-48B-A3B-Instruct.json"
@@ -66,6 +69,27 @@ def test_what_drafts_is_in_the_sums(path: Path, tmp_path: Path, kind: str, dtype
     pages = sum(tensor.nbytes for tensor in (*drafter.cache.keys, *drafter.cache.values))
     assert both.cache - alone.cache == pages - pages // engine.executor.sizes.pages
     assert both.tokens == alone.tokens
+
+
+def test_experts_on_the_host_leave_more_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_of("qwen3_moe", tmp_path / "m", 4)
+    cuda = torch.device("cuda")
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "exact", "max_num_seqs": 8, "max_model_len": 256}
+    sizes |= {"kv_cache_tokens": None, "gpus": 1}
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        config = config_of(checkpoint)
+        size = sum(Loader(checkpoint, config, torch.bfloat16).expert_bytes.values()) * 7 // 8
+        experts = ExpertMemory(Loader(checkpoint, config, torch.bfloat16), config, size, cuda)
+        monkeypatch.setattr(memory, "free_cache_memory", lambda device: 1_000_000)
+        all_there, some = (
+            memory.plan_load(checkpoint, cuda, **sizes, expert_memory=given).memory for given in (None, size / 1e9)
+        )
+    assert all_there is not None
+    assert some is not None
+    assert not experts.fits
+    assert experts.device_bytes <= size
+    assert all_there.weights - some.weights == experts.host_bytes - experts.device_bytes > 0
+    assert some.tokens > all_there.tokens
 
 
 def test_what_drafts_leaves_less_to_the_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

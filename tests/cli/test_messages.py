@@ -40,6 +40,12 @@ def test_a_cpu_runs_the_whole_model(model: Path, option: str) -> None:
     )
 
 
+def test_expert_memory_is_for_experts_and_a_gpu(model: Path) -> None:
+    words = "generate", model, "--prompt", "a", "--device", "cpu", "--expert-memory"
+    assert errors_of(*words, "4") == "--expert-memory: got 4 GB on a CPU, whose memory has all experts; leave it out"
+    assert errors_of(*words, "0").startswith("argument --expert-memory: got '0'; allowed is a number from more than 0 ")
+
+
 def test_fp8_is_of_one_family(model: Path) -> None:
     said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--kv", "fp8")
     assert "this model is 'llama': take turboquant:4, a quarter of the memory, or leave it out" in said

@@ -118,7 +118,7 @@ def test_gpus_hand_each_other_sums_whatever_is_forced(
         choice = _chosen()[op]
         assert (choice.family, choice.sources, choice.refused, choice.only) == (form, ("exchange.cu",), {}, True)
     assert not exchange.KERNEL.unavailable_reason(0)
-    lines, only = env.kernels(0), "all_gather, all_reduce, e8p_all_reduce"
+    lines, only = env.kernels(0), "all_gather, all_reduce, e8p_all_reduce, expert_cache"
     if capability == (9, 0) and forced in (None, "hopper"):
         assert f"cuda:0 {form} only: {only}, hyper_all_reduce" in lines
     else:  # DeepSeek's in a launch of its own, in front of another family's
@@ -135,6 +135,7 @@ def test_ops_and_sources_agree_on_what_has_no_other_kernel() -> None:
             "all_gather",
             "all_reduce",
             "e8p_all_reduce",
+            "expert_cache",
             "hyper_all_reduce",
         }
     )
@@ -148,7 +149,7 @@ def test_without_a_compiler_nothing_of_cuda_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "device", refuse)
     linear = _chosen()["e8p_linear"]
     assert (linear.family, linear.refused["e8p_portable.cu"]) == ("triton", "no NVRTC here")
-    assert "cuda:0 none: all_gather, all_reduce, e8p_all_reduce, hyper_all_reduce" in env.kernels(0)
+    assert "cuda:0 none: all_gather, all_reduce, e8p_all_reduce, expert_cache, hyper_all_reduce" in env.kernels(0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -168,7 +169,7 @@ def test_env_names_families_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(family, "FORCED", "reference")
     behind, sole, only, *rest = env.kernels(0)
     assert behind == "cuda:0 portable: hyper_all_reduce (exchange.cu)"
-    assert sole == "cuda:0 portable only: all_gather, all_reduce, e8p_all_reduce"
+    assert sole == "cuda:0 portable only: all_gather, all_reduce, e8p_all_reduce, expert_cache"
     assert only.startswith("cuda:0 reference only: ")
     assert set(only.split(": ")[1].split(", ")) >= {"add_rms_norm", "e8p_linear", "sample"}
     assert rest == ["cuda:0 not deepseek_hyper_ranks.cu: ONEGRAPH_KERNELS is reference"]

@@ -25,10 +25,11 @@ from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
-from onegraph.api.memory import Memory, plan_load
+from onegraph.api.memory import Memory, plan_load, size_bytes
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import (
     is_index,
+    is_number,
     require,
     require_callable,
     require_count,
@@ -109,6 +110,9 @@ class LLM:
             Llama-like models on one device with an exact cache.
         capture: True runs the decode step as one CUDA graph, False eagerly, "split" breaks the graph around attention;
             None captures on a GPU.
+        expert_memory: GB of GPU memory for routed experts; the others stay in host memory, and a step copies those
+            that it needs (docs/guides/fit-your-gpu.md). None: all are on the GPU. For models of the Llama kind on one
+            GPU.
         adapters: directories of LoRA adapters by name, as peft saves them; `SamplingParams.adapter` chooses one for a
             request. For models of the Llama kind on one device.
         tokenizer: the checkpoint's own, if it was read already.
@@ -153,6 +157,7 @@ class LLM:
         device: str | torch.device = "auto",
         batch_invariant: bool = False,
         capture: bool | Literal["split"] | None = None,
+        expert_memory: float | None = None,
         adapters: Mapping[str, str | PathLike[str]] | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
@@ -175,6 +180,8 @@ class LLM:
         require_flag("batch_invariant", batch_invariant)
         fine = capture is None or isinstance(capture, bool) or capture == "split"
         require("capture", capture, fine, "True, False, 'split', or None for a graph where there is a GPU")
+        fine = expert_memory is None or (is_number(expert_memory) and expert_memory > 0)
+        require("expert_memory", expert_memory, fine, "GB above 0, or None for all experts on the GPU")
         fine = adapters is None or isinstance(adapters, Mapping)
         require("adapters", adapters, fine, "directories by name, or None")
         for name, folder in (adapters or {}).items():
@@ -202,7 +209,8 @@ class LLM:
             plan = plan_load(
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
-                adapters=paths, speculative=None if speculative is None else str(speculative),
+                adapters=paths, expert_memory=expert_memory,
+                speculative=None if speculative is None else str(speculative),
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
             self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len
@@ -225,6 +233,7 @@ class LLM:
                 drafts=speculative == MTP,
                 held=held,
                 adapters=paths,
+                expert_memory=size_bytes(expert_memory),
                 progress=None if progress is None else partial(progress, "loading"),
             )
         drafting = None

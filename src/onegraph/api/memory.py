@@ -18,10 +18,11 @@ from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.adapters import adapter_bytes
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle import EagleConfig, EagleHead
+from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.llama import Llama, attention_cache, unread_layers
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
-from onegraph.models.memory import free_cache_memory
+from onegraph.models.memory import GB, free_cache_memory
 from onegraph.models.qwen_mtp import DraftConfig, has_draft, has_layer
 from onegraph.models.shares import TPShard
 
@@ -75,9 +76,14 @@ def plan_load(
     kv_cache_tokens: int | None,
     gpus: int,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    expert_memory: float | None = None,
     speculative: str | None = None,
 ) -> LoadPlan:
     """Of the arguments of `LLM`. Reads no weights. Raises ValueError for what checkpoint or device rule out."""
+    if expert_memory is not None and device.type == "cpu":
+        raise ValueError(
+            f"expert_memory: got {expert_memory:g} GB on a CPU, whose memory has all experts; leave it out"
+        )
     kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
     config = parse_config(checkpoint.config)
     found, held = pick_precision(
@@ -94,9 +100,14 @@ def plan_load(
         )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
-        gpus=gpus, adapters=adapters, speculative=speculative,
+        gpus=gpus, adapters=adapters, experts=size_bytes(expert_memory), speculative=speculative,
     )  # fmt: skip
     return LoadPlan(found, held, kv, max_model_len, memory)
+
+
+def size_bytes(gb: float | None) -> int | None:
+    """Bytes of so many GB."""
+    return None if gb is None else int(gb * GB)
 
 
 def needed_memory(
@@ -111,6 +122,7 @@ def needed_memory(
     tokens: int | None,
     gpus: int,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    experts: int | None = None,
     speculative: str | None = None,
 ) -> Memory | None:
     """What loading will take, with adapters and what drafts; None for DeepSeek-V4, whose cache has kinds of state of
@@ -120,6 +132,7 @@ def needed_memory(
     it keeps exact because of their biases.
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
+    experts: bytes on the device that routed experts may take; None for all of them.
     """
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
@@ -127,7 +140,7 @@ def needed_memory(
     free = free_cache_memory(device)
     drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
-    weights = _weights(checkpoint, config, device, dtype, held) // gpus + drafting[0]
+    weights = _weights(checkpoint, config, device, dtype, held, experts) // gpus + drafting[0]
     if adapters:
         layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
         weights += adapter_bytes(adapters, config.family_name, layers, joined, dtype.itemsize)
@@ -139,9 +152,13 @@ def needed_memory(
 
 
 def _weights(
-    checkpoint: Checkpoint, config: LlamaConfig, device: torch.device, dtype: torch.dtype, held: Held | None
-) -> int:
+    checkpoint: Checkpoint, config: LlamaConfig, device: torch.device, dtype: torch.dtype, held: Held | None,
+    experts: int | None = None,
+) -> int:  # fmt: skip
     loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu", held=held)
+    if experts is not None:
+        loader.expert_memory = ExpertMemory(loader, config, experts, device)
+        return loader.weight_bytes
     if device.type == "cpu":  # which decodes codes at load
         loader.decoded = frozenset(loader.layers())
     found = loader.device_bytes()

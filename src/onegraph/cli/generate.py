@@ -110,6 +110,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; for DeepSeek-V4 exact or fp8 [exact]",
     )
+    parser.add_argument(
+        "--expert-memory",
+        type=number(float, 0, 1e6, open_low=True),
+        metavar="GB",
+        help="GPU memory for routed experts in GB; the others stay in host memory, from where each step copies those "
+        "that it needs [all on the GPU]",
+    )
     add_draft(parser)
     add_gpus(parser)
     add_device(parser)
@@ -184,6 +191,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     return chosen | {
         **gpus_of(args),
         "capture": CAPTURE[args.capture],
+        "expert_memory": args.expert_memory,
         **drafted(args),
     }
 
@@ -191,7 +199,8 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options() -> AbstractContextManager[None]:
     """`options` of the arguments of LLM that options of the commands name."""
     names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
-    return options(*names, *(f"{name}:" for name in names), "speculative:", "batch_invariant:", "kv_cache_tokens:")
+    single = "speculative", "batch_invariant", "kv_cache_tokens", "expert_memory"
+    return options(*names, *(f"{name}:" for name in (*names, *single)))
 
 
 def load(

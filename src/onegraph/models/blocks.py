@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.formats.dense import DENSE
-from onegraph.formats.weight import Part, WeightFormat
+from onegraph.formats.weight import Part
 from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
+from onegraph.models.expert_memory import HOST
 from onegraph.models.experts import ExpertTensors, read_expert, read_experts, read_stacks
 from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
@@ -261,19 +262,17 @@ def build_experts(
 ) -> MoE:
     """The feed-forward half of block `i`, of routed experts; `joined` and `peer` as for `build_block`."""
     prefix, share = config.prefix(i), share_of(peer)
-    last = None
+    last = shared_tensors(loader, routed, prefix, device, share) if joined else None
+    memory = loader.expert_memory
+    place = device if memory is None else HOST
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
-        if joined:
-            last = shared_tensors(loader, routed, prefix, loader.stack(down)[0], device, share)
         lie = {"interleaved": routed.fused, "transposed": routed.transposed}
-        experts = read_stacks(loader, gate_up, down, routed.gate, device, **lie, share=share, last=last)
+        experts = read_stacks(loader, gate_up, down, routed.gate, place, **lie, share=share, last=last)
     else:
         pairs, downs = routed.each
-        names, behind = [tuple(prefix + name for name in one) for one in pairs], [prefix + name for name in downs]
-        if joined:
-            last = shared_tensors(loader, routed, prefix, loader.format_of(behind[0]), device, share)
-        experts = read_experts(loader, names, behind, routed.gate, device, share, last)
+        names = [tuple(prefix + name for name in one) for one in pairs]
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, place, share, last)
     around = [loader.linear(prefix + name, device) for name in routed.around]
     bias = f"{prefix}{routed.router}.bias" if routed.fused else None
     bias = f"{prefix}{routed.correction}" if routed.sigmoid else bias
@@ -282,7 +281,7 @@ def build_experts(
         eps=config.eps,
         gate=build_router(loader, routed, prefix, device),
         bias=None if bias is None else loader.float32(bias, device),
-        experts=experts,
+        experts=experts if memory is None else memory.cached(experts),
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,
@@ -323,12 +322,14 @@ def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.devi
 
 
 def shared_tensors(
-    loader: Loader, routed: Routed, prefix: str, format: WeightFormat, device: torch.device, share: TPShard
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, share: TPShard
 ) -> ExpertTensors | None:
     """The expert of the block of `prefix` that every token uses, where it may be one more of the routed ones: of their
-    width, and in their codes. format: theirs. Of its hidden units a share."""
+    width, and in their codes. Of its hidden units a share."""
     if routed.shared is None or routed.shared.size != routed.size or routed.beside or routed.latent:
         return None
+    stacked = routed.stacked(prefix, loader.quantization)
+    format = loader.stack(prefix + routed.whole[1])[0] if stacked else loader.format_of(prefix + routed.each[1][0])
     *pair, down = (prefix + name for name in routed.shared.linears)
     return read_expert(loader, format, pair, down, device, share)
 

@@ -30,13 +30,14 @@ def read_expert(
     share: TPShard = ALL,
 ) -> ExpertTensors | None:
     """An expert from its names as one more of routed ones that are stored as `format`. None where it is none: not in
-    such codes, not one layer of them, not run in them, or adapters add to it.
+    such codes, not one layer of them, not run in them, adapters add to it, or the others stay in host memory.
 
     share: of its hidden units, those of a rank.
     """
     names = [*gate_up, down]
-    alike = format.coded and all(loader.format_of(name) is format for name in names)
-    if not alike or _held(loader, format) is not format or not all(loader.runs_as_stored(name) for name in names):
+    if loader.expert_memory is not None or _held(loader, format) is not format:
+        return None
+    if not all(loader.format_of(name) is format and loader.runs_as_stored(name) for name in names):
         return None
     rows, columns = _parts(loader, gate_up[0], share)
     both = format.join([loader.weight(name, device, rows)[1] for name in gate_up])
@@ -143,7 +144,7 @@ def _fused(
     if parts:
         matrices = (_joined(format, name, [format.part(one, part) for part in parts]) for one in matrices)
     matrices = (_as(made, loader, format, one) for one in matrices)
-    return _stack(made, min(loader.info(stored).shape[0] for stored in names.values()), matrices, last)
+    return _stack(loader, made, min(loader.info(stored).shape[0] for stored in names.values()), matrices, last)
 
 
 def _held(loader: Loader, format: WeightFormat) -> WeightFormat:
@@ -172,7 +173,7 @@ def _stacked(
             yield _as(made, loader, format, _joined(format, " and ".join(names), each))
 
     made = INT8 if loader.held == "int8" else format
-    return _stack(made, len(layers), matrices(), last)
+    return _stack(loader, made, len(layers), matrices(), last)
 
 
 def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensors:
@@ -185,12 +186,21 @@ def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensor
     return one
 
 
-def _stack(format: WeightFormat, count: int, matrices: Iterator[Tensors], last: Tensors | None) -> Weight:
+def _stack(
+    loader: Loader, format: WeightFormat, count: int, matrices: Iterator[Tensors], last: Tensors | None
+) -> Weight:
     """One weight of `count` matrices, each put in place as it comes, and `last` behind them."""
-    whole: Tensors = {}
     more = [] if last is None else [last]
+    count += len(more)
+
+    def empty(one: Tensors) -> Tensors:
+        if loader.expert_memory is not None:
+            return loader.expert_memory.empty(count, one)
+        return {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
+
+    whole: Tensors = {}
     for i, one in enumerate(chain(matrices, more)):
-        whole = whole or {key: tensor.new_empty((count + len(more), *tensor.shape)) for key, tensor in one.items()}
+        whole = whole or empty(one)
         for key, tensor in one.items():
             whole[key][i] = tensor
     return Weight(format, whole)

@@ -21,6 +21,7 @@ from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.adapters import read_adapters
 from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_layer, norm_weight, rotary_tables
 from onegraph.models.config import LlamaConfig
+from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import check_cache, check_weights, decode_unread
 from onegraph.models.shares import TPShard, check_ranks, head_part, share_of
@@ -107,6 +108,7 @@ class Llama(nn.Module):
         fused: bool = True,
         peer: Peer | None = None,
         adapters: Mapping[str, Path] | None = None,
+        expert_memory: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Llama":
         """Reads a checkpoint onto `device`; presence, shape and dtype of each tensor is checked first.
@@ -122,6 +124,8 @@ class Llama(nn.Module):
             fused: False runs every op of a layer alone: the other side of an A/B comparison.
             peer: load this rank's share of every layer.
             adapters: directories of LoRA adapters by name (`models/adapters.py`).
+            expert_memory: bytes on the device for routed experts; the others stay in host memory
+                (`models/expert_memory.py`). None: all are on the device.
             progress: called as progress(bytes read, bytes in all).
 
         Raises ValueError (CheckpointError among them) that names the field or tensor that is wrong.
@@ -134,6 +138,9 @@ class Llama(nn.Module):
         loader.check()
         if adapters:
             loader.adapters = read_adapters(adapters, config.family_name)
+        if expert_memory is not None:
+            memory = ExpertMemory(loader, config, expert_memory, device)
+            loader.expert_memory = None if memory.fits else memory
         if peer is not None:
             check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count

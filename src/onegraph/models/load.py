@@ -18,6 +18,7 @@ from onegraph.models.deepseek_v4_mtp import draft_bytes
 from onegraph.models.families import FAMILIES
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Held, Loader
+from onegraph.models.memory import GB
 from onegraph.models.ranks import Ranks
 from onegraph.ops import family
 
@@ -104,6 +105,7 @@ def load_decoder(
     held: Held | None = None,
     fused: bool = True,
     adapters: Mapping[str, Path] | None = None,
+    expert_memory: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Llama | ChainedLlama | Ranks | DeepseekV4:
     """`load` of the family's own class: see `Llama.load` and `DeepseekV4.load`.
@@ -113,7 +115,7 @@ def load_decoder(
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
         fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
-        held, fused, adapters: of the Llama family, see there; adapters on one device.
+        held, fused, adapters, expert_memory: of the Llama family, see there; the last two on one device.
         progress: called as progress(bytes read, bytes in all).
     """
     if gpus is not None and gpus > (found := torch.cuda.device_count()):
@@ -127,6 +129,12 @@ def load_decoder(
         kind = checkpoint.config.get("model_type")
         raise ValueError(
             f"adapters: got some for {kind!r} on {len(devices)} devices; allowed are models of the Llama kind on one"
+        )
+    if expert_memory is not None and (len(devices) > 1 or checkpoint.config.get("model_type") in CONFIGS):
+        kind = checkpoint.config.get("model_type")
+        raise ValueError(
+            f"expert_memory: got {expert_memory / GB:g} GB for {kind!r} on {len(devices)} devices; allowed are models "
+            "of the Llama kind on one"
         )
     if checkpoint.config.get("model_type") in CONFIGS:
         if held is not None:
@@ -153,4 +161,5 @@ def load_decoder(
     options["progress"] = progress
     if len(devices) > 1:
         return Ranks.load(checkpoint, devices, dtype, **options)
-    return chained(Llama.load(checkpoint, devices[0], dtype, adapters=adapters, **options))
+    alone: dict[str, Any] = {"adapters": adapters, "expert_memory": expert_memory}
+    return chained(Llama.load(checkpoint, devices[0], dtype, **alone, **options))

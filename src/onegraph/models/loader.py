@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, PackedLinear
 from onegraph.nn.lora import Adapters, LoraLinear
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
+
+if TYPE_CHECKING:
+    from onegraph.models.expert_memory import ExpertMemory
 
 Held = Literal["int8", "float16"]
 """How a CPU may hold the weights of linears: see `Loader`."""
@@ -83,6 +86,7 @@ class Loader:
         self._packing: deque[tuple[PackedLinear, int]] = deque()  # layers in the pool, and their bytes in float32
         self._untrimmed = 0
         self.adapters: Adapters | None = None  # whose additions linears are made with
+        self.expert_memory: ExpertMemory | None = None  # where experts stay in host memory
 
     # ---------------------------------------------------------------------------------------------- what must be there
 
@@ -176,6 +180,20 @@ class Loader:
             found[name] = experts * (format.device_bytes(n, k, self.dtype) + 4 * n * bias)
         return found
 
+    @property
+    def expert_bytes(self) -> dict[str, int]:
+        """Of `device_bytes`, those of routed experts, one by one or in stacks."""
+        part = self.parts.components.get("experts")
+        found = {} if part is None else self.device_bytes()
+        return {name: size for name, size in found.items() if part is not None and re.search(part.layers, name)}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes on the device of all weights."""
+        held = self.expert_memory
+        more = 0 if held is None else held.device_bytes - held.host_bytes
+        return sum(self.device_bytes().values()) + more
+
     def unread(self, device: torch.device) -> list[str]:
         """Linears in codes that no kernel of this GPU multiplies by as they are."""
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -198,7 +216,7 @@ class Loader:
         progress: called as progress(bytes read, bytes in all).
         """
         if progress is not None:
-            self._told = _Told(progress, sum(self.info(name).nbytes for unit in self.units for name in unit))
+            self._told = _Told(progress, sum(self.info(name).nbytes for name in self.stored if not self._ignored(name)))
         self._reading = True
         if self._packs and (threads := torch.get_num_threads()) > 1:
             self._pool = ThreadPoolExecutor(threads)
@@ -224,11 +242,13 @@ class Loader:
 
     @cached_property
     def units(self) -> list[list[str]]:
-        """What will be asked for, by the file's names and in about that order: the ends, each block, the rest."""
+        """What a device will ask for, by the file's names and in about that order: the ends, each block, the rest."""
         first = f"{self.parts.embedding[0]}.", f"{self.parts.head}."
         found: dict[tuple[int, str, int], list[str]] = {}
+        experts = () if self.expert_memory is None else self.expert_bytes
         for name, stored in self.stored.items():
-            if not self._ignored(name):
+            layers = name, name.rpartition(".")[0], name.rpartition("_")[0]  # a stack, a field of a layer or of a stack
+            if not self._ignored(name) and not any(layer in experts for layer in layers):
                 block = _BLOCK.match(name)
                 key = (1, block[1], int(block[2])) if block else (0 if name.startswith(first) else 2, "", 0)
                 found.setdefault(key, []).append(stored)

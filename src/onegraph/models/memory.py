@@ -73,7 +73,7 @@ def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     What is read becomes the model, so that besides there is a layer at most, whose parts are joined, what the file has
     in a wider dtype, and a linear in float32 where some are decoded.
     """
-    weights = sum(loader.device_bytes().values()) // ranks
+    weights = loader.weight_bytes // ranks
     wider = max(0, sum(loader.unit_bytes) // ranks - weights)
     sizes = (n * k for layer, (n, k, _) in loader.layers().items() if layer in loader.decoded)
     beside = max(loader.unit_bytes, default=0) // ranks + min(loader.landing_bytes, wider) + 4 * max(sizes, default=0)

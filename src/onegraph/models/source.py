@@ -74,6 +74,7 @@ class LlamaSource:
         routed = self.parsed.routed
         if routed is None or not isinstance(block.mlp, MoE):
             return []
+        assert isinstance(block.mlp.experts, Experts)  # none is loaded with a cache
         return [DenseExperts(routed.whole, block.mlp.experts)]
 
     def block_prefix(self, i: int) -> str:

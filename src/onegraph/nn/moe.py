@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onegraph.nn.block import Norm, Stream
+from onegraph.nn.expert_cache import CachedExperts
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
@@ -81,7 +82,7 @@ class MoE(RoutedAndShared):
         eps: float,
         gate: Tensor,
         bias: Tensor | None,
-        experts: Experts,
+        experts: Experts | CachedExperts,
         top_k: int,
         normalise: bool,
         groups: tuple[int, int, float] | None = None,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from onegraph.nn.expert_cache import CachedExperts
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear
 from onegraph.ops.activation import Gate
@@ -28,8 +29,8 @@ class SharedExpert(nn.Module):
     @classmethod
     def last_of(cls, experts: Experts) -> "SharedExpert":
         """The last expert of a stack in codes, in the same storage."""
-        sides = (Linear(weight.format, weight.at(-1)) for weight in (experts.gate_up, experts.down))
-        return cls(*sides, experts.gate)
+        gate_up, down = (Linear(weight.format, weight.at(-1)) for weight in (experts.gate_up, experts.down))
+        return cls(gate_up, down, experts.gate)
 
     def forward(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """x [..., D] -> [..., D]; weights: float32 [T, 1], what each of the T tokens' results is multiplied by."""
@@ -58,7 +59,7 @@ class RoutedAndShared(nn.Module):
         shared: that expert as a module of its own, which many tokens run; None where there is none.
     """
 
-    def __init__(self, experts: Experts, shared: SharedExpert | None, count: int) -> None:
+    def __init__(self, experts: Experts | CachedExperts, shared: SharedExpert | None, count: int) -> None:
         super().__init__()
         self.experts, self.shared = experts, shared
         self._one = None if experts.count == count else self._parts

@@ -7,7 +7,7 @@ records too, so this file imports nothing of ours.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ NAN_DRAFTS = -3  # none, since the model gave NaN beside drafts, which lies in t
 
 @dataclass(eq=False)
 class Call:
-    """Fields are Tensor, Written, list[Written], int, float, bool or str; any may be optional. The last ones may have
+    """Fields are Tensor, Written, lists of these, int, float, bool or str; any may be optional. The last ones may have
     a default."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -40,7 +40,7 @@ class Call:
         for name, kind in hints.items():
             optional = NoneType in get_args(kind)
             kind = get_args(kind)[0] if optional else kind
-            of = Written if kind == list[Written] else kind
+            of = get_args(kind)[0] if get_origin(kind) is list else kind
             text = (f"Tensor({next(marks)}!)" if of == Written else of.__name__) + "[]" * (of is not kind)
             default = f"={getattr(cls, name)}" if hasattr(cls, name) else ""
             found.append(f"{text}{'?' * optional} {name}{default}")
@@ -201,6 +201,25 @@ class E8PExperts(Call):
     limit: float
     alpha: float
     shift: float
+
+
+# Of a cache of experts: what its kernel takes, and its scores: a call takes 1 / 2**DECAY off them and adds 2**GAIN for
+# each bit of the number of tokens that chose the expert. Sums stay an int32: 31 bits in each call make 31 << 25.
+MAX_EXPERTS, MAX_FIELDS = 512, 16
+DECAY, GAIN = 10, 15
+
+
+@dataclass(eq=False)
+class ExpertCache(Call):
+    """See `ops.expert_cache.expert_cache`."""
+
+    experts: Tensor
+    host: list[Tensor]
+    slots: list[Written]
+    shared: list[Written]
+    resident: Written
+    score: Written
+    arrived: Written
 
 
 @dataclass(eq=False)
