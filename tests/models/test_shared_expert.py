@@ -240,3 +240,41 @@ def test_published_codes_join_where_gate_and_up_do(code: Any, said: dict[str, An
     model = load(tmp_path)
     assert all(half.together for half in halves(model))
     check(hf, model)
+
+
+# -------------------------------------------------------------------------------------------------------------- a GPU
+
+
+def on_gpu(path: Path) -> Llama:
+    with Checkpoint.open(path / "coded") as checkpoint:
+        return Llama.load(checkpoint, "cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["qwen3_5_moe", "glm4_moe"])
+def test_on_a_gpu_together_is_apart(variant: str, tmp_path: Path) -> None:
+    """Up to rounding; and two launches fewer, besides torch's."""
+    save(variant, tmp_path)
+    half = halves(on_gpu(tmp_path))[-1]
+    assert half.together
+    g = torch.Generator().manual_seed(0)
+    for tokens in (1, 5):
+        stream = Stream(*torch.randn(2, tokens, 1, 128, generator=g).cuda().bfloat16())
+        with torch.inference_mode():
+            one = half(stream).delta
+            joined, half._one = half._one, None
+            two = half(stream).delta
+            half._one = joined
+        assert one is not None
+        assert two is not None
+        assert (one - two).float().norm() < 1e-2 * two.float().norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_captured_is_eager(tmp_path: Path) -> None:
+    save("glm4_moe", tmp_path)
+    model, params = on_gpu(tmp_path), SamplingParams(max_tokens=20)
+    texts = [
+        Engine(model, max_batch=3, max_context=96, capture=capture).generate(ROWS, params) for capture in (True, False)
+    ]
+    assert texts[0] == texts[1]
