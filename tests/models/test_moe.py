@@ -153,6 +153,26 @@ def test_what_no_router_gives_is_refused(args: tuple[Any, ...], message: str) ->
         softmax_route(*args, False, False)
 
 
+@pytest.mark.parametrize("route", [softmax_route, kernel])
+def test_a_shared_expert_is_chosen_last(route: Any) -> None:
+    """Whatever its gate's logit is, which is no expert's; without a gate its weight is 1."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 0.0, 1.0, -2.0]])
+    experts, weights = route(logits, None, 2, True, True, True)
+    assert experts.tolist() == [[1, 2, 3], [0, 2, 3]]
+    torch.testing.assert_close(weights[:, 2], torch.tensor([9.0, -2.0]).sigmoid())
+    torch.testing.assert_close(weights[:, :2].sum(1), torch.ones(2))
+    experts, weights = route(logits, None, 2, True, True, False)
+    assert experts.tolist() == [[3, 1, 4], [0, 2, 4]]
+    assert weights[:, 2].tolist() == [1.0, 1.0]
+
+
+def test_a_gate_of_no_shared_expert_is_refused() -> None:
+    with pytest.raises(ValueError, match="gated is True and shared is False"):
+        softmax_route(torch.zeros(2, 4), None, 2, True, False, True)
+    with pytest.raises(ValueError, match=r"top_k is 4; logits \(2, 4\) must be .* and a column more"):
+        softmax_route(torch.zeros(2, 4), None, 4, True, True, True)
+
+
 # ----------------------------------------------------------------------------------------------------------- the block
 
 
