@@ -234,8 +234,8 @@ def test_what_was_exchanged_runs_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
-def test_published_codes_join_where_gate_and_up_do(code: Any, said: dict[str, Any], tmp_path: Path) -> None:
-    """NVFP4 keeps one gain a matrix: two of a gain of their own are no one layer without another."""
+def test_published_codes_join_too(code: Any, said: dict[str, Any], tmp_path: Path) -> None:
+    """Gate and up of NVFP4 have a gain each, which their rows keep."""
     hf = published("glm4_moe", tmp_path, code, said, n_shared_experts=1)
     model = load(tmp_path)
     assert all(half.together for half in halves(model))
@@ -253,7 +253,7 @@ def on_gpu(path: Path) -> Llama:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["qwen3_5_moe", "glm4_moe"])
 def test_on_a_gpu_together_is_apart(variant: str, tmp_path: Path) -> None:
-    """Up to rounding; and two launches fewer, besides torch's."""
+    """Up to rounding."""
     save(variant, tmp_path)
     half = halves(on_gpu(tmp_path))[-1]
     assert half.together
