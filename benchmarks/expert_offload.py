@@ -62,7 +62,7 @@ class Routes:
             self.rows = (self.at + self.each[:tokens]) % DRAWN
             self.at.add_(tokens)
         scores = self.tables[i].index_select(0, self.rows)
-        chosen: tuple[Tensor, Tensor] = softmax_route(scores, None, layer.top_k, layer.normalise)
+        chosen: tuple[Tensor, Tensor] = softmax_route(scores, None, layer.top_k, layer.normalise, False, False)
         return chosen
 
     def draw(self, kind: str) -> None:

@@ -386,10 +386,11 @@ def test_experts_of_groups_that_are_not_chosen_are_not(tmp_path: Path) -> None:
     """The best expert alone does not make its group: two of another together do."""
     scores = torch.tensor([[0.9, 0.1, 0.2, 0.6, 0.6, 0.5, 0.1, 0.3, 0.2]])
     logits = torch.logit(scores)
-    experts, weights = sigmoid_route(logits, torch.zeros(9), 2, 3, 1, True, 2.5)
+    experts, weights = sigmoid_route(logits, torch.zeros(9), 2, 3, 1, True, 2.5, False, False)
     assert sorted(experts[0].tolist()) == [3, 4]
     torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
-    experts, weights = sigmoid_route(logits, torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0, 0]), 2, 3, 1, False, 1.0)
+    bias = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0, 0])
+    experts, weights = sigmoid_route(logits, bias, 2, 3, 1, False, 1.0, False, False)
     assert experts[0].tolist() == [0, 1]
     torch.testing.assert_close(weights, torch.tensor([[0.9, 0.1]]), msg="the bias is for the choice alone")
 

@@ -90,7 +90,7 @@ def kernel(*args: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_weights_are_those_of_softmax_over_all_experts(normalise: bool) -> None:
     logits, bias = 3 * torch.randn(40, 24, generator=rng()), torch.randn(24, generator=rng(1))
-    experts, weights = softmax_route(logits, bias, 5, normalise)
+    experts, weights = softmax_route(logits, bias, 5, normalise, False, False)
     whole = (logits.double() + bias).softmax(1)
     wanted, order = whole.sort(1, descending=True)
     assert torch.equal(experts.long(), order[:, :5])
@@ -105,7 +105,7 @@ def test_equal_logits_choose_each_expert_once(route: Any) -> None:
     """Seven tie for the last three of five places; whichever are chosen, none is chosen twice and all weigh alike."""
     logits = torch.zeros(3, 9)
     logits[:, 4], logits[:, 7] = 2.0, 3.0
-    experts, weights = route(logits, None, 5, True)
+    experts, weights = route(logits, None, 5, True, False, False)
     for row, weight in zip(experts.tolist(), weights, strict=True):
         assert row[:2] == [7, 4]
         assert len(set(row)) == 5
@@ -115,7 +115,7 @@ def test_equal_logits_choose_each_expert_once(route: Any) -> None:
 
 
 def test_of_equal_logits_the_kernel_takes_the_first() -> None:
-    experts, _ = kernel(torch.tensor([[1.0, 5.0, 1.0, 5.0, 1.0]]), None, 4, False)
+    experts, _ = kernel(torch.tensor([[1.0, 5.0, 1.0, 5.0, 1.0]]), None, 4, False, False, False)
     assert experts.tolist() == [[1, 3, 0, 2]]
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_finite_names_experts_that_exist(route: Any, value: float) -
     """The experts' kernels read whatever is named. NaN stays NaN: an engine reports it by the logits."""
     some, all_of_it = torch.randn(2, 11, generator=rng()), torch.full((1, 11), value)
     some[0, 3] = value
-    experts, weights = route(torch.cat((some, all_of_it)), None, 4, False)
+    experts, weights = route(torch.cat((some, all_of_it)), None, 4, False, False, False)
     assert all(len(set(row)) == 4 and 0 <= min(row) <= max(row) < 11 for row in experts.tolist())
     assert weights[1].isfinite().all()
     assert weights[2].isnan().all()
@@ -135,7 +135,7 @@ def test_what_is_not_finite_names_experts_that_exist(route: Any, value: float) -
 
 def test_a_shut_out_expert_is_never_chosen() -> None:
     logits, bias = torch.randn(200, 6, generator=rng()), torch.tensor([0.0, 0, -1e4, 0, 0, 0])
-    assert 2 not in softmax_route(logits, bias, 5, True)[0]
+    assert 2 not in softmax_route(logits, bias, 5, True, False, False)[0]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,27 @@ def test_a_shut_out_expert_is_never_chosen() -> None:
 )
 def test_what_no_router_gives_is_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        softmax_route(*args)
+        softmax_route(*args, False, False)
+
+
+@pytest.mark.parametrize("route", [softmax_route, kernel])
+def test_a_shared_expert_is_chosen_last(route: Any) -> None:
+    """Whatever its gate's logit is, which is no expert's; without a gate its weight is 1."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 0.0, 1.0, -2.0]])
+    experts, weights = route(logits, None, 2, True, True, True)
+    assert experts.tolist() == [[1, 2, 3], [0, 2, 3]]
+    torch.testing.assert_close(weights[:, 2], torch.tensor([9.0, -2.0]).sigmoid())
+    torch.testing.assert_close(weights[:, :2].sum(1), torch.ones(2))
+    experts, weights = route(logits, None, 2, True, True, False)
+    assert experts.tolist() == [[3, 1, 4], [0, 2, 4]]
+    assert weights[:, 2].tolist() == [1.0, 1.0]
+
+
+def test_a_gate_of_no_shared_expert_is_refused() -> None:
+    with pytest.raises(ValueError, match="gated is True and shared is False"):
+        softmax_route(torch.zeros(2, 4), None, 2, True, False, True)
+    with pytest.raises(ValueError, match=r"top_k is 4; logits \(2, 4\) must be .* and a column more"):
+        softmax_route(torch.zeros(2, 4), None, 4, True, True, True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the block

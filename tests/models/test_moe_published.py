@@ -60,11 +60,11 @@ def nvfp4(layer: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return made, nvfp4_dequantize(codes, scale, gain.expand(len(weight)).contiguous())
 
 
-def published(variant: str, path: Path, code: Any, said: dict[str, Any]) -> Any:
+def published(variant: str, path: Path, code: Any, said: dict[str, Any], **changes: Any) -> Any:
     """All linears of a tiny model but its head as `code` writes them, under `path` / "coded", what is `said` of it in
     config.json or, where that is not its place, beside it; and the transformers model of what the codes stand for."""
     wide = {"moe_intermediate_size": 128} if variant in ("qwen3_moe", "glm4_moe") else {}
-    hf = save_hf(variant, path / "dense", **SIZED, **wide)
+    hf = save_hf(variant, path / "dense", **SIZED, **wide, **changes)
     source = Checkpoint.open(path / "dense")
     linears = [f"{name}.weight" for name in LlamaConfig.from_dict(source.config).parts.linears if name != "lm_head"]
     coded, stand_in = ({name: source.tensor(name) for name in source.names} for _ in range(2))

@@ -19,6 +19,7 @@ SHAPES = {
     "gpt-oss": (32, 4, 2880, 2880, GPT_OSS, True),
     "nine of many": (40, 9, 576, 256, PLAIN, True),
     "small": (5, 3, 64, 64, GPT_OSS, True),
+    "qwen3.5": (257, 9, 2048, 512, PLAIN, False),  # with the shared expert
 }
 
 
@@ -54,7 +55,14 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("shape", "bits"),
-    [*(("qwen3", bits) for bits in BITS), ("mixtral", 2), ("gpt-oss", 4), ("nine of many", 3), ("small", 3)],
+    [
+        *(("qwen3", bits) for bits in BITS),
+        ("mixtral", 2),
+        ("gpt-oss", 4),
+        ("nine of many", 3),
+        ("small", 3),
+        ("qwen3.5", 4),
+    ],
 )
 def test_experts(shape: str, bits: int) -> None:
     """Of each count that is launched otherwise, and twice the same bits."""
@@ -88,7 +96,7 @@ def test_all_tokens_choose_the_same(tokens: int) -> None:
     assert error(e8p_experts(x, chosen, gains, *rest), truth(x, chosen.clamp(0, 127), gains, rest)) < 4e-3
 
 
-@pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("shape", ["qwen3", "gpt-oss", "qwen3.5"])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64])
 def test_captured_is_eager_on_other_inputs(tokens: int, shape: str) -> None:
     """Of two layers behind one another, whose launches overlap; the result is poisoned before each replay."""

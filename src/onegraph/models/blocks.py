@@ -9,7 +9,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.weight import Part
 from onegraph.models.config import PER_LAYER, PER_LAYER_OF_MODEL, LlamaConfig
 from onegraph.models.expert_memory import HOST
-from onegraph.models.experts import read_experts, read_stacks
+from onegraph.models.experts import ExpertTensors, read_expert, read_experts, read_stacks
 from onegraph.models.latent import build_latent
 from onegraph.models.loader import Loader
 from onegraph.models.mixers import NoMixer
@@ -22,7 +22,7 @@ from onegraph.nn.block import MLP, InputLinear, Norm, Normed, ResidualLinear, Sc
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.latent import LatentAttention, LatentInputs
 from onegraph.nn.linear import dense
-from onegraph.nn.moe import Beside, GatedExpert, MoE
+from onegraph.nn.moe import Beside, MoE
 from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer, PerLayerEnd
 from onegraph.nn.recurrent import Inputs, Recurrent
@@ -248,35 +248,45 @@ def build_experts(
     peer: Peer | None = None,
 ) -> MoE:
     """The feed-forward half of block `i`, of routed experts; `joined` and `peer` as for `build_block`."""
-    prefix = config.prefix(i)
-    router, share = prefix + routed.router, share_of(peer)
-    stored = loader.info(f"{router}.weight").dtype
+    prefix, share = config.prefix(i), share_of(peer)
+    last = shared_tensors(loader, routed, prefix, device, share) if joined else None
     memory = loader.expert_memory
     place = device if memory is None else HOST
     if routed.stacked(prefix, loader.quantization):
         gate_up, down = (prefix + name for name in routed.whole)
         lie = {"interleaved": routed.fused, "transposed": routed.transposed}
-        experts = read_stacks(loader, gate_up, down, routed.gate, place, **lie, share=share)
+        experts = read_stacks(loader, gate_up, down, routed.gate, place, **lie, share=share, last=last)
     else:
         pairs, downs = routed.each
         names = [tuple(prefix + name for name in one) for one in pairs]
-        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, place, share)
+        experts = read_experts(loader, names, [prefix + name for name in downs], routed.gate, place, share, last)
     around = [loader.linear(prefix + name, device) for name in routed.around]
-    bias = f"{router}.bias" if routed.fused else f"{prefix}{routed.correction}" if routed.sigmoid else None
+    bias = f"{prefix}{routed.router}.bias" if routed.fused else None
+    bias = f"{prefix}{routed.correction}" if routed.sigmoid else bias
     return MoE(
         norm=norm_weight(loader, config, f"{prefix}{config.norms_at(i).mlp_in}.weight", device),
         eps=config.eps,
-        gate=loader.tensor(f"{router}.weight", device, torch.promote_types(stored, loader.dtype)),
+        gate=build_router(loader, routed, prefix, device),
         bias=None if bias is None else loader.float32(bias, device),
         experts=experts if memory is None else memory.cached(experts),
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,
-        shared=build_shared(loader, routed, prefix, device, joined, share),
+        shared=SharedExpert.last_of(experts) if last else build_shared(loader, routed, prefix, device, joined, share),
+        gated=routed.shared is not None and routed.shared.gated,
         peer=peer,
         beside=build_beside(loader, config, i, device) if routed.beside else None,
         latent=(around[0], around[1]) if around else None,
     )
+
+
+def build_router(loader: Loader, routed: Routed, prefix: str, device: torch.device) -> Tensor:
+    """The router of the block of `prefix` [E, D], and the gate of its shared expert as a row more; never rounded."""
+    names = [f"{prefix}{name}.weight" for name in routed.routers]
+    wide = loader.dtype
+    for name in names:
+        wide = torch.promote_types(wide, loader.info(name).dtype)
+    return torch.cat([loader.tensor(name, device, wide) for name in names])
 
 
 def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.device) -> Beside:
@@ -297,6 +307,19 @@ def build_beside(loader: Loader, config: LlamaConfig, i: int, device: torch.devi
     )
 
 
+def shared_tensors(
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, share: TPShard
+) -> ExpertTensors | None:
+    """The expert of the block of `prefix` that every token uses, where it may be one more of the routed ones: of their
+    width, and in their codes. Of its hidden units a share."""
+    if routed.shared is None or routed.shared.size != routed.size or routed.beside or routed.latent:
+        return None
+    stacked = routed.stacked(prefix, loader.quantization)
+    format = loader.stack(prefix + routed.whole[1])[0] if stacked else loader.format_of(prefix + routed.each[1][0])
+    *pair, down = (prefix + name for name in routed.shared.linears)
+    return read_expert(loader, format, pair, down, device, share)
+
+
 def build_shared(
     loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: TPShard
 ) -> SharedExpert | None:
@@ -306,12 +329,7 @@ def build_shared(
     *pair, down = (prefix + name for name in routed.shared.linears)
     parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * len(pair)
     half = loader.linear(down, device, columns(share, routed.shared.size))
-    sides = loader.siblings(pair, device, joined=joined, parts=parts), half
-    if not routed.shared.gated:
-        return SharedExpert(*sides, routed.gate)
-    name = f"{prefix}{routed.shared.name}_gate.weight"
-    wide = torch.promote_types(loader.info(name).dtype, loader.dtype)
-    return GatedExpert(*sides, routed.gate, loader.tensor(name, device, wide))
+    return SharedExpert(loader.siblings(pair, device, joined=joined, parts=parts), half, routed.gate)
 
 
 def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:

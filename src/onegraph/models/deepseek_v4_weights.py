@@ -5,15 +5,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from onegraph.formats.weight import WeightFormat
 from onegraph.models.deepseek_v4_config import DeepseekV4Config, Layer
-from onegraph.models.experts import read_experts
+from onegraph.models.experts import read_expert, read_experts
 from onegraph.models.loader import Loader
 from onegraph.models.shares import TPShard, check_shares, columns, refusal, rows, share_of
 from onegraph.nn.deepseek_attention import Compressor, DeepseekAttention
 from onegraph.nn.deepseek_moe import DeepseekMoE
-from onegraph.nn.experts import Experts
-from onegraph.nn.linear import Linear, dense, fuse
+from onegraph.nn.linear import dense, fuse
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import SharedExpert
 from onegraph.ops.activation import SwiGLU
@@ -77,18 +75,17 @@ def build_moe(
     prefix, gate, share = f"{layer.prefix}ffn.", SwiGLU(c.limit), share_of(peer)
     routed, shared = [f"{prefix}experts.{e}" for e in range(c.experts)], f"{prefix}shared_experts"
     format = loader.format_of(f"{routed[0]}.w1")
-    together = format.coded and all(loader.format_of(f"{shared}.{w}") is format for w in ("w1", "w2", "w3"))
-    names = [*routed, shared] if together else routed
-    pairs = [(f"{e}.w1", f"{e}.w3") for e in names]
-    experts = read_experts(loader, pairs, [f"{e}.w2" for e in names], gate, device, share)
+    last = read_expert(loader, format, (f"{shared}.w1", f"{shared}.w3"), f"{shared}.w2", device, share)
+    pairs = [(f"{e}.w1", f"{e}.w3") for e in routed]
+    experts = read_experts(loader, pairs, [f"{e}.w2" for e in routed], gate, device, share, last)
     part = rows(share, c.expert_size)
     return DeepseekMoE(
         gate=loader.tensor(f"{prefix}gate.weight", device),
         bias=None if layer.hashed else loader.float32(f"{prefix}gate.bias", device),
         table=loader.tensor(f"{prefix}gate.tid2eid", device, torch.int32) if layer.hashed else None,
         experts=experts,
-        shared=_last(experts, format)
-        if together
+        shared=SharedExpert.last_of(experts)
+        if last
         else SharedExpert(
             loader.siblings([f"{shared}.w1", f"{shared}.w3"], device, parts=[part, part]),
             loader.linear(f"{shared}.w2", device, columns(share, c.expert_size)),
@@ -124,7 +121,3 @@ def _obstacle(loader: Loader, c: DeepseekV4Config, ranks: int, layers: Iterable[
             if why := refusal(loader.format_of(name), *sizes[name][:2], part):
                 return f"{name} in {loader.format_of(name)}: {why}"
     return ""
-
-
-def _last(experts: Experts, format: WeightFormat) -> SharedExpert:
-    return SharedExpert(Linear(format, experts.gate_up.at(-1)), Linear(format, experts.down.at(-1)), experts.gate)

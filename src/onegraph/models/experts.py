@@ -1,6 +1,7 @@
 """Routed experts from the tensors of a checkpoint: one by one, or all of a layer in one tensor each."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,6 +17,40 @@ from onegraph.nn.linear import Weight
 from onegraph.ops.activation import Gate, parts_of
 from onegraph.ops.weight import weight_ops
 
+# Both matrices of an expert: gate rows and up rows behind them (`ReLU2`: up alone), and down.
+ExpertTensors = tuple[Tensors, Tensors]
+
+
+def read_expert(
+    loader: Loader,
+    format: WeightFormat,
+    gate_up: Sequence[str],
+    down: str,
+    device: torch.device,
+    share: TPShard = ALL,
+) -> ExpertTensors | None:
+    """An expert from its names as one more of routed ones that are stored as `format`. None where it is none: not in
+    such codes, not one layer of them, not run in them, adapters add to it, or the others stay in host memory.
+
+    share: of its hidden units, those of a rank.
+    """
+    names = [*gate_up, down]
+    if loader.expert_memory is not None or _held(loader, format) is not format:
+        return None
+    if not all(loader.format_of(name) is format and loader.runs_as_stored(name) for name in names):
+        return None
+    rows, columns = _parts(loader, gate_up[0], share)
+    both = format.join([loader.weight(name, device, rows)[1] for name in gate_up])
+    return None if both is None else (both, loader.weight(down, device, columns)[1])
+
+
+def _parts(loader: Loader, front: str, share: TPShard) -> tuple[Part, Part]:
+    """Rows of the linears `front`, and columns of those behind."""
+    if share.whole:
+        return WHOLE, WHOLE
+    rows = share.span(loader.layers()[front][0])
+    return Part(rows=rows), Part(columns=rows)
+
 
 def read_experts(
     loader: Loader,
@@ -24,12 +59,13 @@ def read_experts(
     gate: Gate,
     device: torch.device,
     share: TPShard = ALL,
+    last: ExpertTensors | None = None,
 ) -> Experts:
     """Routed experts from the names of each one's gate and up (`ReLU2`: up alone), and down; of one format, each put in
     place as it comes.
 
-    share: of each expert's hidden units, those of a rank. Raises CheckpointError that names the first expert of another
-    format.
+    share: of each expert's hidden units, those of a rank. last: one more behind them, of the same format. Raises
+    CheckpointError that names the first expert of another one.
     """
     format = loader.format_of(down[0])
     if weight_ops(format).experts is None:
@@ -40,11 +76,11 @@ def read_experts(
                 f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
                 "one kind"
             )
-    part = WHOLE if share.whole else Part(rows=share.span(loader.layers()[gate_up[0][0]][0]))
-    columns = WHOLE if share.whole else Part(columns=part.rows)
+    rows, columns = _parts(loader, gate_up[0][0], share)
+    front, behind = last or (None, None)
     return Experts(
-        _stacked(loader, format, [list(names) for names in gate_up], device, part),
-        _stacked(loader, format, [[name] for name in down], device, columns),
+        _stacked(loader, format, [list(names) for names in gate_up], device, rows, front),
+        _stacked(loader, format, [[name] for name in down], device, columns, behind),
         gate,
     )
 
@@ -59,13 +95,15 @@ def read_stacks(
     interleaved: bool = False,
     transposed: bool = False,
     share: TPShard = ALL,
+    last: ExpertTensors | None = None,
 ) -> Experts:
     """Routed experts that a file holds in one tensor each (`formats/fused.py`), read expert by expert.
 
     gate_up, down: names without `_blocks`; biases are beside both or neither. interleaved: rows of gate_up are
     gate, up, gate, up and so on, as gpt-oss has them, unless the format mixes rows; otherwise all gate rows come
-    first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank. Raises
-    CheckpointError that names what is missing, or stored in another way than its partner.
+    first. transposed: dense ones lie [E, k, n]. share: of each expert's hidden units, those of a rank.
+    last: as in `read_experts`. Raises CheckpointError that names what is missing, or stored in another way than its
+    partner.
     """
     kinds = {name: loader.stack(name)[0] for name in (gate_up, down)}
     biased = [f"{name}_bias" in loader for name in kinds]
@@ -85,16 +123,18 @@ def read_stacks(
         first, second = biases
         first = torch.cat([first[:, slice(*part.rows)] for part in rows if part.rows is not None], dim=1)
         biases = first, second if share.rank == 0 else torch.zeros_like(second)  # which is added once
+    front, behind = last or (None, None)
     both = (
-        _fused(loader, gate_up, device, interleaved, transposed, rows),
-        _fused(loader, down, device, False, transposed, columns),
+        _fused(loader, gate_up, device, interleaved, transposed, rows, front),
+        _fused(loader, down, device, False, transposed, columns, behind),
     )
     return Experts(*both, gate, biases)
 
 
 def _fused(
-    loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part]
-) -> Weight:
+    loader: Loader, name: str, device: torch.device, interleaved: bool, transposed: bool, parts: Sequence[Part],
+    last: Tensors | None,
+) -> Weight:  # fmt: skip
     """One weight [E, n, k]; of each matrix these parts, one behind the other, or all of it."""
     format, names = loader.stack(name)
     matrices = loader.matrices(name, device, transposed)
@@ -104,7 +144,7 @@ def _fused(
     if parts:
         matrices = (_joined(format, name, [format.part(one, part) for part in parts]) for one in matrices)
     matrices = (_as(made, loader, format, one) for one in matrices)
-    return _stack(loader, made, min(loader.info(stored).shape[0] for stored in names.values()), matrices)
+    return _stack(loader, made, min(loader.info(stored).shape[0] for stored in names.values()), matrices, last)
 
 
 def _held(loader: Loader, format: WeightFormat) -> WeightFormat:
@@ -122,8 +162,9 @@ def _as(made: WeightFormat, loader: Loader, format: WeightFormat, tensors: Tenso
 
 
 def _stacked(
-    loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device, part: Part
-) -> Weight:
+    loader: Loader, format: WeightFormat, layers: Sequence[Sequence[str]], device: torch.device, part: Part,
+    last: Tensors | None,
+) -> Weight:  # fmt: skip
     """One weight [E, n, k] whose matrices are the joined `layers` of each expert, a part of each."""
 
     def matrices() -> Iterator[Tensors]:
@@ -132,7 +173,7 @@ def _stacked(
             yield _as(made, loader, format, _joined(format, " and ".join(names), each))
 
     made = INT8 if loader.held == "int8" else format
-    return _stack(loader, made, len(layers), matrices())
+    return _stack(loader, made, len(layers), matrices(), last)
 
 
 def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensors:
@@ -145,8 +186,12 @@ def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensor
     return one
 
 
-def _stack(loader: Loader, format: WeightFormat, count: int, matrices: Iterator[Tensors]) -> Weight:
-    """One weight of `count` matrices, each put in place as it comes."""
+def _stack(
+    loader: Loader, format: WeightFormat, count: int, matrices: Iterator[Tensors], last: Tensors | None
+) -> Weight:
+    """One weight of `count` matrices, each put in place as it comes, and `last` behind them."""
+    more = [] if last is None else [last]
+    count += len(more)
 
     def empty(one: Tensors) -> Tensors:
         if loader.expert_memory is not None:
@@ -154,7 +199,7 @@ def _stack(loader: Loader, format: WeightFormat, count: int, matrices: Iterator[
         return {key: tensor.new_empty((count, *tensor.shape)) for key, tensor in one.items()}
 
     whole: Tensors = {}
-    for i, one in enumerate(matrices):
+    for i, one in enumerate(chain(matrices, more)):
         whole = whole or empty(one)
         for key, tensor in one.items():
             whole[key][i] = tensor

@@ -371,8 +371,15 @@ class Loader:
         made = Linear(format, tensors, bias)
         if self.held == "int8" and layer != self.parts.head:
             return made.int8()
-        decode = self.decode or self.held or layer in self.decoded
-        return made.dense(self.dtype) if decode and format.coded else made
+        return made.dense(self.dtype) if format.coded and self._decodes(layer) else made
+
+    def _decodes(self, layer: str) -> bool:
+        return self.decode or self.held is not None or layer in self.decoded
+
+    def runs_as_stored(self, layer: str) -> bool:
+        """Whether a linear is run in the codes that the file has, and no adapter adds to it."""
+        adapted = self.adapters is not None and self.adapters.changes(layer)
+        return self.format_of(layer).coded and not self._decodes(layer) and not adapted
 
     @property
     def _packs(self) -> bool:

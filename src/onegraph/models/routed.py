@@ -178,6 +178,12 @@ class Routed:
         return _NAMES[self.family][0]
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """Within a block, what the rows of the router come from: its own, and the shared expert's gate."""
+        gate = () if self.shared is None or not self.shared.gated else (f"{self.shared.name}_gate",)
+        return self.router, *gate
+
+    @property
     def correction(self) -> str:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
         if self.family == "lfm2_moe":
@@ -243,10 +249,10 @@ class Routed:
 
     def tensors(self, hidden: int) -> dict[str, tuple[Shape, Dtypes]]:
         """What stays as it is in a block, by the name within it: the router, and the shared expert's gate."""
-        shapes: dict[str, Shape] = {f"{self.router}.weight": (self.count, hidden)}
+        shapes: dict[str, Shape] = dict.fromkeys((f"{name}.weight" for name in self.routers), (1, hidden))
+        shapes |= {f"{self.router}.weight": (self.count, hidden)}
         shapes |= {f"{self.router}.bias": (self.count,)} if self.fused else {}
         shapes |= {self.correction: (self.count,)} if self.sigmoid else {}
-        shapes |= {f"{self.shared.name}_gate.weight": (1, hidden)} if self.shared and self.shared.gated else {}
         if self.beside:
             shapes |= {"router.scale": (hidden,), "router.per_expert_scale": (self.count,)}
             shapes |= {f"{name}.weight": (hidden,) for name in (*BESIDE_NORMS, ROUTED_IN)}

@@ -1,15 +1,15 @@
 """The feed-forward half of a DeepSeek-V4 block: routed experts and one shared expert."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onegraph.nn.experts import Experts
-from onegraph.nn.shared_expert import FEW
+from onegraph.nn.shared_expert import FEW, RoutedAndShared, SharedExpert
 from onegraph.ops.deepseek_moe import deepseek_route
 from onegraph.ops.linear import linear
 
 
-class DeepseekMoE(nn.Module):
+class DeepseekMoE(RoutedAndShared):
     """x [B, Q, D], tokens int64 [B, Q] -> [B, Q, D]; of a rank, which has some hidden units, its part of the sum.
 
     Args:
@@ -31,11 +31,11 @@ class DeepseekMoE(nn.Module):
         bias: Tensor | None,
         table: Tensor | None,
         experts: Experts,
-        shared: nn.Module,
+        shared: SharedExpert,
         top_k: int,
         scale: float,
     ) -> None:
-        super().__init__()
+        super().__init__(experts, shared, gate.shape[0])
         if bias is not None and table is not None:
             raise ValueError("bias and table are both given; a layer routes by scores or by the token, not by both")
         if table is not None and table.numel():
@@ -44,16 +44,10 @@ class DeepseekMoE(nn.Module):
                 raise ValueError(
                     f"table names experts {int(low)} to {int(high)}; the layer has 0 to {gate.shape[0] - 1}"
                 )
-        self.experts, self.shared, self.top_k, self.scale = experts, shared, top_k, scale
-        self._one = (experts, shared) if experts.count > gate.shape[0] else None
+        self.top_k, self.scale = top_k, scale
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.float())
         self.register_buffer("table", None if table is None else table.to(torch.int32).contiguous())
-
-    @property
-    def together(self) -> bool:
-        """Whether `experts` holds the shared expert; not where either of the two was exchanged since."""
-        return self._one == (self.experts, self.shared)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -63,5 +57,6 @@ class DeepseekMoE(nn.Module):
             logits, self.bias, self.table, tokens.flatten(), self.top_k, self.scale, together
         )
         out = self.experts(flat, experts, weights).view_as(x)
+        assert self.shared is not None
         result: Tensor = out if together else out + self.shared(x)
         return result

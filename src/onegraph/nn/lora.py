@@ -34,13 +34,17 @@ class Adapters:
         self.slots: Tensor | None = None
         self._used: set[str] = set()
 
+    def changes(self, layer: str) -> bool:
+        """Whether any adapter adds to the layer."""
+        return any(layer in adapter for adapter in self._layers)
+
     def wrap(
         self, linear: Linear | ConcatLinear, layers: Sequence[tuple[str, int]], device: torch.device, dtype: torch.dtype
     ) -> "LoraLinear | None":
         """The linear with what adapters add to `layers`, which are its outputs in order: name and number of outputs of
         each. None where they add nothing. Raises ValueError for an adapter of another size."""
         self._used.update(name for name, _ in layers)
-        found = [name for name, _ in layers if any(name in adapter for adapter in self._layers)]
+        found = [name for name, _ in layers if self.changes(name)]
         if not found:
             return None
         n, k = sum(size for _, size in layers), _inputs(linear)

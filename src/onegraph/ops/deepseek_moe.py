@@ -10,6 +10,7 @@ from onegraph.ops.activation import ReLU2, between, check_gate, parts_of
 from onegraph.ops.checks import FLOATS, check_tensors
 from onegraph.ops.deepseek_compress import INT32
 from onegraph.ops.registry import Case, Op, nbytes, register
+from onegraph.ops.route import with_shared
 
 
 def _deepseek_route(
@@ -23,8 +24,7 @@ def _deepseek_route(
     weights = scores.gather(1, experts)
     weights = weights / (weights.sum(1, keepdim=True) + 1e-20) * scale
     if shared:
-        experts = torch.nn.functional.pad(experts, (0, 1), value=logits.shape[1])
-        weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)
+        experts, weights = with_shared(experts, weights, logits.shape[1], None)
     return experts.to(INT32), weights
 
 

@@ -160,6 +160,8 @@ e8p_experts = register(
         cases=(
             *(_case(1, 8, 16, 256, 128, bits) for bits in BITS),
             _case(1, 4, 8, 320, 192, 4, gate=GPT_OSS, biases=True),
+            _case(1, 9, 12, 320, 128, 4),
+            _case(1, 11, 13, 256, 384, 2, biases=True),
             *(_case(5, 3, 7, 192, 256, bits, crowded=True) for bits in BITS),
             _case(17, 2, 3, 320, 64, 2, gate=GPT_OSS, biases=True, crowded=True),
             _case(64, 4, 24, 128, 64, 3, crowded=True),

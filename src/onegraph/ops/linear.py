@@ -10,6 +10,7 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 
 def _linear(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    x = x.to(weight.dtype)
     if wide and x.is_cuda and x.dtype != torch.float32:
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)  # torch has this on CUDA only
         return out.view(*x.shape[:-1], -1)
@@ -25,8 +26,11 @@ def _on_gpu(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, wide: bool) -> None:
-    if x.dtype not in FLOATS or weight.dtype != x.dtype:
-        raise ValueError(f"linear: x is {x.dtype}, weight {weight.dtype}; allowed is one of float32, bfloat16, float16")
+    if x.dtype not in FLOATS or (weight.dtype != x.dtype and not (wide and weight.dtype == torch.float32)):
+        raise ValueError(
+            f"linear: x is {x.dtype}, weight {weight.dtype}; allowed is one of float32, bfloat16, float16, and a "
+            "weight of float32 where the result is"
+        )
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"linear: x is {tuple(x.shape)}, weight {tuple(weight.shape)}; they must be [..., k] and [n, k]"
@@ -35,12 +39,16 @@ def _check(x: Tensor, weight: Tensor, wide: bool) -> None:
         raise ValueError(f"linear: x is on {x.device}, weight on {weight.device}; move them to one device")
 
 
-def _case(shape: tuple[int, ...], n: int, wide: bool = False) -> Case:
+def _case(shape: tuple[int, ...], n: int, wide: bool = False, *, exact: bool = False) -> Case:
+    """exact: the weight is float32 whatever x is."""
+
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
         weight = torch.randn(n, shape[-1], generator=generator) * shape[-1] ** -0.5
-        return torch.randn(shape, generator=generator).to(device, dtype), weight.to(device, dtype), wide
+        weight = weight.to(device, torch.float32 if exact else dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype), weight, wide
 
-    return Case(name=f"{'x'.join(map(str, shape))}->{n}{' wide' if wide else ''}", make=make)
+    name = f"{'x'.join(map(str, shape))}->{n}{' wide' if wide else ''}"
+    return Case(name=name + " of float32" * exact, make=make)
 
 
 linear = register(
@@ -55,7 +63,8 @@ linear = register(
         check=_check,
         cases=(
             _case((1, 1, 4096), 256, True), _case((1, 72), 131), _case((2, 2, 576), 75), _case((17, 96), 49, True),
-            _case((96,), 49, True), _case((1, 40), 17000, True),
+            _case((96,), 49, True), _case((1, 40), 17000, True), _case((2, 136), 33, True, exact=True),
+            _case((9, 72), 20, True, exact=True),
         ),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
         bytes_moved=lambda x, weight, wide: (
@@ -64,9 +73,9 @@ linear = register(
         flops=lambda x, weight, wide: 2 * x.numel() * weight.shape[0],
     )
 )  # fmt: skip
-"""x [..., k], weight [n, k] of one dtype -> [..., n] summed in float32, in x's dtype or (`wide`) in float32. On a CPU
-the result passes through x's dtype: torch has no mixed product there, and widening a vocabulary's weight in every step
-would cost more."""
+"""x [..., k], weight [n, k] of one dtype -> [..., n] summed in float32, in x's dtype or (`wide`) in float32, for which
+the weight may be float32 beside any x. On a CPU the result passes through the weight's dtype: torch has no mixed
+product there, and widening a vocabulary's weight in every step would cost more."""
 
 
 def _beside_norm(x: Tensor, weight: Tensor, low: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:

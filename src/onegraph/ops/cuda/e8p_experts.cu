@@ -9,7 +9,8 @@
 //   e8p_experts          MODE 0 (plain): y = out_scale * H_n(sum) + bias, a pair a row, float32
 //                        MODE 1 (gated): a tile is 128 gate rows and their 128 up rows, which end in SwiGLU and the
 //                        rotation of what comes next; n / 2 is a multiple of 128
-//                        MODE 2 (summed): one token; the cluster has all of its experts, whose results are added up
+//                        MODE 2 (summed): one token; the cluster has all of its experts, EACH a block, one after the
+//                        other; their results are added up
 //   e8p_experts_prepare  a warp a pair and slice: x, or SwiGLU of gate and up, rotated and in the bytes of the product
 //   e8p_experts_combine  the weighted sum of each token's pairs
 //
@@ -20,8 +21,8 @@
 // Set when compiled: BITS, HALF (1: x and the result are float16, 0: bfloat16), MODE, ONE, SOURCE (0: prepared bytes, 1: x,
 // 2: what MODE 1 gives), SILU (prepare: x is gate | up, float32), GROUPS (chunks are of 4 * GROUPS; ONE: of one), DEPTH (row tiles of
 // codes that a warp has under way), ACROSS and DOWN (warps side by side in k, and in rows), BLOCKS (of 128 rows, of a
-// tile), PARTS (of k), SLOTS (experts of a cluster), PER_SM (blocks
-// that an SM is to hold), EARLY (experts were there before the launch in front), and N, K.
+// tile), PARTS (of k), SLOTS (blocks of a cluster that share its experts), EACH (experts of such a block at most), PER_SM
+// (blocks that an SM is to hold), EARLY (experts were there before the launch in front), and N, K.
 
 #if PORTABLE
 #define E81B_RUN 64  // its table in half the bytes: 99 KB hold no more
@@ -41,10 +42,11 @@ constexpr int TURNS = (PER_PART + ACROSS - 1) / ACROSS;
 constexpr int TILES = MODE == GATED ? N / 2 / ROWS : (N + BLOCKS * ROWS - 1) / (BLOCKS * ROWS);
 constexpr int IN_BLOCK = K % 128 ? 64 : 128, OUT_BLOCK = N % 128 ? 64 : 128;
 constexpr int SENT = MODE == GATED ? 2 : 1;  // runs of 128 rows that a block of a cluster gives
-constexpr int MAX_PAIRS = 1024, MAX_EXPERTS = 512;
+constexpr int MAX_PAIRS = 1024, MAX_EXPERTS = 528;
 constexpr int BARRIERS = 128;
 static_assert(ROW_TILES % DOWN == 0 && (MODE != GATED || (BLOCKS == 2 && N % 256 == 0)) && (ONE || CLUSTER == 1));
 static_assert(MODE != SUMMED || (ONE && BLOCKS == 1));
+static_assert(EACH == 1 || (MODE == SUMMED && CLUSTER > 1));
 
 struct Arguments {
   const void* x;            // FROM_X: [tokens, K]; FROM_GATED: float [pairs, K]; prepare with SILU: float [pairs, 2 K]
@@ -95,10 +97,10 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   const int pairs = a.tokens * a.top_k;
   for (int e = threadIdx.x; e < a.matrices; e += WARPS * 32) chunks.pairs[e] = 0;
   __syncthreads();
-  constexpr int EACH = (MAX_PAIRS + WARPS * 32 - 1) / (WARPS * 32);
-  int expert[EACH], place[EACH];
+  constexpr int RUN = (MAX_PAIRS + WARPS * 32 - 1) / (WARPS * 32);
+  int expert[RUN], place[RUN];
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
+  for (int i = 0; i < RUN; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
     expert[i] = expert_of(a, pair);
@@ -127,14 +129,14 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
+  for (int i = 0; i < RUN; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
     chunks.order[chunks.pairs[expert[i]] + place[i]] = pair;  // as they arrived
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
+  for (int i = 0; i < RUN; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
     const int e = expert[i], begin = chunks.pairs[e], end = e + 1 < a.matrices ? chunks.pairs[e + 1] : pairs;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void find_chunks(const Arguments& a) {
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < EACH; i++) {
+  for (int i = 0; i < RUN; i++) {
     const int pair = threadIdx.x + i * WARPS * 32;
     if (pair >= pairs) break;
     chunks.order[place[i]] = pair;
@@ -156,10 +158,11 @@ struct Item {
   __device__ __forceinline__ int pair(int i) const { return ONE ? first : chunks.order[first + i]; }
 };
 __device__ __forceinline__ Item item_at(const Arguments& a, int item, int slot) {
-  if (ONE) {
-    const int pair = MODE == SUMMED ? slot : item / TILES;
-    return {MODE == SUMMED ? item : item % TILES, expert_of(a, pair), pair, 1};
+  if (MODE == SUMMED) {
+    const int pair = slot * EACH + item;
+    return {(int)blockIdx.x / CLUSTER, expert_of(a, pair), pair, 1};
   }
+  if (ONE) return {item % TILES, expert_of(a, item / TILES), item / TILES, 1};
   const int chunk = item / TILES;
   return {item % TILES, chunks.expert[chunk], chunks.first[chunk], chunks.size[chunk]};
 }
@@ -365,8 +368,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
     pdl_trigger();
   }
   if (!ONE) find_chunks(a);
-  const int first_item = blockIdx.x / CLUSTER, step = ONE ? 1 : gridDim.x;
-  const int items = ONE ? first_item + 1 : chunks.count * TILES;
+  const int first_item = MODE == SUMMED ? 0 : blockIdx.x / CLUSTER, step = ONE ? 1 : gridDim.x;
+  const int items = MODE == SUMMED ? min(EACH, a.top_k - slot * EACH) : ONE ? first_item + 1 : chunks.count * TILES;
 
   // The ring: what a lane copies it reads itself.
   constexpr u32 ROW_BYTES = K / 4, REST_BYTES = BITS == 4 ? K / 4 : K / 8;
@@ -434,6 +437,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
   int place = 0;
 #endif
   const u32 bank = bank_of(base, lane);
+  float4 kept = make_float4(0.f, 0.f, 0.f, 0.f);  // of a block's experts so far
 #pragma unroll 1
   for (int at = first_item; at < items; at += step) {
     const Item item = item_at(a, at, slot);
@@ -481,10 +485,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
     };
 #if !PORTABLE
     if (CLUSTER > 1) {  // one token: the parts go to the first block, summed ones as outputs
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (warp < SENT) {
+        v = total(0, warp);
+        if (MODE == SUMMED)
+          v = outputs(v, a, item.expert, item.tile * ROWS + lane * 4, a.weights[item.first], part == 0, lane);
+      }
+      if (EACH > 1) {
+        add_to(v, kept);
+        if (at + 1 < items) {
+          kept = v;
+          __syncthreads();  // the sums of this expert are read
+          continue;
+        }
+      }
       all_begun();
       if (warp < SENT) {
-        float4 v = total(0, warp);
-        if (MODE == SUMMED) v = outputs(v, a, item.expert, item.tile * ROWS + lane * 4, a.weights[slot], part == 0, lane);
         send(at_rank(received + (rank * SENT + warp) * ROWS + lane * 4, 0), v, at_rank(sent, 0));
       }
       if (rank || warp) return;

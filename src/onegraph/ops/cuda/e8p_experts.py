@@ -1,7 +1,8 @@
 """Routed experts in E8P for 1 to 64 tokens on a GPU: how `e8p_experts.cu` is cut, and which launches a call takes.
 
-    one token                    gate-up, down: two launches, whose clusters hold all that is added up; and combine,
-                                 where the portable form runs, which has no clusters
+    one token                    gate-up, down: two launches, whose clusters hold all that is added up, where a token
+                                 has more than `CLUSTER` experts several a block; and combine, where the portable form
+                                 runs, which has no clusters
     2 to `FRESH` tokens          gate-up, down, combine
     more                         prepare, gate-up, down, combine
     F no multiple of 128         prepare, gate-up, prepare (SwiGLU), down, combine, for any number of tokens
@@ -25,11 +26,12 @@ from onegraph.ops.cuda.launcher import Launch, aligned, launch
 
 PLAIN, GATED, SUMMED = 0, 1, 2  # MODE
 PREPARED, FROM_X, FROM_GATED = 0, 1, 2  # SOURCE
-MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 512
+MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 528  # 512 and a shared one
 CHUNKS = 9344  # bytes of `Chunks` of e8p_experts.cu, rounded up
 BARRIERS = 128
 WARPS, ACROSS = 16, 8  # of a block at most; side by side in k
 CLUSTER = 8  # blocks at most
+EACH = 2  # experts of a block at most, where one token's are added up
 DEPTHS = {2: (4, 3, 2), 3: (3, 2), 4: (3, 2)}  # row tiles of codes that a warp has under way, by bits: what fits first
 # The same of the portable form, which has them in registers; and warps of a block at most, by groups of tokens.
 PLAIN_DEPTHS, PLAIN_WARPS = {2: (4, 2, 1), 3: (2, 1), 4: (2, 1)}, {1: 16, 2: 8}
@@ -63,6 +65,7 @@ class ExpertTiling:
     blocks: int
     parts: int
     slots: int
+    each: int
     per_sm: int
     early: bool
     across: int
@@ -118,8 +121,8 @@ class ExpertTiling:
         clusters = self.tiles * (experts if self.mode == GATED else 1)
         at_once = device.sms if self.cluster == 1 else device.at_once(self.cluster, self.per_sm)
         waves = -(-clusters // max(1, at_once))
-        issue = self.slices * self.blocks * ROWS / 16 * 0.02
-        latency = self.turns * 0.16
+        issue = self.each * self.slices * self.blocks * ROWS / 16 * 0.02
+        latency = self.each * self.turns * 0.16
         return waves * (max(issue, latency) * (1 if bits == 2 else 1.8) + 1.5) + 0.1 * self.cluster
 
     def defines(self, bits: int, half: bool) -> dict[str, int]:
@@ -148,7 +151,8 @@ def cuts(
 ) -> list[ExpertTiling]:
     """Every cut of one matrix."""
     found = []
-    slots = top_k if mode == SUMMED else 1
+    each = -(-top_k // CLUSTER) if mode == SUMMED else 1
+    slots = -(-top_k // each) if mode == SUMMED else 1
     blocks = 1 if mode == SUMMED or n <= ROWS else 2
     slices = _slices(k)
     for parts in range(1, CLUSTER // slots + 1) if one else (1,):
@@ -160,7 +164,7 @@ def cuts(
         for most, depth, (warps, per_sm) in product((ACROSS, ACROSS // 2), DEPTHS[bits], sides):
             across, down = _warps(per_part, blocks * ROWS // 16, most, warps)
             cut = ExpertTiling(
-                mode, one, source, silu, groups, blocks, parts, slots, per_sm, early, across, down, depth, n, k
+                mode, one, source, silu, groups, blocks, parts, slots, each, per_sm, early, across, down, depth, n, k
             )
             if depth <= max(2, cut.turns):
                 found.append(cut)
@@ -176,7 +180,9 @@ def plain_cuts(
     for across, depth, warps in product((8, 4, 2, 1), PLAIN_DEPTHS[bits], (most, most // 2, most // 4)):
         side, down = _warps(_slices(k), blocks * ROWS // 16, min(across, warps), warps)
         if blocks * ROWS // 16 // down % depth == 0:
-            found.append(ExpertTiling(mode, one, source, silu, groups, blocks, 1, 1, 1, early, side, down, depth, n, k))
+            found.append(
+                ExpertTiling(mode, one, source, silu, groups, blocks, 1, 1, 1, 1, early, side, down, depth, n, k)
+            )
     return found
 
 
@@ -197,7 +203,7 @@ KERNELS = build.Source(
     capabilities=build.PORTABLE,
     families=("hopper", "portable"),
     own=build.CLUSTERS,
-    example=ExpertTiling(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
+    example=ExpertTiling(GATED, True, FROM_X, False, 1, 2, 1, 1, 1, 1, False, 4, 4, 4, 1536, 2048).defines(2, False),
     otherwise="Triton's run experts in E8P",
 )
 
@@ -224,7 +230,7 @@ def way(
 ) -> ExpertVariant | None:
     """None where no cut fits into shared memory. `portable`: of the portable form."""
     gated = wide % ROWS == 0
-    one = tokens == 1 and gated and (portable or top_k <= CLUSTER)
+    one = tokens == 1 and gated and (portable or top_k <= EACH * CLUSTER)
     every = plain_cuts if portable else cuts
     groups = 2 if tokens * top_k > CROWDED * experts and tokens > 4 else 1
     first = FROM_X if gated and tokens <= FRESH else PREPARED

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_for_previous
-from onegraph.ops.triton.route import largest
+from onegraph.ops.triton.route import keep, largest
 
 
 @triton.jit
@@ -43,11 +43,7 @@ def _route(
         chosen = largest(choice, inside, column, k, TOP_K)
     picked = tl.where(there, _affinity(tl.load(logits + row * count + chosen, mask=there, other=0.0)), 0.0)
     weight = picked / (tl.sum(picked, axis=0) + 1e-20) * scale
-    if SHARED:
-        chosen, weight = tl.where(there, chosen, count), tl.where(there, weight, 1.0)
-    stored = k < TOP_K + SHARED
-    tl.store(experts + row * (TOP_K + SHARED) + k, chosen, mask=stored)
-    tl.store(weights + row * (TOP_K + SHARED) + k, weight, mask=stored)
+    keep(experts, weights, row, k, chosen, weight, count, 1.0, TOP_K, SHARED)
 
 
 def deepseek_route(

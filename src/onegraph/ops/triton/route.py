@@ -23,10 +23,29 @@ def largest(score, inside, column, k, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def shared_gain(logits, GATED: tl.constexpr):
+    """The shared expert's weight: the sigmoid of the logit there, or 1."""
+    gain = 1.0
+    if GATED:
+        gain = 1.0 / (1.0 + tl.exp(-tl.load(logits)))
+    return gain
+
+
+@triton.jit
+def keep(experts, weights, row, k, chosen, weight, count, gain, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """Stores what a token uses: TOP_K of `chosen`, and with SHARED one more, expert `count` of weight `gain`."""
+    if SHARED:
+        chosen, weight = tl.where(k < TOP_K, chosen, count), tl.where(k < TOP_K, weight, gain)
+    place, stored = row * (TOP_K + SHARED) + k, k < TOP_K + SHARED
+    tl.store(experts + place, chosen, mask=stored)
+    tl.store(weights + place, weight, mask=stored)
+
+
+@triton.jit
 def _route(
     logits, bias, scales, experts, weights, count,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -37,11 +56,13 @@ def _route(
     if BIAS:
         extra = tl.load(bias + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    score = tl.load(logits + row * count + column, mask=inside, other=float("-inf"))
+    logits += row * (count + GATED)
+    gain = shared_gain(logits + count, GATED)
+    score = tl.load(logits + column, mask=inside, other=float("-inf"))
     if BIAS:
         score += extra
     chosen = largest(score, inside, column, k, TOP_K)
-    picked = tl.load(logits + row * count + chosen, mask=there, other=float("-inf"))
+    picked = tl.load(logits + chosen, mask=there, other=float("-inf"))
     if BIAS:
         picked += tl.load(bias + chosen, mask=there, other=0.0)
     high = tl.max(picked, axis=0)
@@ -50,24 +71,25 @@ def _route(
     weight = weight / total
     if SCALED:
         weight *= tl.load(scales + chosen, mask=there, other=0.0)
-    tl.store(experts + row * TOP_K + k, chosen, mask=there)
-    tl.store(weights + row * TOP_K + k, weight, mask=there)
+    keep(experts, weights, row, k, chosen, weight, count, gain, TOP_K, SHARED)
 
 
 def softmax_route(
-    logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, scales: Tensor | None = None
+    logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, shared: bool, gated: bool,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `onegraph.ops.route.softmax_route`."""
-    rows, count = logits.shape
-    experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    rows, count = logits.shape[0], logits.shape[1] - gated
+    experts = torch.empty((rows, top_k + shared), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, top_k + shared), dtype=torch.float32, device=logits.device)
     if rows == 0:
         return experts, weights
     with on_device(logits):
         _route[(rows,)](
             logits, logits if bias is None else bias, logits if scales is None else scales, experts, weights, count,
-            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), BIAS=bias is not None,
-            NORMALISE=normalise, SCALED=scales is not None, num_warps=1 if count <= 512 else 4, **options(logits),
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k + shared),
+            BIAS=bias is not None, NORMALISE=normalise, SCALED=scales is not None, SHARED=int(shared), GATED=int(gated),
+            num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights
 
@@ -76,7 +98,7 @@ def softmax_route(
 def _sigmoid(
     logits, bias, experts, weights, count, scale,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, KP: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GP: tl.constexpr, NORMALISE: tl.constexpr, PDL: tl.constexpr,
+    GP: tl.constexpr, NORMALISE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -86,7 +108,9 @@ def _sigmoid(
     inside = column < count
     extra = tl.load(bias + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    score = tl.load(logits + row * count + column, mask=inside, other=0.0)
+    logits += row * (count + GATED)
+    gain = shared_gain(logits + count, GATED)
+    score = tl.load(logits + column, mask=inside, other=0.0)
     choice = 1.0 / (1.0 + tl.exp(-score)) + extra
     if TOP_GROUPS < GROUPS:
         group = tl.arange(0, GP)
@@ -103,28 +127,28 @@ def _sigmoid(
         # What is shut out must stay below all that is not, -inf included: `largest` takes those that are inside.
         inside = inside & allowed
     chosen = largest(choice, inside, column, k, TOP_K)
-    picked = tl.load(logits + row * count + chosen, mask=there, other=float("-inf"))
+    picked = tl.load(logits + chosen, mask=there, other=float("-inf"))
     weight = tl.where(there, 1.0 / (1.0 + tl.exp(-picked)), 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + 1e-20)
-    tl.store(experts + row * TOP_K + k, chosen, mask=there)
-    tl.store(weights + row * TOP_K + k, weight * scale, mask=there)
+    keep(experts, weights, row, k, chosen, weight * scale, count, gain, TOP_K, SHARED)
 
 
 def sigmoid_route(
-    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, normalise: bool, scale: float,
+    shared: bool, gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `onegraph.ops.route.sigmoid_route`."""
-    rows, count = logits.shape
-    experts = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
+    rows, count = logits.shape[0], logits.shape[1] - gated
+    experts = torch.empty((rows, top_k + shared), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((rows, top_k + shared), dtype=torch.float32, device=logits.device)
     if rows == 0:
         return experts, weights
     with on_device(logits):
         _sigmoid[(rows,)](
             logits, bias, experts, weights, count, scale,
-            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k), GROUPS=groups,
-            TOP_GROUPS=top_groups, GP=triton.next_power_of_2(groups), NORMALISE=normalise,
-            num_warps=1 if count <= 512 else 4, **options(logits),
+            TOP_K=top_k, WIDTH=triton.next_power_of_2(count), KP=triton.next_power_of_2(top_k + shared), GROUPS=groups,
+            TOP_GROUPS=top_groups, GP=triton.next_power_of_2(groups), NORMALISE=normalise, SHARED=int(shared),
+            GATED=int(gated), num_warps=1 if count <= 512 else 4, **options(logits),
         )  # fmt: skip
     return experts, weights
