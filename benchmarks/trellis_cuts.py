@@ -27,7 +27,7 @@ def main() -> None:
     kinds += [(f"batch {each.warps} {each.per_sm} {each.ahead}", trellis_batch.run, each) for each in CUTS]
     for name, run, cut in kinds:
         with (
-            mock.patch.object(trellis, "choose", lambda *_, run=run: run),
+            mock.patch.object(trellis, "choose", lambda *_, run=run, **__: run),
             mock.patch.object(trellis_batch, "cut", lambda *_, cut=cut: cut),
         ):
             few = args.tokens if run is not trellis_portable.run else [each for each in args.tokens if each <= 16]
