@@ -115,8 +115,8 @@ softmax_route = register(
 """logits float32 [T, E] -> (experts int32 [T, k], weights float32 [T, k]): the k largest of s = logits + bias [E],
 descending, and their softmax, over the k with `normalise` (Mixtral, gpt-oss, and Qwen3-MoE where norm_topk_prob is set:
 softmax over all, then divided by the sum of the chosen, is the same number), else over all E; each weight times its
-expert's of `scales` [E], if they are given (Gemma 4). Which of equal ones is chosen is torch.topk's affair on a CPU, and
-the first on a GPU. Where an s is NaN, so are all weights of its token.
+expert's of `scales` [E], if they are given (Gemma 4). Which of equal ones is chosen is torch.topk's affair on a CPU,
+and the first on a GPU. Where an s is NaN, so are all weights of its token.
 
 shared: results are [T, k + 1], whose last expert is E, for every token, of weight 1; gated: logits are [T, E + 1], and
 that weight is the sigmoid of the last one."""

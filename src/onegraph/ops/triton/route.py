@@ -77,7 +77,7 @@ def _route(
 def softmax_route(
     logits: Tensor, bias: Tensor | None, top_k: int, normalise: bool, shared: bool, gated: bool,
     scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `onegraph.ops.route.softmax_route`."""
     rows, count = logits.shape[0], logits.shape[1] - gated
     experts = torch.empty((rows, top_k + shared), dtype=torch.int32, device=logits.device)
