@@ -56,13 +56,13 @@ class Routes:
         for i, layer in enumerate(self.layers):
             layer.choose = partial(self.choose, i, layer)  # type: ignore[method-assign]
 
-    def choose(self, i: int, layer: MoE, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, i: int, layer: MoE, logits: Tensor, shared: bool = False) -> tuple[Tensor, Tensor]:
         tokens = len(logits)
         if i == 0:  # one layer turns the page for all
             self.rows = (self.at + self.each[:tokens]) % DRAWN
             self.at.add_(tokens)
         scores = self.tables[i].index_select(0, self.rows)
-        chosen: tuple[Tensor, Tensor] = softmax_route(scores, None, layer.top_k, layer.normalise, False, False)
+        chosen: tuple[Tensor, Tensor] = softmax_route(scores, None, layer.top_k, layer.normalise, shared, False)
         return chosen
 
     def draw(self, kind: str) -> None:
