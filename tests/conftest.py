@@ -62,9 +62,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _frozen = now
 
 
+@pytest.hookimpl(trylast=True)  # behind what sorts by the parameters of fixtures
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Long ones first: what is left at the end is short, and no worker waits for another's last test.
-    items.sort(key=lambda item: "slow" not in item.keywords)
+    # Long ones first: what is left at the end is short, and no worker waits for another's last test. In a module those
+    # of no family of kernels come before the others: the last family is forced until the module ends.
+    modules: dict[object, int] = {}
+    for item in items:
+        modules.setdefault(item.getparent(pytest.Module), len(modules))
+    items.sort(
+        key=lambda item: (
+            "slow" not in item.keywords,
+            modules[item.getparent(pytest.Module)],
+            "kernel_family" in getattr(item, "fixturenames", ()),
+        )
+    )
     if not any("gpu" in item.keywords for item in items):
         return
     if GPU:
