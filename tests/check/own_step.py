@@ -31,6 +31,7 @@ def _step_of(engine: Engine, choice: Choice, *, drafts: int = 0):
     rows["drawn"].copy_(torch.tensor([5, 9, 2]))
     rows["limits"].copy_(torch.tensor([60, 40, 3]))  # the last row meets its end on the way
     rows["table"].copy_(torch.arange(1, 1 + rows["table"].numel()).view_as(rows["table"]))
+    rows["slots"].copy_(torch.tensor([1, 2, 3]))  # in one slot for all, rows would write over each other's drafts
     rows["temperature"].fill_(0.8)
     rows["top_p"].fill_(0.9)
     rows["seed"].copy_(torch.tensor([1, 2, 3]))
