@@ -242,7 +242,8 @@ def run(item: pytest.Item, place: Path) -> None:
             continue
         text = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
         place.with_suffix(".err").write_text(text)
-        raised = re.findall(r"^E +([\w.]+(?:Error|Exception|Exit)\b.*)", text, re.MULTILINE) or text.splitlines()[-1:]
+        raised = re.findall(r"^E +([\w.]+(?:Error|Exception|Exit)\b.*|fixture .* not found)", text, re.MULTILINE)
+        raised = raised or text.splitlines()[-1:]
         how = "skipped" if phase.outcome == "skipped" else "raised"
         told = {
             "test": "failed" if raised and "AssertionError" in raised[-1] else how,
