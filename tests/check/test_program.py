@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from programs import HEAD, line_of, lines, ran
+from programs import HEAD, cli, line_of, lines, ran
 
 from onegraph.check import Severity
 from onegraph.check.simulate.run import simulate_step
@@ -225,6 +225,9 @@ def test_a_program_asks_for_times_and_memory(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     assert 1 / start.elapsed_time(end) > 0
     assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == torch.cuda.max_memory_reserved() == 0
+    assert torch.get_device_module() is torch.get_device_module("cuda") is torch.cuda
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_allocated() == torch.accelerator.memory_stats()["allocated_bytes.all.peak"] == 0
     g = torch.cuda.CUDAGraph()
     with torch.cuda.graph(g):
         y = x + w
@@ -327,3 +330,27 @@ assert x.tolist() == [3] * 4, x
         return (lambda y: x + y), lambda i: (torch.full((3,), float(i), device="cuda"),)
 
     assert simulate_step(factory).errors == ()
+
+
+def test_what_a_program_set_over_a_stand_in_outlives_the_import_of_the_compiler(tmp_path: Path) -> None:
+    text = HEAD + dedent("""
+    import sys
+    streams, real = [], torch.cuda.set_stream
+
+    def set_stream(stream):
+        streams.append(stream)
+        real(stream)
+
+    torch.cuda.set_stream = set_stream
+    assert "torch._dynamo" not in sys.modules
+    import torch._dynamo
+    torch.cuda.set_stream(torch.cuda.Stream())
+    x + w
+    g = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(g, stream=streams[-1]):
+        y = x + w
+    g.replay()
+    """)
+    (tmp_path / "program.py").write_text(text)
+    done = cli("--run", "program.py", cwd=tmp_path)  # in a process of its own: this one has imported the compiler
+    assert (done.returncode, "1 compared with eager" in done.stdout) == (0, True), done.stdout + done.stderr

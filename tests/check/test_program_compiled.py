@@ -124,3 +124,25 @@ def test_what_torch_takes_for_static_is_what_dynamo_says(tmp_path: Path) -> None
     assert {(f.code, f.line) for f in report.findings} == {
         ("CG314", i) for i, line in enumerate(text.splitlines(), 1) if line.endswith("# not static")
     }
+
+
+def test_a_constant_of_compiled_code_is_no_copy_from_the_host(tmp_path: Path) -> None:
+    """Compiled code holds it on the device; uncompiled, the same line cannot be captured."""
+    text = HEAD + dedent("""
+    def masked(x):
+        return torch.where(x > 2, x, torch.tensor(0.5, device=x.device))
+
+    whole = torch.compile(masked, mode="reduce-overhead")
+    masked = torch.compile(masked)
+    whole(x)
+    masked(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = masked(x)
+    x.copy_(torch.tensor([0.0, 1.0, 3.0, 4.0], device="cuda"))
+    graph.replay()
+    assert y.tolist() == [0.5, 0.5, 3.0, 4.0], y
+    """)
+    assert ran(tmp_path, text).findings == ()
+    uncompiled = text.replace("torch.compile(masked)", "masked")
+    assert lines(ran(tmp_path, uncompiled)) == {("CG102", line_of(uncompiled, "torch.where"))}

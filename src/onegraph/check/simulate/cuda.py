@@ -146,7 +146,7 @@ def machine(world: World, recorder: graphs.Recorder | None = None) -> Iterator[N
             for module in (torch.cuda, torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):
                 if hasattr(module, name):
                     stack.enter_context(_swapped(module, name, value))
-        for name in ("synchronize", "current_stream", "set_stream"):
+        for name in _OF_ANY_ACCELERATOR:
             if hasattr(torch, "accelerator") and hasattr(torch.accelerator, name):
                 stack.enter_context(_swapped(torch.accelerator, name, functools.partial(stand_ins[name])))
         if torch.version.cuda is None:
@@ -165,6 +165,9 @@ def machine(world: World, recorder: graphs.Recorder | None = None) -> Iterator[N
         for module in (torch, torch.random):
             for name in ("get_rng_state", "set_rng_state"):
                 stack.enter_context(_swapped(module, name, _random_state(world, getattr(module, name))))
+        if hasattr(torch, "get_device_module"):
+            real = torch.get_device_module
+            stack.enter_context(_swapped(torch, "get_device_module", lambda device="cuda": real(device or "cuda")))
         stack.enter_context(_swapped(torch, "load", loading.load(torch.load)))
         stack.enter_context(_swapped(ThreadPoolExecutor, "submit", threads.submit(world, ThreadPoolExecutor.submit)))
         start = threads.start(world, threading.Thread.start, functools.partial(modes, world))
@@ -220,6 +223,12 @@ class _NoRanges:
         return lambda *_: 0
 
 
+_OF_ANY_ACCELERATOR = (
+    *("synchronize", "current_stream", "set_stream", "empty_cache", "reset_peak_memory_stats"),
+    *("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated"),
+)
+"""Functions of torch.accelerator that are torch.cuda's, where the accelerator is a GPU."""
+
 _SWAPPED: list[tuple[Any, str, Any, Any]] = []
 """What is stood in for now: (owner, name, what it is, what stands in for it)."""
 
@@ -239,14 +248,14 @@ def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def _as_it_is(world: World) -> Iterator[None]:
     """torch without the simulation: for a module of its own that takes names from it while it is imported."""
-    swapped = list(_SWAPPED)
-    for owner, name, before, _ in reversed(swapped):
+    now = [(owner, name, getattr(owner, name)) for owner, name, _, _ in _SWAPPED]  # a program may wrap a stand-in
+    for owner, name, before, _ in reversed(_SWAPPED):
         setattr(owner, name, before)
     try:
         with compat.no_torch_function(), world.off():
             yield
     finally:
-        for owner, name, _, value in swapped:
+        for owner, name, value in now:
             setattr(owner, name, value)
 
 

@@ -229,7 +229,17 @@ class _Functions(TorchFunctionMode):
 
         if args and isinstance(args[0], list | tuple):
             args = numbers(args[0]), *args[1:]
-        return func(*args, **kwargs)
+        step, kept = self.world.current, len(self.world.raw_findings)
+        begin = len(step.ops) if step is not None else 0
+        out = func(*args, **kwargs)
+        if step is not None and isinstance(out, DeviceTensor) and (self.world.compiled or frames.compiled()):
+            del self.world.raw_findings[kept:]  # compiled code holds its constants on the device, and copies them
+            with compat.no_torch_function(), self.world.off():
+                value = out.inner.clone()
+            for op in step.ops[begin:]:
+                op.func, op.kind, op.args, op.kwargs = torch.ops.aten.clone.default, "op", (value,), {}
+                op.name, op.scalars, op.codes, op.source, op.contents = str(op.func), (), (), None, None
+        return out
 
     def array(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A view of what an object with `__cuda_array_interface__` points to, where that is memory of this machine."""
