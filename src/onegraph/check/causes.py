@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 from dataclasses import replace
 
 from onegraph.check import constructs
-from onegraph.check.report import Cause, Finding, Frame, Report, Severity, ordered
+from onegraph.check.report import Cause, Finding, Frame, Report, Severity
 
 Ops = frozenset[tuple[str, int]]
 
@@ -33,33 +33,13 @@ def mark_consequences(report: Report) -> Report:
     """The report with each consequence marked by its cause (`Finding.follows`)."""
     first = [f for f in report.findings if f.severity is Severity.ERROR and f.follows is None]
     ops = frozenset((event.path, event.line) for event in report.timeline)
-    return _at_picks(replace(report, findings=tuple(_marked(f, first, ops) for f in report.findings)), ops)
+    return replace(report, findings=tuple(_with_pick(_marked(f, first, ops), ops) for f in report.findings))
 
 
-def _at_picks(report: Report, ops: Ops) -> Report:
-    """An op that gets another tensor is told at the line that picks the tensor, if there is one (`picked`)."""
-    taken = {f.place for f in report.findings}
-    moved: dict[tuple[str, int, str], Finding] = {}
-    for finding in report.findings:
-        at = picked(finding, ops) if finding.code == "CG205" and finding.follows is None else None
-        if at is None:
-            continue
-        source = linecache.getline(at.path, at.line).rstrip("\n")
-        found = replace(
-            finding, path=at.path, line=at.line, source=source, column=len(source) - len(source.lstrip()) + 1,
-            message=f"{finding.message}; an op takes it at line {finding.line}",
-        )  # fmt: skip
-        if found.place not in taken:
-            taken.add(found.place)
-            moved[finding.place] = found
-    if not moved:
-        return report
-    findings = [moved.get(f.place, f) for f in report.findings]
-    for i, finding in enumerate(findings):
-        cause = moved.get(finding.follows.place) if finding.follows is not None else None
-        if cause is not None:
-            findings[i] = replace(finding, follows=Cause(path=cause.path, line=cause.line, code=cause.code))
-    return replace(report, findings=ordered(findings))
+def _with_pick(finding: Finding, ops: Ops) -> Finding:
+    """An op that gets another tensor is told with the line that picks the tensor, if there is one (`picked`)."""
+    at = picked(finding, ops) if finding.code == "CG205" and finding.follows is None else None
+    return finding if at is None else replace(finding, message=f"{finding.message}; line {at.line} picks it")
 
 
 def _marked(finding: Finding, first: list[Finding], ops: Ops) -> Finding:
@@ -298,7 +278,7 @@ def picked(finding: Finding, ops: Ops) -> Frame | None:
         lines = {line for path, line in ops if path == frame.path}
         picks = [
             each for each in {id(s): s for s in bound.values()}.values()
-            if isinstance(each.value, ast.Subscript | ast.IfExp | ast.Call)
+            if _picks(each.value)
             and lines.isdisjoint(range(each.lineno, (each.end_lineno or each.lineno) + 1))
         ]  # fmt: skip
         if picks:
@@ -308,6 +288,12 @@ def picked(finding: Finding, ops: Ops) -> Frame | None:
             return None
         names = _given(finding.calls[depth - 1], body, handed)
     return None
+
+
+def _picks(value: ast.expr) -> bool:
+    """Whether an expression takes one of several things."""
+    taken = isinstance(value, ast.Call) and constructs.last_name(value.func) in ("get", "next", "pop", "popleft")
+    return taken or isinstance(value, ast.Subscript | ast.IfExp)
 
 
 def _given(caller: Frame, function: ast.FunctionDef, parameters: set[str]) -> set[str]:
