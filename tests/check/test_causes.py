@@ -307,3 +307,119 @@ def test_one_number_in_two_ops_is_told_once_and_another_made_of_it_apart(guards)
     report = guards("one_number_twice")
     assert [f.source.strip() for f in report.errors] == ["z = x * n", "return z + w * (n + 1)"]
     assert [f.source.strip() for f in report.following(report.errors[0])] == ["w = y / n"]
+
+
+ONE_CAUSE = """\
+import torch
+
+
+def ones(*shape):
+    return torch.ones(*shape, device="cuda")
+
+
+def fewer_rows():
+    '''A number cuts a tensor: the same number, and sizes that it gave, are no errors of their own.'''
+    count, state = [4], ones(4, 2)
+
+    def step(x):
+        count[0] -= 1
+        rows = x[: count[0]]
+        state[: count[0]] += rows
+        return torch.arange(rows.shape[0], device=x.device).sum() + state[: count[0]].sum()
+
+    return step, lambda i: (ones(4, 2) * i,)
+
+
+def pieces():
+    '''A loop goes over the pieces that a number cut.'''
+    count = [0]
+
+    def step(x):
+        count[0] += 1
+        parts = x.split([count[0], 8 - count[0]] if count[0] < 3 else [8])
+        return torch.cat([part.cumsum(0) for part in parts])
+
+    return step, lambda i: (ones(8) * i,)
+
+
+class Cache:
+    def __init__(self):
+        self.keys, self.used = ones(2, 4), 0
+
+    def push(self, key):
+        if self.used == 3:
+            self.keys = torch.cat((self.keys, self.keys))
+        self.used += 1
+        self.keys[0] = key
+
+
+def attend(query, keys):
+    return (keys @ query).sum()
+
+
+def doubles():
+    '''What a branch binds is read in another function.'''
+    cache = Cache()
+
+    def step(x):
+        cache.push(x)
+        return attend(x, cache.keys)
+
+    return step, lambda i: (ones(4) * i,)
+
+
+def two_causes():
+    '''A number that shapes nothing explains no other one.'''
+    count = [1]
+
+    def step(x):
+        count[0] += 1
+        y = x * count[0]
+        return y[: count[0] * 2].sum()
+
+    return step, lambda i: (ones(64) * i,)
+
+
+def picks():
+    turn, both = [0], (ones(4), ones(4) * 2)
+
+    def add(x, one):
+        return x + one
+
+    def step(x):
+        turn[0] += 1
+        chosen = both[turn[0] % 2]
+        return add(x, chosen)
+
+    return step, lambda i: (ones(4) * i,)
+"""
+
+
+@pytest.fixture
+def one_cause(tmp_path):
+    path = tmp_path / "one_cause.py"
+    path.write_text(ONE_CAUSE)
+    return lambda name: check_step(load(f"{path}:{name}").factory)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("fewer_rows", ["rows = x[: count[0]]"]),
+        ("pieces", ["parts = x.split([count[0], 8 - count[0]] if count[0] < 3 else [8])"]),
+        ("doubles", ["if self.used == 3:"]),
+        ("two_causes", ["y = x * count[0]", "return y[: count[0] * 2].sum()"]),
+    ],
+)
+@pytest.mark.usefixtures("whole_scan")
+def test_one_cause_is_one_error(name, lines, one_cause):
+    report = one_cause(name)
+    assert [f.source.strip() for f in report.errors] == lines
+    assert name == "two_causes" or report.following(report.errors[0])
+
+
+def test_a_tensor_that_is_picked_names_the_line_that_picks_it(one_cause):
+    (error,) = one_cause("picks").errors
+    assert (error.code, error.source.strip()) == ("CG205", "return x + one")
+    line = 1 + ONE_CAUSE.splitlines().index("        chosen = both[turn[0] % 2]")
+    assert error.message.endswith(f"; line {line} picks it")

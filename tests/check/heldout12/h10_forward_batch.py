@@ -75,8 +75,8 @@ class TrimmedBackend:
         self.pool = pool
 
     def init_forward_metadata(self, fb):
-        pages = -(-max(fb.seq_lens_cpu) // PAGE)  # expect: CG202 optional
-        self.slots = _expand_pages(fb.page_table[:, :pages])  # expect: CG202|CG208|CG201
+        pages = -(-max(fb.seq_lens_cpu) // PAGE)  # expect: CG202 optional @decode_trimmed_table
+        self.slots = _expand_pages(fb.page_table[:, :pages])  # expect: CG202|CG208|CG201 @decode_trimmed_table
         pos = torch.arange(self.slots.shape[1], device=self.slots.device)
         self.mask = pos[None, :] < fb.seq_lens[:, None]
 
@@ -341,7 +341,7 @@ class HostPrefixTree:
 
     @staticmethod
     def _key(block):
-        return hash(tuple(block.tolist()))  # expect: CG101
+        return hash(tuple(block.tolist()))  # expect: CG101 @prefix_tree_lookup
 
     def match(self, block):
         key = self._key(block)

@@ -156,8 +156,8 @@ class StructuredOutputManager:
     def upload(self):
         host = self.ring[self.turn % len(self.ring)]
         self.turn += 1
-        self.grammar.fill_next_token_bitmask(host)  # expect: CG204 optional
-        self.device_mask.copy_(host, non_blocking=True)  # expect: CG204|CG207|CG202
+        self.grammar.fill_next_token_bitmask(host)  # expect: CG204 optional @grammar_pinned_upload
+        self.device_mask.copy_(host, non_blocking=True)  # expect: CG204|CG207|CG202 @grammar_pinned_upload
 
 
 def _apply_bitmask(logits, words):
@@ -223,7 +223,7 @@ class HostCountedMap(FutureMap):
 
     def publish(self, token):
         n = token.shape[0]
-        self.tokens[self.ct + 1 : self.ct + 1 + n] = token  # expect: CG202
+        self.tokens[self.ct + 1 : self.ct + 1 + n] = token  # expect: CG202 @future_map_host_ct
         self.ct = (self.ct + n) % self.limit
 
 
@@ -389,7 +389,7 @@ class EagerNgramProposer:
         for n in (4, 3, 2):
             windows = h.unfold(0, n, 1)[: -self.k]
             hit = (windows == h[-n:]).all(1)
-            if hit.any():  # expect: CG108|CG101
+            if hit.any():  # expect: CG108|CG101 @ngram_first_match
                 start = hit.to(torch.int64).argmax() + n
                 return h[start + torch.arange(self.k, device=h.device)]
         return best

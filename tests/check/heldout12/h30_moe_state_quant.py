@@ -56,7 +56,7 @@ class SortedExperts:
 
 class RaggedExperts(SortedExperts):
     def rows_of_experts(self, counts, total):
-        return torch.repeat_interleave(self.ids, counts)  # expect: CG104
+        return torch.repeat_interleave(self.ids, counts)  # expect: CG104 @moe_ragged_rows
 
 
 class SizedExperts(SortedExperts):
@@ -127,7 +127,7 @@ class MambaMixer:
 class FunctionalMixer(MambaMixer):
     def write(self, slots, conv, ssm):
         self.pool.ssm.index_copy_(0, slots, ssm)
-        self.pool.conv = self.pool.conv.index_copy(0, slots, conv)  # expect: CG205|CG206
+        self.pool.conv = self.pool.conv.index_copy(0, slots, conv)  # expect: CG205|CG206 @mamba_conv_functional_write
 
 
 class InPlaceMixer(MambaMixer):
@@ -179,7 +179,7 @@ class LRULoraManager:
         self.free = list(range(slots))
 
     def activate(self, name):
-        if name not in self.resident:  # expect: CG201
+        if name not in self.resident:  # expect: CG201 @lora_lru_load
             slot = self.free.pop() if self.free else self.resident.popitem(last=False)[1]
             self.a[slot].copy_(self.adapters[name].a, non_blocking=True)
             self.b[slot].copy_(self.adapters[name].b, non_blocking=True)
@@ -284,10 +284,10 @@ class RunningCalibration(Fp8KVLayer):
         self.batches_left = batches
 
     def maybe_calibrate(self, k):
-        if self.batches_left > 0:  # expect: CG201 optional
+        if self.batches_left > 0:  # expect: CG201 optional @kv_scale_four_batches
             self.batches_left -= 1
             torch.maximum(self.k_scale, k.abs().amax() / 300.0, out=self.k_scale)
-            self.k_scale_float = float(self.k_scale)  # expect: CG101
+            self.k_scale_float = float(self.k_scale)  # expect: CG101 @kv_scale_four_batches
 
 
 class FirstBatchCalibration(Fp8KVLayer):
@@ -348,7 +348,7 @@ class RingScaling(DelayedScaling):
         self.cursor = 0
 
     def record(self, amax):
-        self.history[self.cursor].copy_(amax)  # expect: CG202
+        self.history[self.cursor].copy_(amax)  # expect: CG202 @fp8_amax_ring_cursor
         self.cursor = (self.cursor + 1) % self.window
 
 

@@ -30,9 +30,9 @@ class HiCache:
         self.stream = torch.cuda.Stream()
 
     def write_back(self):
-        self.stream.wait_stream(torch.cuda.current_stream())  # expect: CG305
-        with torch.cuda.stream(self.stream):  # expect: CG305 optional
-            self.backup.copy_(self.device_keys)  # expect: CG305 optional
+        self.stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 @hicache_write_back
+        with torch.cuda.stream(self.stream):  # expect: CG305 optional @hicache_write_back
+            self.backup.copy_(self.device_keys)  # expect: CG305 optional @hicache_write_back
 
 
 def factory_bad_hicache_write_back():
@@ -118,14 +118,14 @@ class CyclicOffloader(Offloader):
 
     def prefetch(self, i):
         i %= len(self.host)
-        self.copy_stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 optional
+        self.copy_stream.wait_stream(torch.cuda.current_stream())  # expect: CG305 optional @offload_prefetch_next_step
         with torch.cuda.stream(self.copy_stream):
             self.dev[i % 2].copy_(self.host[i], non_blocking=True)
             self.ready[i].record(self.copy_stream)
 
     def run(self, x):
         for i in range(len(self.host)):
-            torch.cuda.current_stream().wait_event(self.ready[i])  # expect: CG305
+            torch.cuda.current_stream().wait_event(self.ready[i])  # expect: CG305 @offload_prefetch_next_step
             self.prefetch(i + 1)
             x = torch.tanh(x @ self.dev[i % 2]) + x
         return x
@@ -185,11 +185,11 @@ class PositionStager:
         self.copied = torch.cuda.Event()
 
     def advance(self):
-        self.copied.synchronize()  # expect: CG106
+        self.copied.synchronize()  # expect: CG106 @positions_staging_event
         for i, n in enumerate(self.lens):
             self.host[i] = n
             self.lens[i] = n + 1
-        self.dev.copy_(self.host, non_blocking=True)  # expect: CG204 optional
+        self.dev.copy_(self.host, non_blocking=True)  # expect: CG204 optional @positions_staging_event
         self.copied.record()
         return self.dev
 
@@ -232,7 +232,7 @@ class SeededRequests:
         if len(self.generators) != q.shape[0]:
             q.exponential_()
         for row, gen in self.generators.items():
-            q[row].exponential_(generator=gen)  # expect: CG301
+            q[row].exponential_(generator=gen)  # expect: CG301 @per_request_generators
         return (logits.softmax(-1) / q).argmax(-1)
 
 
