@@ -10,7 +10,8 @@ import pytest
 
 SETS = {"corpus": "corpus", "held out 1": "heldout", "held out 2": "heldout2", "held out 3": "heldout3",
         "held out 4": "heldout4", "held out 5": "heldout5", "held out 6": "heldout6",
-        "held out 7": "heldout7", "held out 8": "heldout8", "held out 9": "heldout9",
+        "held out 7": "heldout7", "held out 8": "heldout8", "held out 9": "heldout9", "held out 10": "heldout10",
+        "held out 11": "heldout11", "held out 12": "heldout12",
         "Triton": "triton", "Triton users": "triton_users",
         "models": "models", "models 2": "models2"}  # fmt: skip
 ZOOS = {"models": "zoo.json", "models 2": "zoo2.json"}
