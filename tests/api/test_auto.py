@@ -85,7 +85,7 @@ def test_times_of_gpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             found[format] = made.time
         return found
 
-    assert times("H200") == times("an older torch") == {"e8p": 10.5, "trellis": 18.4}
+    assert times("H200") == times("an older torch") == {"e8p": 10.5, "trellis": 15.0}
     slow = times("RTX 4090")
     assert slow["e8p"] == slow["trellis"] == pytest.approx(auto.WEIGHTS / 2 / 0.9 / 1.008e12 * 1e6, rel=0.01)
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from onegraph.api.plan import Plan
 
 Prefer = Literal["quality", "speed"]
-# A linear of 4096 -> 14336, one token, one H200, by rate; trellis rates that were not timed are taken for those beside
-# them. E8P: docs/benchmarks/kernels.md. Trellis: docs/log.md.
+# A linear of 4096 -> 14336, one token, one H200, by rate: docs/benchmarks/kernels.md. Trellis rates that were not timed
+# have the times of those next to them.
 WEIGHTS = 4096 * 14336
 MICROSECONDS: Mapping[str, Mapping[int, float]] = {
     "e8p on Hopper": {2: 6.7, 3: 9.1, 4: 10.5},
     "e8p": {2: 8.9, 3: 12.8, 4: 13.7},
-    "trellis": {1: 18.2, 2: 18.2, 3: 19.9, 4: 18.4, 5: 18.4, 6: 18.4, 7: 18.4, 8: 18.4},
+    "trellis": {1: 14.5, 2: 14.5, 3: 16.4, 4: 15.0, 5: 15.0, 6: 15.0, 7: 15.0, 8: 15.0},
 }
 SMS, MHZ = 132, 1980  # of the H200
 REACHED = 0.9  # of a memory's nominal bandwidth
