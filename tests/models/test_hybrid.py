@@ -18,6 +18,8 @@ from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.load import load_decoder
 from onegraph.models.mixers import GatedDelta
+from onegraph.nn.block import Stream
+from onegraph.nn.recurrent import Inputs
 from test_int4 import config as int4_config
 from test_int4 import packed as int4_packed
 from test_int4 import truth as int4_truth
@@ -249,6 +251,29 @@ def test_other_ways_to_keep_keys_are_refused(tmp_path: Path) -> None:
     save_hf("lfm2", tmp_path)
     with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match="fp8 is a way to keep keys"):
         load_decoder(checkpoint, "cpu", torch.float32, fp8_kv=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "inside"), [("qwen3_5", True), ("qwen3_next", True), ("olmo_hybrid", True), ("kimi_linear", False)]
+)
+def test_beta_and_decay_are_projected_inside_the_layer(variant: str, inside: bool, tmp_path: Path) -> None:
+    """It is called with x and the weights, beta's rows first, as its own order of heads is."""
+    save_hf(variant, tmp_path)
+    block = load(tmp_path).blocks[0]
+    assert isinstance(block.qkv, Inputs)
+    weight = block.qkv.rates.tensors["weight"]
+    x = torch.randn(1, 2, weight.shape[1])
+    (_, given, *rest), total = block.qkv(Stream(x))
+    normed = torch.nn.functional.rms_norm(x, x.shape[-1:], block.qkv.norm.float(), block.qkv.eps)
+    assert total is x
+    if inside:
+        assert rest[0] is weight
+        torch.testing.assert_close(given, x if len(rest) > 1 else normed)
+        assert len(weight) == 2 * block.attention.heads[1]
+        assert block.attention.input_eps == block.qkv.eps
+    else:
+        assert not rest
+        torch.testing.assert_close(given, normed @ weight.T)
 
 
 def test_rows_grouped_by_head_of_keys_are_put_in_order() -> None:

@@ -262,6 +262,9 @@ def test_bfloat16_state_is_near() -> None:
     assert 1e-6 < error(out, layer.truth(text)[0]) < 1e-2
 
 
+RATES = {"b": None, "a": None, "x": torch.zeros(1, 1, 40), "rates": torch.zeros(8, 40)}
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -277,6 +280,14 @@ def test_bfloat16_state_is_near() -> None:
         ({"b": torch.zeros(1, 1, 8)[..., ::2]}, "b has strides"),
         ({"keys": torch.zeros(4, 16, 2)}, r"keys is torch.float32 \(4, 16, 2\); it must be \[slots, D, Hk, dk\]"),
         ({"counts": torch.zeros(2, dtype=torch.int32)}, r"counts is \(2,\)"),
+        ({"b": None}, "got a; give b and a, or x and rates, and x_norm with x only"),
+        ({"b": None, "a": None}, "got no rates; give b and a, or x and rates"),
+        ({"rates": torch.zeros(8, 40)}, "got b, a, rates; give b and a, or x and rates"),
+        ({"x_norm": torch.ones(40)}, "got b, a, x_norm; give"),
+        (RATES | {"x": torch.zeros(1, 2, 40)}, r"x is torch.float32 \(1, 2, 40\) on cpu; it must be .* \(1, 1, 40\)"),
+        (RATES | {"rates": torch.zeros(8, 41)}, r"rates is \(8, 41\) torch.float32; it must be float32 \[8, 40\]"),
+        (RATES | {"x_norm": torch.ones(41)}, r"x_norm is \(41,\) torch.float32; it must be float32 \[40\]"),
+        (RATES | {"decays": torch.zeros(4, 16, 4, 16), "dt_bias": torch.zeros(64)}, "16 decays a head; allowed is 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], why: str) -> None:

@@ -66,7 +66,8 @@ def build_recurrent(
         one, _ = _in_order([linear for name in mixer.steady for linear in steady_linears(name)], steady, True)
         assert isinstance(one, Linear)  # dense linears are joined in any order
         rates = one
-    inputs = Inputs(Normed(norm, linear, eps, after=after, fused=fused), rates, norm)
+    front = Normed(norm, linear, eps, after=after, fused=fused)
+    inputs = Inputs(front, rates, norm, inside=isinstance(mixer, GatedDelta))
     if isinstance(mixer, GatedDelta | KimiDelta):
         convs = [tensor(name).squeeze(1) for name in mixer.convs]
         about: dict[str, Any] = {
@@ -81,7 +82,8 @@ def build_recurrent(
             about |= {"heads": (mixer.number,) * 2, "dims": (mixer.dim,) * 2}
             return inputs, KimiDeltaAttention(**about, eps=eps, decay=decay, gate=gate)
         about |= {"heads": (mixer.k_heads, mixer.v_heads), "dims": (mixer.k_dim, mixer.v_dim)}
-        return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps, beta_scale=mixer.beta_scale)
+        about |= {"beta_scale": mixer.beta_scale, "input_eps": eps}
+        return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps)
     if isinstance(mixer, Mamba):
         return inputs, Mamba2Mixer(
             index=i,

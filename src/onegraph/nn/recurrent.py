@@ -70,9 +70,10 @@ class GatedDeltaNet(Recurrent):
     Args:
         heads: of keys and of values. dims: of a key and of a value.
         conv: weight [channels, width]. a_log, dt_bias: float32 [v_heads], of the decay. norm: weight [v_dim]; eps: its.
-        beta_scale: multiplies beta.
+        beta_scale: multiplies beta. input_eps: of the norm in front of beta and decay.
 
-    It is called with queries | keys | values | output gates and with beta | decay, both [B, Q, ...].
+    It is called with queries | keys | values | output gates and with x, both [B, Q, ...], the weights [2 v_heads, D] by
+    which x [B, Q, D] becomes beta | decay, and the weight [D] of an RMSNorm of x in front of them, if there is one.
     """
 
     conv: Tensor
@@ -92,9 +93,11 @@ class GatedDeltaNet(Recurrent):
         norm: Tensor,
         eps: float,
         beta_scale: float = 1.0,
+        input_eps: float = 0.0,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.dims, self.eps, self.beta_scale = index, heads, dims, eps, beta_scale
+        self.input_eps = input_eps
         for name, tensor in (("conv", conv), ("a_log", a_log), ("dt_bias", dt_bias), ("norm", norm)):
             self.register_buffer(name, tensor)
 
@@ -112,13 +115,13 @@ class GatedDeltaNet(Recurrent):
         ]
 
     def run(self, state: Sequence[Tensor], rows: Rows, *inputs: Tensor) -> Tensor:
-        mixed, rates = inputs
+        mixed, x, rates, *norm = inputs
         channels = len(self.conv)
         qkv, z = mixed.split((channels, mixed.shape[2] - channels), dim=2)
-        b, a = rates.chunk(2, dim=2)
         out: Tensor = gated_delta(
-            qkv, z, b, a, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
+            qkv, z, None, None, self.conv, self.a_log, self.dt_bias, self.norm, self.eps, *state,
             rows.slots, rows.positions, rows.counts, WAITING, False, self.beta_scale,
+            x, rates, norm[0] if norm else None, self.input_eps,
         )  # fmt: skip
         return out
 
@@ -246,14 +249,17 @@ class ShortConvolution(Recurrent):
 
 class Inputs(nn.Module):
     """What stands in front of a `Recurrent`: a norm with one linear or, where beta and decay have one of their own that
-    is never rounded and has no bias, with two."""
+    is never rounded and has no bias, with two.
+
+    inside: the second runs in the launch of the `Recurrent`, which is called with its input and weight instead.
+    """
 
     norm: Tensor
     fused = False
 
-    def __init__(self, main: Normed, rates: Linear | None, norm: Tensor) -> None:
+    def __init__(self, main: Normed, rates: Linear | None, norm: Tensor, *, inside: bool = False) -> None:
         super().__init__()
-        self.main, self.rates = main, rates
+        self.main, self.rates, self.inside = main, rates, inside
         self.register_buffer("norm", norm)
 
     @property
@@ -266,14 +272,18 @@ class Inputs(nn.Module):
         return self.main.eps
 
     def forward(self, stream: Stream) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What comes out of each linear [..., n], and the stream added up [..., D]."""
+        """What the `Recurrent` is called with, and the stream added up [..., D]."""
         if self.rates is None or self.main.norm is None:
             given, total = self.main(stream)
             if self.rates is None:
                 return (given,), total
-            return (given, normed_linear(total, self.norm, self.eps, self.rates.tensors["weight"])), total
+            weight = self.rates.tensors["weight"]
+            if self.inside:
+                return (given, total, weight, self.norm), total
+            return (given, normed_linear(total, self.norm, self.eps, weight)), total
         x, total = stream.normed(self.norm, self.eps)
-        return (self.main.after(self.main.linear(x)), self.rates(x)), total
+        given = self.main.after(self.main.linear(x))
+        return (given, *((x, self.rates.tensors["weight"]) if self.inside else (self.rates(x),))), total
 
 
 class Reordered(nn.Module):

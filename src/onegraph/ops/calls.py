@@ -559,8 +559,8 @@ class GatedDelta(Call):
 
     qkv: Tensor
     z: Tensor
-    b: Tensor
-    a: Tensor
+    b: Tensor | None
+    a: Tensor | None
     weight: Tensor
     a_log: Tensor
     dt_bias: Tensor
@@ -578,6 +578,10 @@ class GatedDelta(Call):
     limit: int
     sigmoid: bool = False
     beta_scale: float = 1.0
+    x: Tensor | None = None
+    rates: Tensor | None = None
+    x_norm: Tensor | None = None
+    x_eps: float = 0.0
 
 
 @dataclass(eq=False)

@@ -22,8 +22,9 @@ from torch.nn.functional import silu, softplus
 
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cases import Draw
-from onegraph.ops.checks import Wanted, check_grouped, check_tensors
+from onegraph.ops.checks import FLOATS, Wanted, check_grouped, check_tensors
 from onegraph.ops.deepseek_compress import check_rows, write_ring, write_rows
+from onegraph.ops.linear import linear, normed_linear
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.short_conv import check_ring, check_stacked, convolve
 
@@ -35,9 +36,22 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
+def with_rates(call: GatedDelta, *, kernels: bool = False) -> GatedDelta:
+    """The call with b and a [B, Q, Hv], computed where it has weights instead; by references, or by `kernels`."""
+    if call.x is None or call.rates is None:
+        return call
+    plain, normed = (linear, normed_linear) if kernels else (linear.reference, normed_linear.reference)
+    x = call.x.contiguous()
+    both = plain(x, call.rates, False) if call.x_norm is None else normed(x, call.x_norm, call.x_eps, call.rates)
+    b, a = both.chunk(2, dim=2)
+    return replace(call, b=b, a=a, x=None, rates=None, x_norm=None)
+
+
 def inputs(call: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """float32 q, k [B, Q, Hk, dk], v [B, Q, Hv, dv], beta [B, Q, Hv], g [B, Q, Hv, 1 or dk]; of padding all are 0, and
     S stays as it is."""
+    assert call.b is not None
+    assert call.a is not None
     (_, heads, dv, dk), k_heads = call.state.shape, call.keys.shape[2]
     x = convolve(call.qkv, call.weight, None, call.ring, call.slots, call.positions, True)
     step = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
@@ -171,7 +185,7 @@ def most_waiting(call: GatedDelta | Mamba2) -> int:
 
 
 def _gated_delta(call: GatedDelta, most: int | None = None) -> Tensor:
-    call = replace(call, counts=torch.where(call.slots > 0, call.counts, 0))
+    call = replace(with_rates(call), counts=torch.where(call.slots > 0, call.counts, 0))
     return gated_norm(call, advanced(call, most, call.qkv, *inputs(call)))
 
 
@@ -182,15 +196,17 @@ def on_cpu(call: GatedDelta) -> Tensor:
 
 def on_gpu(call: GatedDelta) -> Tensor:
     """The kernels, for what they do not take the reference."""
-    from onegraph.ops.cuda.gated_delta import gated_delta as kernel
+    from onegraph.ops.cuda import gated_delta as kernel
 
-    out = kernel(call)
+    call = call if kernel.takes_rates(call) else with_rates(call, kernels=True)
+    out = kernel.gated_delta(call)
     return _gated_delta(call) if out is None else out
 
 
 def _check(call: GatedDelta) -> None:
     op, qkv, state, keys = "gated_delta", call.qkv, call.state, call.keys
-    check_stacked(op, qkv=qkv, z=call.z, b=call.b, a=call.a)
+    given = _given(call)
+    check_stacked(op, qkv=qkv, z=call.z, **given)
     for name, tensor, dims in (("state", state, "[slots, Hv, dv, dk]"), ("keys", keys, "[slots, D, Hk, dk]")):
         if tensor.dim() != 4:
             raise ValueError(f"{op}: {name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dims}")
@@ -200,7 +216,8 @@ def _check(call: GatedDelta) -> None:
     apart = call.decays.shape[-1]
     if apart not in (1, dk):
         raise ValueError(f"{op}: decays has {apart} numbers a head; it must have 1, or {dk}, one for each key channel")
-    for name, x, width in (("z", call.z, heads * dv), ("b", call.b, heads), ("a", call.a, heads * apart)):
+    widths = {"b": heads, "a": heads * apart, "x": given["x"].shape[2] if "x" in given else 0}
+    for name, x, width in (("z", call.z, heads * dv), *((name, x, widths[name]) for name, x in given.items())):
         if x.shape != (batch, tokens, width) or x.dtype != qkv.dtype or x.device != qkv.device:
             raise ValueError(
                 f"{op}: {name} is {x.dtype} {tuple(x.shape)} on {x.device}; it must be {qkv.dtype} "
@@ -215,7 +232,27 @@ def _check(call: GatedDelta) -> None:
         op, qkv.device, a_log=(call.a_log, torch.float32, (heads,)), norm=(call.norm, call.norm.dtype, (dv,)),
         dt_bias=(call.dt_bias, torch.float32, (heads * apart,)),
     )  # fmt: skip
+    if call.rates is not None:
+        if apart != 1:
+            raise ValueError(
+                f"{op}: rates are given beside {apart} decays a head; allowed is 1: compute b and a before"
+            )
+        check_tensors(op, qkv.device, rates=(call.rates, qkv.dtype, (2 * heads, widths["x"])))
+    if call.x_norm is not None:
+        kind = call.x_norm.dtype if call.x_norm.dtype in FLOATS else torch.float32
+        check_tensors(op, qkv.device, x_norm=(call.x_norm, kind, (widths["x"],)))
     check_records(op, call, qkv, apart)
+
+
+def _given(call: GatedDelta) -> dict[str, Tensor]:
+    """What b and a are computed from, by name: themselves, or x."""
+    found = {name: x for name in ("b", "a", "x", "rates") if (x := getattr(call, name)) is not None}
+    if set(found) not in ({"b", "a"}, {"x", "rates"}) or (call.x_norm is not None and call.x is None):
+        named = [*found, *(["x_norm"] if call.x_norm is not None else [])]
+        raise ValueError(
+            f"gated_delta: got {', '.join(named) or 'no rates'}; give b and a, or x and rates, and x_norm with x only"
+        )
+    return {name: x for name, x in found.items() if name != "rates"}
 
 
 def check_records(op: str, call: GatedDelta | Mamba2, x: Tensor, apart: int) -> None:
@@ -245,16 +282,19 @@ def check_records(op: str, call: GatedDelta | Mamba2, x: Tensor, apart: int) -> 
 def _bytes(call: GatedDelta) -> int:
     tokens, rows = call.qkv.shape[:2].numel(), len(call.slots)
     each = nbytes(call.state[0], call.base[0]) * 2 + call.keys.shape[2] * nbytes(call.keys[0, :1, :1])
-    return rows * each + 3 * nbytes(call.z) + nbytes(call.qkv) * 2 + nbytes(call.weight) + tokens * 8
+    rates = nbytes(call.x, call.rates, call.x_norm)
+    return rows * each + 3 * nbytes(call.z) + nbytes(call.qkv) * 2 + nbytes(call.weight) + tokens * 8 + rates
 
 
 def _case(
     name: str, heads: tuple[int, int], dims: tuple[int, int], positions: list[int], counts: list[int], *,
     waiting: list[int] | None = None, tokens: int = 0, width: int = 4, depth: int = 16, limit: int = 0,
     channels: bool = False, narrow: bool = False, sigmoid: bool = False, beta_scale: float = 1.0, apart: int = 0,
+    hidden: int = 0, normed: bool = True,
 ) -> Case:  # fmt: skip
     """heads: (Hk, Hv). dims: (dk, dv). waiting: records of each row. channels: a decay for each key channel. narrow:
-    a state of bfloat16. apart: columns between one token's input and the next one's."""
+    a state of bfloat16. apart: columns between one token's input and the next one's. hidden: columns of x, 0 where b
+    and a are given; normed: whether x's norm is the op's."""
     (k_heads, v_heads), (dk, dv) = heads, dims
 
     def make(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> tuple[object, ...]:
@@ -263,18 +303,24 @@ def _case(
         slots, wide = rows + 2, 2 * k_heads * dk + v_heads * dv
         each = dk if channels else 1
         joined = draw.randn(rows, length, wide + v_heads * dv + apart)
-        b, a = draw.randn(rows, length, v_heads), draw.randn(rows, length, v_heads * each)
+        rates: tuple[Tensor | None, ...] = None, None
+        more: tuple[object, ...] = None, None, None, 0.0
+        if hidden:
+            more = 3 * draw.randn(rows, length, hidden), draw.randn(2 * v_heads, hidden) * hidden**-0.5
+            more += (1 + 0.2 * plain.randn(hidden), 1e-6) if normed else (None, 0.0)
+        else:
+            rates = draw.randn(rows, length, v_heads), draw.randn(rows, length, v_heads * each)
         base = torch.tensor([0, 0, *(p - w for p, w in zip(positions, waiting or [0] * rows, strict=True))])
         keys = unit(plain.randn(slots, depth, k_heads, dk))
         decays = torch.exp(-0.2 * plain.randn(slots, depth, v_heads, each).abs())
         state = (0.3 * plain.randn(slots, v_heads, dv, dk)).to(torch.bfloat16 if narrow else torch.float32)
         return (
-            joined[..., :wide], joined[..., wide : wide + v_heads * dv], b, a, draw.randn(wide, width) * 0.5,
+            joined[..., :wide], joined[..., wide : wide + v_heads * dv], *rates, draw.randn(wide, width) * 0.5,
             plain.randn(v_heads) * 0.5 - 1, plain.randn(v_heads * each), 1 + 0.2 * draw.randn(dv), 1e-6,
             draw.randn(slots, width - 1 + max(8, length), wide), state,
             base.to(device, torch.int32).unsqueeze(1).repeat(1, v_heads), keys,
             plain.randn(slots, depth, v_heads, dv), decays, draw.ints(list(range(2, slots))),
-            draw.ints(positions), draw.ints(counts), limit, sigmoid, beta_scale,
+            draw.ints(positions), draw.ints(counts), limit, sigmoid, beta_scale, *more,
         )  # fmt: skip
 
     return Case(name=name, make=make)
@@ -301,6 +347,10 @@ gated_delta = register(
             _case("small", (2, 4), (16, 24), [0, 7], [2, 3], waiting=[0, 2], width=3, depth=8, limit=3),
             _case("kda", (2, 2), (128, 128), [0, 8], [1, 3], waiting=[0, 3], channels=True, sigmoid=True),
             _case("kda_chunk", (2, 2), (128, 128), [0, 8], [70, 9], waiting=[0, 3], channels=True, sigmoid=True),
+            _case("rates_plain", (2, 4), (128, 128), [0, 9, 3], [1, 1, 0], waiting=[0, 3, 1], hidden=72, normed=False),
+            _case("rates_prompt", (1, 2), (128, 128), [0, 64], [70, 9], waiting=[0, 1], hidden=72),
+            _case("rates_odd", (1, 2), (128, 128), [0, 6], [2, 3], waiting=[0, 2], hidden=36),
+            _case("rates", (2, 4), (128, 128), [0, 6, 70], [4, 4, 2], waiting=[0, 4, 2], hidden=1056),
         ),
         tolerance={torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
         bytes_moved=_bytes,
@@ -315,7 +365,8 @@ belongs to no sequence and is never written; a row at position 0 begins a text, 
 
     q | k | v = silu(convolution of width W over qkv), see `short_conv`: weight [channels, W], ring [slots, R, channels]
     q, k of unit length, q times dk^-0.5; a key head serves Hv / Hk value heads side by side
-    beta = beta_scale sigmoid(b), b [B, Q, Hv]
+    beta = beta_scale sigmoid(b), b [B, Q, Hv]; in place of b and a, None then, `rates` [2 Hv, D] in qkv's dtype and x
+        [B, Q, D]: b | a = RMSNorm(x, x_norm [D], x_eps) rates^t, x as it is where there is no x_norm
     g = -exp(a_log) softplus(a + dt_bias), a [B, Q, Hv], a_log and dt_bias float32 [Hv]; of Kimi Delta Attention
         a decay for each key channel: a [B, Q, Hv dk], dt_bias float32 [Hv dk]
     out = RMSNorm(o, norm [dv], eps) silu(z), or sigmoid(z) where `sigmoid`

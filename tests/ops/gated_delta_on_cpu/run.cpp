@@ -7,7 +7,7 @@
 
 static const Arguments* arguments;
 static int left;
-thread_local float4 records[32 * 96];
+thread_local float4 dynamic[128 * 96];
 
 static void thread() {
   gated_delta(*arguments);
