@@ -20,7 +20,7 @@ ELSEWHERE = {  # told, at another line than the author's, or under another code
     "heldout10/h40_runtime_state:factory_bad_autotune_new_key": "the call of what was tuned, as for any table",
     "heldout10/h40_runtime_state:factory_bad_early_exit": "the loop, not the break in it",
     "heldout11/h10_lengths:factory_bad_bias_cache_by_max_seqlen": "the use of the number, not its lookup",
-    "heldout11/h30_spec_adapters:factory_bad_two_metadata_buffers_in_turn": "the tensor's use, as for the rotary factors",
+    "heldout11/h30_spec_adapters:factory_bad_two_metadata_buffers_in_turn": "the use of the tensor, not its pick",
     "heldout12/h30_moe_state_quant:factory_bad_mamba_conv_functional_write": "the use, not where it is bound anew",
     "heldout12/h40_streams_offload_ops:factory_bad_encoder_output_queue": "the tensor's use",
     "heldout12/h40_streams_offload_ops:factory_bad_hicache_write_back": "the copy on the stream, not the fork",
