@@ -150,7 +150,12 @@ def sglang() -> None:
     status = types.SimpleNamespace(cudaStreamCaptureStatusActive=1)
     error = types.SimpleNamespace(cudaSuccess=0)
     vars(runtime).update(cudaStreamCaptureStatus=status, cudaError_t=error)
-    runtime.cudaStreamGetCaptureInfo = lambda _: (0, int(torch.cuda.is_current_stream_capturing()), 0)
+
+    def info(stream: int) -> tuple[int, int, int]:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            return 0, int(torch.cuda.is_current_stream_capturing()), 0
+
+    runtime.cudaStreamGetCaptureInfo = info
 
 
 def transformers() -> None:

@@ -138,3 +138,80 @@ def test_a_capture_that_breaks_for_eager_code_needs_its_result_at_the_old_place(
     text = HEAD + BREAKABLE.replace("COPIES", str(copies))
     at = line_of(text, "return (attend(")
     assert lines(ran(tmp_path, text)) == (set() if copies else {("CG205", at)})
+
+
+UNORDERED = """
+import torch
+x, static, y = (torch.zeros(4, device="cuda") for _ in range(3))
+first, second, side = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+with torch.cuda.stream(side):
+    first.capture_begin()
+    a = MADE
+    first.capture_end()
+    BEFORE
+    b = a * 3  # between two pieces
+    second.capture_begin()
+    y.copy_(b)
+    second.capture_end()
+for i in range(3):
+    x.fill_(float(i))
+    first.replay()
+    b.copy_(a * 3)
+    second.replay()
+    assert y[0].item() == 3 * (i + 1)
+"""
+
+
+@pytest.mark.parametrize(("made", "code"), [("x + 1", "CG209"), ("static.copy_(x + 1)", "CG305")])
+def test_a_read_before_the_first_replay_loses_no_result(made: str, code: str, tmp_path: Path) -> None:
+    text = UNORDERED.replace("MADE", made)
+    assert lines(ran(tmp_path, text.replace("BEFORE", "pass"))) == set()
+    after = text.replace("BEFORE", "first.replay(); torch.cuda.synchronize()")
+    assert lines(ran(tmp_path, after)) == {(code, line_of(after, "# between"))}
+
+
+def test_of_memory_that_the_graph_did_not_make_another_stream_may_read_what_was_there(tmp_path: Path) -> None:
+    other = "with torch.cuda.stream(torch.cuda.Stream()): there = a * 3"
+    text = UNORDERED.replace("MADE", "static.copy_(x + 1)").replace("BEFORE", other)
+    assert lines(ran(tmp_path, text)) == {("CG305", line_of(text, "there = "))}
+
+
+def test_the_null_handle_asks_for_a_pool_of_its_own(tmp_path: Path) -> None:
+    text = PIECES.replace("torch.cuda.graph_pool_handle()", "(0, 0)").replace("BETWEEN", "pass")
+    assert lines(ran(tmp_path, text)) == set()
+
+
+ACROSS = """
+import torch
+x, y = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+first, second, main, side = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.Stream()
+
+
+def captured(handle):
+    with torch.cuda.stream(torch.cuda.ExternalStream(handle)):
+        return torch.cuda.is_current_stream_capturing()
+
+
+with torch.cuda.stream(main):
+    first.capture_begin()
+    assert captured(main.cuda_stream) and not captured(side.cuda_stream)
+    side.wait_stream(main)
+    assert captured(side.cuda_stream)
+    with torch.cuda.stream(side):
+        a = x + 1
+    main.wait_stream(side)
+    first.capture_end()
+    second.capture_begin()
+    assert not captured(side.cuda_stream)  # it is part of the first capture alone
+    if captured(side.cuda_stream):
+        main.wait_stream(side)
+    y.copy_(a * 2)
+    second.capture_end()
+first.replay()
+second.replay()
+assert y[0].item() == 2
+"""
+
+
+def test_a_capture_holds_the_streams_that_wait_for_it(tmp_path: Path) -> None:
+    assert lines(ran(tmp_path, ACROSS)) == set()

@@ -89,6 +89,9 @@ class Ordering:
         if not watched or (not writes and outs and all(o.record.number in numbers for o in outs)):  # views alone
             return
         stream, name = self._stream(), func._schema.name
+        watched = [t for t in watched if id(t) in writes or not self._unlaunched(t.record.number, stream)]
+        if not watched:
+            return
         used = {t.record.number: (t.record.number, id(t) in writes, t.inner) for t in watched}
         for race in self.order.launch(stream, used.values(), chain()):
             self._race(self.watched[race.number], race)
@@ -103,6 +106,15 @@ class Ordering:
                 self.landed[storage_of(landing[0])] = Landing(stream, self.order.now(stream), capture)
         elif name in _READS:
             self.order.host_waits(self.order.now(stream))
+
+    def _unlaunched(self, number: int, stream: int) -> bool:
+        """Whether a read on `stream` finds no result that a replay could take away: no graph that uses the memory was
+        replayed yet. Memory that a graph made holds nothing then. Of other memory that is so on the stream that
+        captured, where eager work between two pieces makes the buffers that the next one reads."""
+        last = self.watched[number]
+        if last.replays or (number not in self.world.made_by and last.stream.id != stream):
+            return False
+        return not any(capture.replays for capture, used in self.used.items() if number in used)
 
     def _bridge(self, device: list[DeviceTensor], writes: set[int], out: Any) -> None:
         """Between two pieces, work that is not captured makes the second one's input of the first one's output."""

@@ -64,7 +64,7 @@ def _stand_ins(world: World, recorder: graphs.Recorder, made_generators: Generat
         chain = world.chain() if frames.asks_itself(2) else ()
         if chain and world.roots.owns(chain[0][0]):
             world.asked_capturing.append(chain)
-        return world.step == world.captured_step
+        return world.step == world.captured_step and world.streams.captured(torch.cuda.current_stream())
 
     def generator(device: Any = "cuda") -> Any:
         return made_generators.defaults[streams._index(device, world)]

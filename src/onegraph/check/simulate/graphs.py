@@ -150,6 +150,9 @@ def _caller() -> FrameType:
 
 _ERROR_MODES = ("global", "thread_local", "relaxed")
 
+_NO_POOL = (0, 0)
+"""The handle that asks for a new pool, as None does."""
+
 _FIGURES = (
     "max_memory_reserved", "max_memory_cached", "memory_cached", "host_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "reset_accumulated_memory_stats", "reset_peak_host_memory_stats", "ipc_collect",
@@ -177,7 +180,8 @@ def stand_ins(recorder: Recorder) -> dict[str, Any]:
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
             if capture_error_mode not in _ERROR_MODES:
                 raise RuntimeError(f"capture_error_mode: got {capture_error_mode!r}, allowed {', '.join(_ERROR_MODES)}")
-            self._pool = next(handles) if pool is None else getattr(pool, "id", pool)
+            given = getattr(pool, "id", pool)
+            self._pool = next(handles) if given in (None, _NO_POOL) else given
             capture = recorder.begin(self._pool, self._generators, capture_error_mode, _caller())
             self.reset()
             self._capture = capture

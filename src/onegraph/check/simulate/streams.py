@@ -59,10 +59,11 @@ class Streams:
             )  # fmt: skip
             return False
         stream = self.current.get(world.device_index)
-        if stream is None or stream.id == self.main:
+        if stream is None:
             return True
-        if stream.id in self.reached:
-            self.open[stream.id] = chain
+        if self.captured(stream):
+            if stream.id != self.main:
+                self.open[stream.id] = chain
             return True
         self.strayed.add(stream.id)
         if stream.id == 0:
@@ -71,6 +72,10 @@ class Streams:
         else:
             world.see(*hazards.ASTRAY, chain=chain)
         return False
+
+    def captured(self, stream: Any) -> bool:
+        """Whether what `stream` is given now is part of the capture."""
+        return stream.id in self.reached
 
     def use(self, world: Machine, chain: frames.Chain, used: Iterable[tuple[int, bool, Tensor]]) -> None:
         """An op that the capture sees uses storages: (number, whether it writes, the part of it) each."""
@@ -169,6 +174,12 @@ def make(world: Machine) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None:
             streams.current[self.device_index] = self._before[threading.get_ident()].pop()
 
+    class ExternalStream(Stream):
+        """A stream that exists, by its handle."""
+
+        def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
+            super().__init__(device, _id=stream_ptr)
+
     class Event:
         def __init__(self, enable_timing: bool = False, **_: Any) -> None:
             self.reached, self.stream, self.step, self.phase = False, -1, -1, ""
@@ -224,7 +235,7 @@ def make(world: Machine) -> dict[str, Any]:
 
     return {
         "Stream": Stream,
-        "ExternalStream": Stream,
+        "ExternalStream": ExternalStream,
         "Event": Event,
         "StreamContext": stream_context,
         "stream": stream_context,
