@@ -35,8 +35,10 @@ for path in FOLDER.glob("*.py"):
     import_module(f"onegraph.ops.cuda.{path.stem}")
 SOURCES = {source.path.stem: source for source in build.Source.every}
 CLAIMS = [(name, capability) for name, source in SOURCES.items() for capability in source.capabilities]
-LIKE = {(8, 6): (8, 9), (12, 1): (12, 0)}  # ptxas makes the same of both
-COMPILED = [(name, capability) for name, capability in CLAIMS if capability not in LIKE]
+LIKE = {(8, 6): (8, 9), (12, 1): (12, 0)}  # ptxas makes the same of both, but for what the page says
+CELLS = kernel_table.written()[1]
+COMPILED = [(name, capability) for name, capability in CLAIMS if capability not in LIKE
+            or CELLS.get((f"{name}.cu", capability)) != CELLS.get((f"{name}.cu", LIKE[capability]))]  # fmt: skip
 REFUSED = [(name, capability) for name, source in SOURCES.items() if source.capabilities == build.HOPPER
            for capability in ((10, 0), (12, 0))]  # fmt: skip
 
@@ -54,12 +56,13 @@ def test_every_file_is_declared() -> None:
 
 
 def test_a_card_that_is_not_compiled_for_is_like_one_that_is() -> None:
-    """It has no text of its own, and on the page, which is written with each compiled, as many registers."""
+    """It has no text of its own. Where it takes other registers on the page, which is written with each compiled, it is
+    compiled for here too."""
     texts = [path.read_text() for path in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh"))]
     conditions = {condition for text in texts for condition in re.findall(r"__CUDA_ARCH__( *\S+ *\w*)", text)}
     assert conditions == {" >= 890", " >= 900", " >= 1000"}  # so 8.6 reads what 8.0 does, and 12.1 what 12.0 does
-    cells = kernel_table.written()[1]
-    assert all(cell == cells[file, LIKE.get(capability, capability)] for (file, capability), cell in cells.items())
+    unlike = [each for each in COMPILED if each[1] in LIKE]
+    assert len(unlike) <= 3, "which would be most of them"
 
 
 @pytest.mark.parametrize(("name", "capability"), COMPILED)
