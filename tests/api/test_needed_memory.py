@@ -90,6 +90,28 @@ def test_experts_on_the_host_leave_more_to_the_cache(tmp_path: Path, monkeypatch
     assert experts.device_bytes <= size
     assert all_there.weights - some.weights == experts.host_bytes - experts.device_bytes > 0
     assert some.tokens > all_there.tokens
+    assert (all_there.experts, some.experts) == (0, experts.host_bytes)
+    assert " and experts " in str(some)
+
+
+def test_experts_and_prefixes_share_the_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_of("qwen3_moe", tmp_path / "m", 4)
+    cuda, free = torch.device("cuda"), 1_000_000
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "exact", "max_num_seqs": 8, "max_model_len": 256}
+    sizes |= {"kv_cache_tokens": None, "gpus": 1}
+    monkeypatch.setattr(memory, "free_cache_memory", lambda device: free)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        loader = Loader(checkpoint, config_of(checkpoint), torch.bfloat16)
+        size = sum(loader.expert_bytes.values()) * 7 // 8 / 1e9
+        prefixes = 0.99 * free / 2**30
+        memory.plan_load(checkpoint, cuda, **sizes, kv_offloading_size=prefixes)
+        with pytest.raises(ValueError, match=r"GiB of host memory are free beside 0\.00 GiB of experts: allowed is"):
+            memory.plan_load(checkpoint, cuda, **sizes, kv_offloading_size=prefixes, expert_memory=size)
+
+
+def test_prefixes_that_are_not_shared_are_refused_before_loading(path: Path) -> None:
+    with pytest.raises(ValueError, match="kv_offloading_size: got 1; prefix caching is unsupported with batch_inv"):
+        LLM(path, device="cpu", kv_offloading_size=1, batch_invariant=True)
 
 
 def test_what_drafts_leaves_less_to_the_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.runtime import offload
-from onegraph.runtime.offload import Arrival, HostPlaces
+from onegraph.runtime.offload import Arrival, HostRows
 from test_schedule import START, Machine, MachineAhead, alone, engine, few, run, whole
 from tiny_decoder import TinyDecoder
 
@@ -49,21 +49,21 @@ class Late(Arrival):
 def make_late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
     """As a GPU does it at the latest: until a copy is waited for, its places hold NaN."""
     begun: list[Late] = []
-    load, join = HostPlaces.load, HostPlaces.join
+    load, join = HostRows.load, HostRows.join
 
-    def slow(store: HostPlaces, slots: Any, places: Any) -> Arrival:
+    def slow(store: HostRows, slots: Any, places: Any) -> Arrival:
         for piece in store._pieces:  # all bits set are a NaN
             piece[list(places)] = -1
         begun.append(Late(lambda: load(store, slots, places)))
         return begun[-1]
 
-    def join_all(store: HostPlaces) -> None:
+    def join_all(store: HostRows) -> None:
         for each in begun:
             each.join()
         join(store)
 
-    monkeypatch.setattr(HostPlaces, "load", slow)
-    monkeypatch.setattr(HostPlaces, "join", join_all)
+    monkeypatch.setattr(HostRows, "load", slow)
+    monkeypatch.setattr(HostRows, "join", join_all)
     return begun
 
 
@@ -92,10 +92,11 @@ def test_places_come_back_in_any_order() -> None:
         torch.randint(0, 255, (count, 7), generator=g, dtype=torch.uint8),
         torch.randn(4, count, 6, generator=g, dtype=torch.float64).transpose(0, 1),
         torch.randn(count, 2, generator=g).bfloat16(),
+        torch.randint(0, 9, (6, count, 1), generator=g, dtype=torch.int32).transpose(0, 1),  # a view with gaps
     ]
-    assert offload.place_bytes(tensors) == 60 + 7 + 192 + 4
+    assert offload.row_bytes(tensors) == 60 + 7 + 192 + 4 + 24
     wanted = [tensor.clone() for tensor in tensors]
-    store = HostPlaces(tensors, count)
+    store = HostRows(tensors, count)
     there = torch.randperm(count, generator=g).tolist()
     store.save(range(count), there)
     for tensor in tensors:
@@ -208,15 +209,25 @@ def test_a_nan_clears_it() -> None:
 
 def test_the_last_used_copies_stay() -> None:
     tensor = torch.arange(6.0).view(6, 1)
-    host = HostCopies([HostPlaces([tensor], 3)], 3)
+    host = HostCopies([HostRows([tensor], 3)], 3)
     assert host.save([(place, b"%d" % place) for place in range(3)]) == 3
     assert host.find([b"0", b"1", b"9"]) == [b"0", b"1"]
-    assert host.save([(3, b"3"), (4, b"4"), (0, b"0")], spare=2) == 1
+    assert host.save([(3, b"3"), (4, b"4"), (0, b"0")], keep=2) == 1
     assert [digest in host for digest in (b"0", b"1", b"2", b"3", b"4")] == [True, True, False, True, False]
     tensor.zero_()
     for arrival in host.load([b"0", b"1", b"3"], [5, 4, 2]):
         arrival.join()
     assert tensor.view(-1).tolist() == [0, 0, 3, 0, 1, 0]
+
+
+def test_a_copy_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = HostCopies([HostRows([torch.arange(6.0).view(6, 1)], 3)], 3)
+    host.save([(0, b"0")])
+    monkeypatch.setattr(HostRows, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        host.save([(1, b"1")])
+    assert not host.used
+    assert host.find([b"1"]) == []
 
 
 class MachineOffloading(Machine):

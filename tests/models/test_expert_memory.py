@@ -125,11 +125,11 @@ def test_what_cannot_be_is_refused(quantized: Path, tmp_path: Path, monkeypatch:
     with Checkpoint.open(tmp_path / "dense") as checkpoint, none:
         Llama.load(checkpoint, expert_memory=10**9)
     with Checkpoint.open(quantized) as checkpoint:
-        with pytest.raises(ValueError, match=r"got .* GB; a token uses 3 experts .*: give at least 0.01, of 0.00"):
+        with pytest.raises(ValueError, match=r"got .* GB; a token uses 3 experts .*: allowed is 0.01 GB and more"):
             Llama.load(checkpoint, expert_memory=budget(quantized, 3) - 1)
         monkeypatch.setattr(expert_memory, "system_memory", lambda: 1000)
         loader = Loader(checkpoint, config_of(checkpoint), torch.float32)
-        with pytest.raises(ValueError, match=r"of host memory, and 0.00 are free there: take fewer bits"):
+        with pytest.raises(ValueError, match=r"of host memory, and 0.00 GB are free there: free some"):
             expert_memory.ExpertMemory(loader, config_of(checkpoint), budget(quantized, 4), torch.device("cuda"))
         monkeypatch.setattr(expert_memory, "system_memory", lambda: None)
         memory = expert_memory.ExpertMemory(loader, config_of(checkpoint), budget(quantized, 4), torch.device("cuda:0"))

@@ -216,7 +216,7 @@ class LLM:
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
                 kv_offloading_size=kv_offloading_size, adapters=paths, expert_memory=expert_memory,
-                speculative=None if speculative is None else str(speculative),
+                speculative=None if speculative is None else str(speculative), batch_invariant=batch_invariant,
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
             self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len

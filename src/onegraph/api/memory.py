@@ -37,13 +37,15 @@ HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU h
 @dataclass(frozen=True)
 class Memory:
     """Bytes of the weights and of a KV cache of so many tokens, on each device, and what is free there (None where the
-    system does not say); offloaded: of the prefix cache in host memory, which on a CPU counts as taken already."""
+    system does not say). In host memory are `offloaded`, of the prefix cache, which on a CPU counts as taken already,
+    and `experts`, of routed experts."""
 
     weights: int
     cache: int
     tokens: int
     free: int | None
     offloaded: int = 0
+    experts: int = 0
 
     @property
     def fits(self) -> bool:
@@ -54,7 +56,8 @@ class Memory:
         cache = f"KV cache {human_bytes(self.cache)} for {self.tokens} tokens"
         if self.offloaded:
             cache += f", offloaded prefixes {human_bytes(self.offloaded)} of host memory"
-        return f"memory: weights {human_bytes(self.weights)}, {cache}{free}"
+        experts = f" and experts {human_bytes(self.experts)} of host memory" if self.experts else ""
+        return f"memory: weights {human_bytes(self.weights)}{experts}, {cache}{free}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def plan_load(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     expert_memory: float | None = None,
     speculative: str | None = None,
+    batch_invariant: bool = False,
 ) -> LoadPlan:
     """Of the arguments of `LLM`. Reads no weights. Raises ValueError for what checkpoint or device rule out."""
     if expert_memory is not None and device.type == "cpu":
@@ -103,10 +107,13 @@ def plan_load(
             f"kv_cache_tokens: got {kv_cache_tokens}; a sequence may have {max_model_len} tokens: allowed is "
             "that and more, or a smaller max_model_len"
         )
-    if kv_offloading_size is not None and kv is not None:
-        raise ValueError(
-            f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(kv)}: leave it out, or kv_cache_dtype"
-        )
+    if kv_offloading_size is not None:
+        own = isinstance(config, LlamaConfig)
+        without = kv or ("batch_invariant" if batch_invariant else None if own else "DeepSeek-V4")
+        if without is not None:
+            raise ValueError(
+                f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(without)}: leave one of them out"
+            )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
         gpus=gpus, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
@@ -151,16 +158,18 @@ def needed_memory(
         return None
     free = free_cache_memory(device)
     told = free < UNBOUNDED
-    host = free_cache_memory(torch.device("cpu"))
-    if offloaded > host:
-        raise ValueError(
-            f"kv_offloading_size: got {offloaded / GIB:g} GiB; {host / GIB:.2f} GiB of host memory are free: allowed "
-            "is less than that"
-        )
     if device.type == "cpu":
         free -= offloaded
     drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
+    memory = None if experts is None else ExpertMemory(Loader(checkpoint, config, dtype), config, experts, device)
+    pinned = 0 if memory is None or memory.fits else memory.host_bytes
+    if offloaded > (host := free_cache_memory(torch.device("cpu")) - pinned):
+        beside = f" beside {pinned / GIB:.2f} GiB of experts" if pinned else ""
+        raise ValueError(
+            f"kv_offloading_size: got {offloaded / GIB:g} GiB; {max(0, host) / GIB:.2f} GiB of host memory are "
+            f"free{beside}: allowed is less than that"
+        )
     weights = _weights(checkpoint, config, device, dtype, held, experts) // gpus + drafting[0]
     if adapters:
         layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
@@ -169,7 +178,7 @@ def needed_memory(
     if tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded)
+    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned)
 
 
 def _weights(

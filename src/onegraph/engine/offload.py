@@ -1,5 +1,5 @@
-"""The prefix cache in host memory: what the device's evicts is copied there, and copied back for a prompt that shares
-it, in place of being computed again.
+"""The prefix cache in host memory: pages that the device's prefix cache evicts are copied there, and copied back for a
+prompt that shares them instead of computing them again.
 
 A copy goes by the digest of the tokens that its content depends on, as pages do (`engine/pages.py`). It stays where it
 is when it has been copied back, so that evicting the page again costs nothing.
@@ -13,7 +13,7 @@ from torch import Tensor
 from onegraph.engine.snapshots import Snapshots
 from onegraph.engine.steps import Steps
 from onegraph.nn.state import Pages, RecurrentSlots
-from onegraph.runtime.offload import Arrival, HostPlaces, place_bytes
+from onegraph.runtime.offload import Arrival, HostRows, row_bytes
 
 GIB = 1 << 30
 NOT_SHARED = "prefix caching is unsupported with {}"
@@ -26,7 +26,7 @@ class HostCopies:
         stores: the memory, of each rank. count: places in each; 0 keeps nothing.
     """
 
-    def __init__(self, stores: Seq[HostPlaces] = (), count: int = 0) -> None:
+    def __init__(self, stores: Seq[HostRows] = (), count: int = 0) -> None:
         self._stores, self._known = list(stores), Snapshots(range(count))
 
     def __len__(self) -> int:
@@ -47,18 +47,23 @@ class HostCopies:
             self._known.use(digest)
         return found
 
-    def save(self, places: Seq[tuple[int, bytes]], spare: int = 0) -> int:
-        """Copies places, with what they hold, that are not here yet; returns how many. spare: the copies used last that
-        stay in any case."""
-        new = [(place, digest) for place, digest in places if digest not in self._known][: max(0, len(self) - spare)]
+    def save(self, places: Seq[tuple[int, bytes]], keep: int = 0) -> int:
+        """Copies places, with the digests of what they hold, that are not here yet; returns how many.
+
+        keep: how many of the copies, those used last, must not be overwritten.
+        """
+        new = [(place, digest) for place, digest in places if digest not in self._known][: max(0, len(self) - keep)]
         slots = [slot for _, digest in new if (slot := self._known.take(digest)) is not None]
-        if new:
-            for store in self._stores:
+        try:
+            for store in self._stores if new else ():
                 store.save([place for place, _ in new], slots)
+        except BaseException:
+            self._known.forget()  # some slots hold neither what they held nor what they should
+            raise
         return len(new)
 
     def load(self, digests: Seq[bytes], places: Seq[int]) -> list[Arrival]:
-        """Begins to copy what is here into places of the device (`HostPlaces.load`)."""
+        """Begins to copy what is here into places of the device (`HostRows.load`)."""
         slots = [self._known.use(digest) for digest in reversed(digests)][::-1]
         return [store.load(slots, places) for store in self._stores]
 
@@ -99,7 +104,7 @@ def _tensors(rank: Steps, kind: type) -> list[Tensor]:
 
 
 def _copies(what: str, tensors: Seq[Seq[Tensor]], size: float, limit: int) -> HostCopies:
-    each = sum(map(place_bytes, tensors))
+    each = sum(map(row_bytes, tensors))
     if limit < each:
         least = 1.01 * size * each / max(1, limit)
         raise ValueError(
@@ -107,4 +112,4 @@ def _copies(what: str, tensors: Seq[Seq[Tensor]], size: float, limit: int) -> Ho
             f"{least:.3g} GiB and more"
         )
     count = limit // each
-    return HostCopies([HostPlaces(own, count) for own in tensors], count)
+    return HostCopies([HostRows(own, count) for own in tensors], count)

@@ -1,7 +1,7 @@
-"""What is known of the beginnings of texts, and where it lies: a text that shares one does not compute it again.
+"""Prefix caching: which prefixes are cached, on the device or in host memory.
 
 Pages of the cache go by the digest of the tokens up to their end (`engine/pages.py`); snapshots of recurrent states go
-with them (`engine/snapshots.py`). What the device has no room for lies in host memory (`engine/offload.py`).
+with them (`engine/snapshots.py`). What the device evicts is kept in host memory (`engine/offload.py`).
 """
 
 from collections.abc import Sequence as Seq
@@ -50,13 +50,15 @@ class Prefixes:
         self.snapshots = Snapshots(executor.snapshot_slots)
         self.sharing = False
 
-    def take(self, count: int, spare: int = 0) -> list[int]:
-        """So many pages, of which as many are free. What is known to be in those that this evicts goes to host memory,
-        and what is in the next ones with it, for one launch takes as long as another. spare: of the copies there, those
-        used last that have to stay."""
+    def take(self, count: int, keep: int = 0) -> list[int]:
+        """Allocates `count` pages; the caller has checked that they are free. Cached pages that this evicts are copied
+        to host memory, and the next ones with them, since a launch for more takes no longer.
+
+        keep: how many of the host copies, those used last, must not be overwritten.
+        """
         host = self._executor.host_pages
         if len(host) and any(digest not in host for _, digest in self.allocator.evicted(count)):
-            copied = host.save(self.allocator.evicted(count, BATCH), spare)
+            copied = host.save(self.allocator.evicted(count, BATCH), keep)
             self._executor.stats.offloaded_tokens += copied * self._executor.sizes.page_size
         pages = self.allocator.take(count)
         assert pages is not None, "too few pages are free"

@@ -208,7 +208,12 @@ class Scheduler:
         if count + growing > self.allocator.free:
             self.allocator.give_back(shared)
             return False
-        self.prefixes.begin(sequence, shared, kept, self.prefixes.take(count, spare=len(kept)))
+        try:
+            more = self.prefixes.take(count, keep=len(kept))
+        except BaseException:
+            self.allocator.give_back(shared)
+            raise
+        self.prefixes.begin(sequence, shared, kept, more)
         return True
 
     def drain(self) -> None:
@@ -266,6 +271,7 @@ class Scheduler:
         return next(here, None if len(to_read) < len(self.running) else next(iter(to_read), None))
 
     def _prefill(self, sequence: Sequence) -> None:
+        self._join(sequence)  # of two copies of a state into its slot the newer one is the last
         self.prefixes.share_more(sequence)
         self._join(sequence)
         end = min(sequence.read + self.executor.chunk, sequence.to_prefill)

@@ -62,13 +62,13 @@ class ExpertMemory:
             least = math.ceil((shared + routed.top_k * slot) / 1e7) / 100
             raise ValueError(
                 f"{got}; a token uses {routed.top_k} experts of each layer, and all layers share room for one layer's: "
-                f"give at least {least:g}, of {self.host_bytes / GB:.2f} that all take"
+                f"allowed is {least:g} GB and more; {self.host_bytes / GB:.2f} GB hold all experts"
             )
         free = system_memory() if device.type == "cuda" else None
         if free is not None and self.host_bytes > free:
             raise ValueError(
-                f"{got}; the experts take {self.host_bytes / GB:.2f} GB of host memory, and {free / GB:.2f} are free "
-                "there: take fewer bits"
+                f"{got}; the experts take {self.host_bytes / GB:.2f} GB of host memory, and {free / GB:.2f} GB are "
+                "free there: free some, or quantize to fewer bits"
             )
 
     def empty(self, count: int, one: Tensors) -> Tensors:

@@ -74,7 +74,9 @@ def check_weights(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     in a wider dtype, and a linear in float32 where some are decoded.
     """
     weights = loader.weight_bytes // ranks
-    wider = max(0, sum(loader.unit_bytes) // ranks - weights)
+    experts = loader.expert_memory
+    elsewhere = 0 if experts is None else experts.device_bytes  # read into host memory, and in no unit
+    wider = max(0, sum(loader.unit_bytes) // ranks - (weights - elsewhere))
     sizes = (n * k for layer, (n, k, _) in loader.layers().items() if layer in loader.decoded)
     beside = max(loader.unit_bytes, default=0) // ranks + min(loader.landing_bytes, wider) + 4 * max(sizes, default=0)
     if weights + beside > (free := free_memory(device)):

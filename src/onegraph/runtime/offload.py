@@ -1,8 +1,8 @@
-"""Host memory behind places of device tensors: copies out and back, on a stream of their own; on a CPU plain copies.
+"""Host memory for rows of device tensors: copies out and back, on a stream of their own; on a CPU plain copies.
 
-A place is an index of the first dimension: a page, or a slot. All traffic with the host is on one side stream, so that
+A row is an index of the first dimension: a page, or a slot. All traffic with the host is on one side stream, so that
 it keeps the order in which it was launched: a copy is never read before it is complete, and never written over while it
-is read. Places themselves are read on the caller's stream, behind what was launched and before what comes.
+is read. The rows on the device are read on the caller's stream, behind what was launched and before what comes.
 """
 
 import math
@@ -36,7 +36,7 @@ class Arrival:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class HostPlaces:
+class HostRows:
     """Room for copies of `count` places of some tensors of one device, all of a place side by side.
 
     Args:
@@ -48,7 +48,7 @@ class HostPlaces:
 
     def __init__(self, tensors: Seq[Tensor], count: int) -> None:
         self.device = tensors[0].device
-        unit = place_unit(tensors)
+        unit = row_unit(tensors)
         self._pieces = [piece for tensor in tensors for piece in _rows(tensor, UNITS[unit])]
         width = sum(piece.shape[1] for piece in self._pieces)
         pinned = self.device.type == "cuda"
@@ -59,28 +59,28 @@ class HostPlaces:
         self._batch = max(1, min(count, BATCH, STAGING // (width * unit)))
         self._out, self._in = (torch.empty(self._batch, width, dtype=UNITS[unit], device=self.device) for _ in range(2))
         self._stream = torch.cuda.Stream(self.device) if pinned else None
-        self._left = torch.cuda.Event() if pinned else None  # behind the copies out of `_out`
+        self._out_free = torch.cuda.Event() if pinned else None  # behind the copies out of `_out`
 
     def save(self, places: Seq[int], slots: Seq[int]) -> None:
         """Copies places into slots of the host, in the state behind what is launched on the current stream. They may be
         written over at once: on that stream."""
         for index, some in self._batches(places, slots):
-            if self._left is not None:
-                torch.cuda.current_stream(self.device).wait_event(self._left)
+            if self._out_free is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._out_free)
             for piece, staged in self._staged(self._out, len(some)):
                 torch.index_select(piece, 0, index, out=staged)
-            self._follow()
-            with self._aside():
+            self._wait_for_caller()
+            with self._on_side_stream():
                 for row, slot in zip(self._out, some, strict=False):
                     self._host[slot].copy_(row, non_blocking=True)
-                if self._left is not None:
-                    self._left.record(self._stream)
+                if self._out_free is not None:
+                    self._out_free.record(self._stream)
 
     def load(self, slots: Seq[int], places: Seq[int]) -> Arrival:
         """Begins to copy slots of the host into places, behind what is launched on the current stream. Nothing else may
         touch the places until the arrival is joined."""
-        self._follow()
-        with self._aside():
+        self._wait_for_caller()
+        with self._on_side_stream():
             for index, some in self._batches(places, slots):
                 for row, slot in zip(self._in, some, strict=False):
                     row.copy_(self._host[slot], non_blocking=True)
@@ -90,7 +90,7 @@ class HostPlaces:
 
     def join(self) -> None:
         """As `Arrival.join`, of all that was begun."""
-        with self._aside():
+        with self._on_side_stream():
             arrival = self._arrival()
         arrival.join()
 
@@ -101,11 +101,11 @@ class HostPlaces:
         event.record(self._stream)
         return Arrival(self.device, event)
 
-    def _follow(self) -> None:
+    def _wait_for_caller(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _on_side_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _batches(self, places: Seq[int], slots: Seq[int]) -> Iterator[tuple[Tensor, Seq[int]]]:
@@ -128,21 +128,23 @@ class HostPlaces:
             start = end
 
 
-def place_bytes(tensors: Seq[Tensor]) -> int:
+def row_bytes(tensors: Seq[Tensor]) -> int:
     """Bytes of one place of tensors [places, ...]."""
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
 
 
-def place_unit(tensors: Seq[Tensor]) -> int:
+def row_unit(tensors: Seq[Tensor]) -> int:
     """The widest integer, in bytes, as which every row of them can be copied."""
     return math.gcd(8, *(piece.shape[1] * piece.element_size() for tensor in tensors for piece in _rows(tensor)))
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """A tensor [places, ...] as views [places, N]: one, or several where its places are not contiguous."""
+    """A tensor [rows, ...] as views [rows, N]: one, or several where its rows are not contiguous."""
     try:
         rows = tensor.view(len(tensor), -1)
     except RuntimeError:
+        rows = None
+    if rows is None or (rows.shape[1] > 1 and rows.stride(1) != 1):
         for part in tensor.unbind(1):
             yield from _rows(part, dtype)
     else:
