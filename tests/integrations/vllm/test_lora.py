@@ -104,6 +104,14 @@ def save(case: str, folder: Path) -> dict[str | None, Any]:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "two ranks"])
 def test_tokens_are_our_engines(case: str, tmp_path: Path) -> None:
     """Two adapters and none in one batch; the probabilities are those of the weights with the adapters' products."""
+    if CASES[case][0] == "smollm3" and "ONEGRAPH_ALONE" not in os.environ:
+        # vLLM changes transformers' class, and another test of this process may have had it do so: in one of its own.
+        node = f"{__file__}::test_tokens_are_our_engines[{case}]"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", node]
+        done = subprocess.run(command, env=os.environ | {"ONEGRAPH_ALONE": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert "1 passed" in done.stdout
+        return
     oracles = save(case, tmp_path)
     # On a CPU vLLM's kernels take the last slot for sequences without an adapter: there it has to stay empty.
     with serving(tmp_path / "m", enable_lora=True, max_loras=3, max_lora_rank=8) as llm:
