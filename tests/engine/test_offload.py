@@ -17,7 +17,7 @@ from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.runtime import offload
-from onegraph.runtime.offload import Arrival, HostRows
+from onegraph.runtime.offload import Arrival, HostBuffer
 from test_schedule import START, Machine, MachineAhead, alone, engine, few, run, whole
 from tiny_decoder import TinyDecoder
 
@@ -49,21 +49,21 @@ class Late(Arrival):
 def make_late(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
     """As a GPU does it at the latest: until a copy is waited for, its places hold NaN."""
     begun: list[Late] = []
-    load, join = HostRows.load, HostRows.join
+    load, join = HostBuffer.load, HostBuffer.join
 
-    def slow(store: HostRows, slots: Any, places: Any) -> Arrival:
+    def slow(store: HostBuffer, slots: Any, places: Any) -> Arrival:
         for piece in store._pieces:  # all bits set are a NaN
             piece[list(places)] = -1
         begun.append(Late(lambda: load(store, slots, places)))
         return begun[-1]
 
-    def join_all(store: HostRows) -> None:
+    def join_all(store: HostBuffer) -> None:
         for each in begun:
             each.join()
         join(store)
 
-    monkeypatch.setattr(HostRows, "load", slow)
-    monkeypatch.setattr(HostRows, "join", join_all)
+    monkeypatch.setattr(HostBuffer, "load", slow)
+    monkeypatch.setattr(HostBuffer, "join", join_all)
     return begun
 
 
@@ -94,9 +94,9 @@ def test_places_come_back_in_any_order() -> None:
         torch.randn(count, 2, generator=g).bfloat16(),
         torch.randint(0, 9, (6, count, 1), generator=g, dtype=torch.int32).transpose(0, 1),  # a view with gaps
     ]
-    assert offload.row_bytes(tensors) == 60 + 7 + 192 + 4 + 24
+    assert offload.entry_bytes(tensors) == 60 + 7 + 192 + 4 + 24
     wanted = [tensor.clone() for tensor in tensors]
-    store = HostRows(tensors, count)
+    store = HostBuffer(tensors, count)
     there = torch.randperm(count, generator=g).tolist()
     store.save(range(count), there)
     for tensor in tensors:
@@ -106,7 +106,7 @@ def test_places_come_back_in_any_order() -> None:
     arrival.join()
     assert arrival.done
     assert all(torch.equal(one, other) for one, other in zip(tensors, wanted, strict=True))
-    with pytest.raises(ValueError, match="places: got 1 for 2 slots"):
+    with pytest.raises(ValueError, match="entries: got 1 for 2 slots"):
         store.save([1], [0, 1])
 
 
@@ -209,7 +209,7 @@ def test_a_nan_clears_it() -> None:
 
 def test_the_last_used_copies_stay() -> None:
     tensor = torch.arange(6.0).view(6, 1)
-    host = HostCopies([HostRows([tensor], 3)], 3)
+    host = HostCopies([HostBuffer([tensor], 3)], 3)
     assert host.save([(place, b"%d" % place) for place in range(3)]) == 3
     assert host.find([b"0", b"1", b"9"]) == [b"0", b"1"]
     assert host.save([(3, b"3"), (4, b"4"), (0, b"0")], keep=2) == 1
@@ -221,9 +221,9 @@ def test_the_last_used_copies_stay() -> None:
 
 
 def test_a_copy_that_fails_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostCopies([HostRows([torch.arange(6.0).view(6, 1)], 3)], 3)
+    host = HostCopies([HostBuffer([torch.arange(6.0).view(6, 1)], 3)], 3)
     host.save([(0, b"0")])
-    monkeypatch.setattr(HostRows, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr(HostBuffer, "save", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         host.save([(1, b"1")])
     assert not host.used

@@ -7,7 +7,7 @@ import torch
 
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.runtime.offload import Arrival, HostRows
+from onegraph.runtime.offload import Arrival, HostBuffer
 from test_offload import TEXTS, ask
 from test_schedule import whole
 from tiny_decoder import TinyDecoder
@@ -22,7 +22,7 @@ def test_copies_and_the_callers_stream_keep_their_order() -> None:
     """What is saved is what a long kernel in front will have written, whatever overwrites it at once; what is loaded
     goes over what a long kernel in front writes; a slot that is read is not written over before."""
     tensors = [torch.zeros(96, 64, 16, device="cuda"), torch.zeros(4, 96, 40, device="cuda").transpose(0, 1)]
-    store, places = HostRows(tensors, 96), [*range(0, 96, 2)]
+    store, places = HostBuffer(tensors, 96), [*range(0, 96, 2)]
     assert store._host.is_pinned()
     for value in (1.0, 2.0, 3.0, 4.0):
         torch.cuda._sleep(LONG)
@@ -49,14 +49,14 @@ def test_what_is_evicted_comes_back(capture: bool | None, monkeypatch: pytest.Mo
     """Also where each copy takes longer than many steps."""
     options = {"max_batch": 3, "max_context": 64, "page_size": 4, "chunk": 8, "capture": capture}
     model = TinyDecoder(device="cuda:0")
-    load = HostRows.load
+    load = HostBuffer.load
 
-    def slow(store: HostRows, slots: list[int], places: list[int]) -> Arrival:
+    def slow(store: HostBuffer, slots: list[int], places: list[int]) -> Arrival:
         with store._aside():
             torch.cuda._sleep(LONG)
         return load(store, slots, places)
 
-    monkeypatch.setattr(HostRows, "load", slow)
+    monkeypatch.setattr(HostBuffer, "load", slow)
     plain, made = Engine(model, **options), Engine(model, **options, pages=1 + 24, kv_offloading_size=0.001)
     with plain.executor.running(), closing(plain.scheduler.open(share=False)):
         wanted = ask(plain, TEXTS * 3, PARAMS)

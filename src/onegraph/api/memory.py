@@ -112,7 +112,7 @@ def plan_load(
         without = kv or ("batch_invariant" if batch_invariant else None if own else "DeepSeek-V4")
         if without is not None:
             raise ValueError(
-                f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(without)}: leave one of them out"
+                f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(without)}: leave it out"
             )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
@@ -162,15 +162,15 @@ def needed_memory(
         free -= offloaded
     drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
-    memory = None if experts is None else ExpertMemory(Loader(checkpoint, config, dtype), config, experts, device)
-    pinned = 0 if memory is None or memory.fits else memory.host_bytes
+    stacks = None if experts is None else ExpertMemory(Loader(checkpoint, config, dtype), config, experts, device)
+    pinned = 0 if stacks is None or stacks.fits else stacks.host_bytes
     if offloaded > (host := free_cache_memory(torch.device("cpu")) - pinned):
         beside = f" beside {pinned / GIB:.2f} GiB of experts" if pinned else ""
         raise ValueError(
             f"kv_offloading_size: got {offloaded / GIB:g} GiB; {max(0, host) / GIB:.2f} GiB of host memory are "
             f"free{beside}: allowed is less than that"
         )
-    weights = _weights(checkpoint, config, device, dtype, held, experts) // gpus + drafting[0]
+    weights = _weights(checkpoint, config, device, dtype, held, stacks) // gpus + drafting[0]
     if adapters:
         layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
         weights += adapter_bytes(adapters, config.family_name, layers, joined, dtype.itemsize)
@@ -183,11 +183,11 @@ def needed_memory(
 
 def _weights(
     checkpoint: Checkpoint, config: LlamaConfig, device: torch.device, dtype: torch.dtype, held: Held | None,
-    experts: int | None = None,
+    experts: ExpertMemory | None = None,
 ) -> int:  # fmt: skip
     loader = Loader(checkpoint, config, dtype, decode=device.type == "cpu", held=held)
     if experts is not None:
-        loader.expert_memory = ExpertMemory(loader, config, experts, device)
+        loader.expert_memory = experts
         return loader.weight_bytes
     if device.type == "cpu":  # which decodes codes at load
         loader.decoded = frozenset(loader.layers())

@@ -15,7 +15,7 @@ from onegraph import __version__
 from onegraph.api.provenance import named
 from onegraph.formats.checkpoint import CARD
 from onegraph.formats.digests import SUMS, read_sums
-from onegraph.formats.files import CheckpointError, member, read_bytes, rerow_bytes
+from onegraph.formats.files import CheckpointError, member, read_bytes, replace_bytes
 
 HEAD, BEGIN, END = "## Quality", "<!-- onegraph eval -->", "<!-- /onegraph eval -->"
 MAX_CARD = 4 << 20  # bytes; cards are some kilobytes
@@ -112,7 +112,7 @@ def record(card: Path, measure: Measure) -> None:
     front, measures, back = _parts(card)
     measures[measure.key] = str(measure)
     inside = "\n\n".join(f"<!-- measure {key} -->\n\n{told}" for key, told in measures.items())
-    rerow_bytes(card.resolve(), f"{front}{_marked(inside)}{back}".encode())
+    replace_bytes(card.resolve(), f"{front}{_marked(inside)}{back}".encode())
 
 
 def _parts(card: Path) -> tuple[str, dict[str, str], str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from onegraph.engine.snapshots import Snapshots
 from onegraph.engine.steps import Steps
 from onegraph.nn.state import Pages, RecurrentSlots
-from onegraph.runtime.offload import Arrival, HostRows, row_bytes
+from onegraph.runtime.offload import Arrival, HostBuffer, entry_bytes
 
 GIB = 1 << 30
 NOT_SHARED = "prefix caching is unsupported with {}"
@@ -26,7 +26,7 @@ class HostCopies:
         stores: the memory, of each rank. count: places in each; 0 keeps nothing.
     """
 
-    def __init__(self, stores: Seq[HostRows] = (), count: int = 0) -> None:
+    def __init__(self, stores: Seq[HostBuffer] = (), count: int = 0) -> None:
         self._stores, self._known = list(stores), Snapshots(range(count))
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class HostCopies:
         return len(new)
 
     def load(self, digests: Seq[bytes], places: Seq[int]) -> list[Arrival]:
-        """Begins to copy what is here into places of the device (`HostRows.load`)."""
+        """Begins to copy what is here into places of the device (`HostBuffer.load`)."""
         slots = [self._known.use(digest) for digest in reversed(digests)][::-1]
         return [store.load(slots, places) for store in self._stores]
 
@@ -104,7 +104,7 @@ def _tensors(rank: Steps, kind: type) -> list[Tensor]:
 
 
 def _copies(what: str, tensors: Seq[Seq[Tensor]], size: float, limit: int) -> HostCopies:
-    each = sum(map(row_bytes, tensors))
+    each = sum(map(entry_bytes, tensors))
     if limit < each:
         least = 1.01 * size * each / max(1, limit)
         raise ValueError(
@@ -112,4 +112,4 @@ def _copies(what: str, tensors: Seq[Seq[Tensor]], size: float, limit: int) -> Ho
             f"{least:.3g} GiB and more"
         )
     count = limit // each
-    return HostCopies([HostRows(own, count) for own in tensors], count)
+    return HostCopies([HostBuffer(own, count) for own in tensors], count)

@@ -184,7 +184,7 @@ def write_bytes(file: Path, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def rerow_bytes(file: Path, content: bytes) -> None:
+def replace_bytes(file: Path, content: bytes) -> None:
     """Writes a small file in place of the one that is there, whole or not at all, with its permissions."""
     with writing(file):
         # A name that nobody can have put there before, as a link to somewhere else

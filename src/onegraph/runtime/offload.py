@@ -1,8 +1,8 @@
-"""Host memory for rows of device tensors: copies out and back, on a stream of their own; on a CPU plain copies.
+"""Host memory for entries of device tensors: copies out and back, on a stream of their own; on a CPU plain copies.
 
-A row is an index of the first dimension: a page, or a slot. All traffic with the host is on one side stream, so that
+An entry is an index of the first dimension: a page, or a slot. All traffic with the host is on one side stream, so that
 it keeps the order in which it was launched: a copy is never read before it is complete, and never written over while it
-is read. The rows on the device are read on the caller's stream, behind what was launched and before what comes.
+is read. The entries on the device are read on the caller's stream, behind what was launched and before what comes.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from onegraph.ops.cuda import host_memory
 
-STAGING = 32 << 20  # bytes on the device in each direction, unless a place takes more
-BATCH = 32  # places that are copied at once: of each tensor one launch
+STAGING = 32 << 20  # bytes on the device in each direction, unless an entry takes more
+BATCH = 32  # entries that are copied at once: of each tensor one launch
 UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -36,11 +36,11 @@ class Arrival:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class HostRows:
-    """Room for copies of `count` places of some tensors of one device, all of a place side by side.
+class HostBuffer:
+    """Room for copies of `count` entries of some tensors of one device, all of an entry side by side.
 
     Args:
-        tensors: each [places, ...], of any dtypes.
+        tensors: each [entries, ...], of any dtypes.
 
     The memory is allocated at once, page-locked where the tensors are on a GPU. Raises ValueError where the system does
     not give so much.
@@ -48,7 +48,7 @@ class HostRows:
 
     def __init__(self, tensors: Seq[Tensor], count: int) -> None:
         self.device = tensors[0].device
-        unit = row_unit(tensors)
+        unit = copy_unit(tensors)
         self._pieces = [piece for tensor in tensors for piece in _rows(tensor, UNITS[unit])]
         width = sum(piece.shape[1] for piece in self._pieces)
         pinned = self.device.type == "cuda"
@@ -61,10 +61,10 @@ class HostRows:
         self._stream = torch.cuda.Stream(self.device) if pinned else None
         self._out_free = torch.cuda.Event() if pinned else None  # behind the copies out of `_out`
 
-    def save(self, places: Seq[int], slots: Seq[int]) -> None:
-        """Copies places into slots of the host, in the state behind what is launched on the current stream. They may be
-        written over at once: on that stream."""
-        for index, some in self._batches(places, slots):
+    def save(self, entries: Seq[int], slots: Seq[int]) -> None:
+        """Copies entries into slots of the host, in the state behind what is launched on the current stream. On that
+        stream they may be overwritten at once."""
+        for index, some in self._batches(entries, slots):
             if self._out_free is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._out_free)
             for piece, staged in self._staged(self._out, len(some)):
@@ -76,12 +76,12 @@ class HostRows:
                 if self._out_free is not None:
                     self._out_free.record(self._stream)
 
-    def load(self, slots: Seq[int], places: Seq[int]) -> Arrival:
-        """Begins to copy slots of the host into places, behind what is launched on the current stream. Nothing else may
-        touch the places until the arrival is joined."""
+    def load(self, slots: Seq[int], entries: Seq[int]) -> Arrival:
+        """Begins to copy slots of the host into entries, behind what is launched on the current stream. Nothing else
+        may touch the entries until the arrival is joined."""
         self._wait_for_caller()
         with self._on_side_stream():
-            for index, some in self._batches(places, slots):
+            for index, some in self._batches(entries, slots):
                 for row, slot in zip(self._in, some, strict=False):
                     row.copy_(self._host[slot], non_blocking=True)
                 for piece, staged in self._staged(self._in, len(some)):
@@ -108,14 +108,14 @@ class HostRows:
     def _on_side_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _batches(self, places: Seq[int], slots: Seq[int]) -> Iterator[tuple[Tensor, Seq[int]]]:
-        """Places, int64 on the device, and their slots, as many as the staging memory takes at once."""
-        if len(places) != len(slots):
-            raise ValueError(f"places: got {len(places)} for {len(slots)} slots; give one for each")
-        index = torch.tensor(places, dtype=torch.int64)
+    def _batches(self, entries: Seq[int], slots: Seq[int]) -> Iterator[tuple[Tensor, Seq[int]]]:
+        """Entries, int64 on the device, and their slots, as many as the staging memory takes at once."""
+        if len(entries) != len(slots):
+            raise ValueError(f"entries: got {len(entries)} for {len(slots)} slots; give one for each")
+        index = torch.tensor(entries, dtype=torch.int64)
         if self._stream is not None:  # on the current stream, without waiting for it
             index = index.pin_memory().to(self.device, non_blocking=True)
-        for start in range(0, len(places), self._batch):
+        for start in range(0, len(entries), self._batch):
             end = start + self._batch
             yield index[start:end], slots[start:end]
 
@@ -128,18 +128,18 @@ class HostRows:
             start = end
 
 
-def row_bytes(tensors: Seq[Tensor]) -> int:
-    """Bytes of one place of tensors [places, ...]."""
+def entry_bytes(tensors: Seq[Tensor]) -> int:
+    """Bytes of one entry of tensors [entries, ...]."""
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
 
 
-def row_unit(tensors: Seq[Tensor]) -> int:
-    """The widest integer, in bytes, as which every row of them can be copied."""
+def copy_unit(tensors: Seq[Tensor]) -> int:
+    """The widest integer, in bytes, as which every entry of them can be copied."""
     return math.gcd(8, *(piece.shape[1] * piece.element_size() for tensor in tensors for piece in _rows(tensor)))
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """A tensor [rows, ...] as views [rows, N]: one, or several where its rows are not contiguous."""
+    """A tensor [entries, ...] as views [entries, N]: one, or several where its entries are not contiguous."""
     try:
         rows = tensor.view(len(tensor), -1)
     except RuntimeError:

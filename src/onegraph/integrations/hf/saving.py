@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from onegraph.formats.checkpoint import CARD
 from onegraph.formats.digests import SUMS, format_sums, read_sums, sha256
-from onegraph.formats.files import CheckpointError, quote, rerow_bytes
+from onegraph.formats.files import CheckpointError, quote, replace_bytes
 from onegraph.formats.table import TensorInfo, read_header
 
 logger = logging.getLogger(__name__)
@@ -122,4 +122,4 @@ def _renew_sums(directory: Path, before: Mapping[str, tuple[int, ...]]) -> None:
     kept = {name: digest for name, digest in sums.items() if name not in gone}
     renewed = kept | {name: sha256(directory / name) for name in written}
     if renewed != sums:
-        rerow_bytes(directory / SUMS, format_sums(renewed))
+        replace_bytes(directory / SUMS, format_sums(renewed))
