@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from onegraph.api.budget import Budget, Layers
-from onegraph.api.calibration import draw, sources
+from onegraph.api.calibration import Source, draw, sources
 from onegraph.api.choices import TOKENS
 from onegraph.api.outline import outline
 from onegraph.api.provenance import digest_of
@@ -105,6 +105,15 @@ class Evaluation:
             return block
 
         return self.compare(self.through(load))
+
+
+def shared(kinds: list[Source], shares: dict[str, float]) -> list[Source]:
+    """The corpus with these shares of its tokens; the other kinds divide the rest as before."""
+    if unknown := set(shares) - {kind.name for kind in kinds}:
+        raise SystemExit(f"--shares: the corpus has no {', '.join(sorted(unknown))}")
+    rest = sum(kind.weight for kind in kinds if kind.name not in shares)
+    left = 1 - sum(shares.values())
+    return [replace(kind, weight=shares.get(kind.name, kind.weight / rest * left)) for kind in kinds]
 
 
 def spread(rows: Tensor, tokens: int) -> Tensor:
@@ -209,6 +218,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, help="for calibration; the default is that of the first run's recipe")
     parser.add_argument("--calibration", default="bundled", help="its name in TEXTS, or bundled")
+    parser.add_argument("--shares", default="{}", help="JSON of shares of the corpus's kinds to change")
     parser.add_argument("--extend", action="store_true", help="the model goes on with it up to --tokens")
     parser.add_argument("--evaluation", nargs="+", default=list(KINDS), help="names in TEXTS")
     parser.add_argument("--eval-tokens", type=int, default=8192, help="of each text")
@@ -225,6 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.time()
     wanted = runs(args.run, levers(args.set))
+    shares = json.loads(args.shares)
     args.tokens = args.tokens or TOKENS.get(wanted[0][0].partition("@")[0], 32768)
 
     checkpoint = Checkpoint.open(args.model)
@@ -232,14 +243,15 @@ def main() -> None:
     model = LlamaSource(checkpoint, args.device, torch.float32)
 
     def rows(name: str, limit: int, extend: bool = False) -> Tensor:
-        ids = draw(tokenizer, sources(name if name == "bundled" else args.texts / name), limit).ids
-        given = packed_tokens(ids, length=args.length, limit=limit)
-        count = (limit - given.numel()) // args.length if extend else 0
+        given = sources(name if name == "bundled" else args.texts / name)
+        ids = draw(tokenizer, shared(given, shares) if name == "bundled" else given, limit).ids
+        packed = packed_tokens(ids, length=args.length, limit=limit)
+        count = (limit - packed.numel()) // args.length if extend else 0
         if not count:
-            return given
+            return packed
         starts = pieces(ids, length=args.length // BEHIND, count=count)
         device, quiet = torch.device(args.device), lambda what, done, total: None
-        return torch.cat((given, sample_text(checkpoint, tokenizer, device, starts, args.length, 0, quiet)))
+        return torch.cat((packed, sample_text(checkpoint, tokenizer, device, starts, args.length, 0, quiet)))
 
     asked = time.time()
     calibration = rows(args.calibration, args.tokens, args.extend)
@@ -248,6 +260,7 @@ def main() -> None:
     cuda = torch.device(args.device).type == "cuda"
     named = args.calibration + ", extended" * args.extend
     where = {**machine(args.device), "calibration": named, "calibration_tokens": calibration.numel()}
+    where |= {"shares": shares} if shares else {}
     baseline: dict[str, float] = {}
 
     def report(name: str, weight: Any, about: dict[str, Any]) -> None:
