@@ -6,7 +6,7 @@
 As benchmarks/tiny_moe.py, of 8 layers, 6 of which are gated delta nets. A line is one run: KL to the unquantized
 model in nats a token, top-1 agreement, perplexity and bits stored at each rate (`bits`); KL where one kind of
 projection alone is at 2 bits (`projection`); and KL by position in one text of 8,192 tokens, all of which the states
-have seen (`drift`).
+have seen (`drift`). `--texts` is that of tiny_moe.py.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_moe import TINY, Size, make
+from tiny_moe import TINY, Size, make, on_unrelated
 from torch import Tensor
 
 from onegraph.api.evaluate import evaluate_checkpoint
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of training")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--recipe", help="quick, good or best; the default is that of `onegraph quantize`")
+    parser.add_argument("--texts", type=Path, help="directory made by benchmarks/unrelated.py to measure on instead")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     size = dataclasses.replace(TINY, layers=4) if args.tiny else Size()
@@ -76,6 +77,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         told, text, other = make(size, model, args.seed, device, hybrid)
+        if args.texts:
+            on_unrelated("tiny-hybrid", model, args.texts, told, args, size)
+            return
 
         def measured(name: str, bits: int, layers: dict[str, int]) -> tuple[Path, dict[str, Any]]:
             out = Path(scratch) / name

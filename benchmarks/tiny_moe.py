@@ -7,11 +7,13 @@ There is no mixture of experts small enough to be had without a network, and on 
 So one is made: 8 layers of 16 experts, of which a token takes 4, on a byte-level BPE made on the spot; every tenth file
 is kept for measuring. The seed is all that is random; weights are not kept (unless --keep). Each line is one run: KL to
 the unquantized model in nats a token, top-1 agreement, perplexity, bits stored, and the calibration tokens of the least
-and most used expert of each layer. `--prior` varies `Recipe.expert_prior`.
+and most used expert of each layer. `--prior` varies `Recipe.expert_prior`. `--texts DIR` (of benchmarks/unrelated.py)
+quantizes as `onegraph quantize` does, on its corpus, and measures on each text there: a line each.
 """
 
 import argparse
 import dataclasses
+import json
 import sysconfig
 import tempfile
 import time
@@ -130,6 +132,37 @@ def make(
     return told | {"train_seconds": round(seconds, 1)}, text, other
 
 
+def unrelated(directory: Path) -> dict[str, str]:
+    """The texts that benchmarks/unrelated.py made; of chats what was said."""
+    found = {}
+    for file in sorted(directory.iterdir()):
+        text = file.read_text("utf-8")
+        if file.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+            text = "\n\n".join(message["content"] for row in rows for message in row["messages"])
+        found[file.name] = text
+    return found
+
+
+def on_unrelated(
+    bench: str, model: Path, texts: Path, told: dict[str, Any], args: argparse.Namespace, size: Size
+) -> None:
+    """A line for each rate and text of a model that is quantized as `onegraph quantize` does it."""
+    for bits in args.bits:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch) / "out"
+            made = quantize(model, out, bits=bits, recipe=args.recipe, seed=args.seed, device=args.device)
+            for name, text in unrelated(texts).items():
+                found = evaluate_checkpoint(
+                    str(out), text, reference=str(model), tokens=size.evaluation, window=size.sequence,
+                    device=torch.device(args.device), dtype=torch.float32, progress=lambda *step: None,
+                )  # fmt: skip
+                row = {"bench": bench, "run": "unrelated", "bits": bits, "recipe": made.recipe, "text": name, **told}
+                row |= {"calibration_tokens": made.calibration_tokens, "seconds": made.seconds, "seed": args.seed}
+                figures = {key: value for key, value in found.items() if key not in ("bits", "kv", "needle")}
+                emit(row | figures | {"stored_bits": found["bits"]} | machine(args.device), args.out)
+
+
 def counts_of(routed: Any) -> dict[str, Any]:
     """Calibration tokens of the least and the most used expert of each layer."""
     return {"least_tokens": [min(c) for c in routed.values()], "most_tokens": [max(c) for c in routed.values()]}
@@ -146,6 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of calibration")
     parser.add_argument("--prior", type=float, nargs="+", help="values of Recipe.expert_prior to try")
     parser.add_argument("--keep", type=Path, help="leave the checkpoints in this directory, and begin from its `model`")
+    parser.add_argument("--texts", type=Path, help="directory made by benchmarks/unrelated.py to measure on instead")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     size = TINY if args.tiny else Size()
@@ -158,6 +192,9 @@ def main() -> None:
             told, (text, other) = {}, sources(size)
         else:
             told, text, other = make(size, directory / "model", args.seed, device)
+        if args.texts:
+            on_unrelated("tiny-moe", directory / "model", args.texts, told, args, size)
+            return
         for bits in args.bits:
             for prior in args.prior or [Recipe().expert_prior]:
                 out = directory / f"{bits}bit-{prior}-{size.calibration}"
