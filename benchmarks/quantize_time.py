@@ -1,12 +1,11 @@
 """Time and memory of `onegraph quantize` on a model shape with random weights, without waiting for all of its layers.
 
-    PYTHONPATH=src python3 benchmarks/quantize_time.py --shape llama-3-8b --tokenizer .demo/SmolLM2-135M-Instruct-4bit \\
-        --recipe best --layers 2 4
+    PYTHONPATH=src python3 benchmarks/quantize_time.py --tokenizer .demo/SmolLM2-135M-Instruct-4bit --recipe best
 
 The shape is written with each number of --layers and quantized as the command does it, on text of the corpus. The
 difference of two runs is what a layer takes; `whole_s` and `whole_gpu_gib` add the layers that the shape has beyond the
-longest run, in proportion. Random weights take as long as trained ones: no step stops early. Prints a JSON line;
---out appends it.
+longest run, in proportion; of activations that holds with an --activation-memory that both runs fill. Random weights
+take as long as trained ones. Prints a JSON line; --out appends it.
 """
 
 import argparse
@@ -47,15 +46,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--tokenizer", type=Path, required=True, help="directory of a tokenizer.json")
-    parser.add_argument("--layers", type=int, nargs=2, default=[2, 4])
+    parser.add_argument("--layers", type=int, nargs=2, default=[1, 3])
     parser.add_argument("--bits", type=float, default=4)
     parser.add_argument("--format", default="e8p")
     parser.add_argument("--recipe", default="best")
     parser.add_argument("--tokens", type=int, help="of calibration; the default is the recipe's")
+    parser.add_argument("--activation-memory", type=float, help="GB of activations in memory, as on a smaller GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     shape = shape_of(args.shape)
+    activations = None if args.activation_memory is None else int(args.activation_memory * 1e9)
     seconds, memory, tokens = [], [], None
     for layers in args.layers:
         with tempfile.TemporaryDirectory(prefix="onegraph-quantize-time-") as scratch:
@@ -67,7 +68,7 @@ def main() -> None:
             begun = time.time()
             made = quantize(
                 source, Path(scratch) / "out", bits=args.bits, format=args.format, recipe=args.recipe,
-                num_calibration_tokens=args.tokens, device=args.device,
+                num_calibration_tokens=args.tokens, device=args.device, activation_memory=activations,
             )  # fmt: skip
             seconds.append(round(time.time() - begun, 1))
             memory.append(round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0)
@@ -80,7 +81,8 @@ def main() -> None:
 
     row = {
         "bench": "quantize_time", "run": args.recipe, "name": args.shape, "bits": args.bits, "format": args.format,
-        "calibration_tokens": tokens, "layers_run": args.layers, "seconds": seconds, "gpu_gib": memory,
+        "calibration_tokens": tokens, "activation_memory": activations, "layers_run": args.layers,
+        "seconds": seconds, "gpu_gib": memory,
         "whole_layers": whole, "whole_s": at(seconds), "whole_gpu_gib": at(memory),
     }  # fmt: skip
     emit(row | machine(args.device), args.out)

@@ -179,7 +179,7 @@ def test_exceptions_of_a_recipe() -> None:
 def test_presets_and_rates() -> None:
     quick, good, best = (Recipe.preset(name) for name in ("quick", "good", "best"))
     assert quick == Recipe(descent=0, inputs="reference")
-    assert good == Recipe(descent=2, wide=True, inputs="group", correct=0.5, fisher=4, fisher_outputs=True)
+    assert good == Recipe(descent=2, wide=True, inputs="group", correct=0.5, fisher=2, fisher_outputs=True)
     assert best == replace(good, tune=Tune())
     assert Recipe.preset("quick", descent=1, bits=2) == Recipe(descent=1, inputs="reference", bits=2)
     with pytest.raises(ValueError, match="there is no recipe 'fast'; recipes: quick, good, best"):

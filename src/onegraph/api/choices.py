@@ -20,7 +20,7 @@ from onegraph.quant.recipe import Recipe
 from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
-TOKENS = {"quick": 24_576, "good": 65_536, "best": 131_072}  # of calibration, as many as the text has
+TOKENS = {"quick": 24_576, "good": 196_608, "best": 196_608}  # of calibration: all of the corpus
 PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
 AUTO = "auto"  # a format that is chosen by what the others would lose and take (`api/auto.py`)

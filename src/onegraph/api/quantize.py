@@ -120,8 +120,8 @@ def quantize(
         calibration: "bundled" for the corpus that comes with onegraph; a text; a pathlib.Path to a UTF-8 file, to JSON
             lines of {"text": ...} or {"messages": [...]}, or to a directory; "hub:ORG/NAME" for a dataset; a sequence
             of these, or {one: weight}; or "self" for text that the model writes (holds the whole model).
-        num_calibration_tokens: maximum number of calibration tokens (default: 24576 for "quick", 65536 for "good",
-            131072 for "best").
+        num_calibration_tokens: maximum number of calibration tokens (default: 24576 for "quick", 196608 for "good"
+            and "best": all of the corpus).
         calibration_seq_len: tokens per calibration sequence.
         self_generate: if the text has fewer tokens, the model writes the rest behind pieces of it (holds the whole
             model).

@@ -139,7 +139,7 @@ def add_parser(commands: Any) -> None:
         "--num-calibration-tokens",
         type=number(int, 64, 1 << 24),
         metavar="N",
-        help="maximum number of calibration tokens [24576 for quick, 65536 for good, 131072 for best]",
+        help="maximum number of calibration tokens [24576 for quick, 196608 for good and best]",
     )
     parser.add_argument(
         "--self-generate",

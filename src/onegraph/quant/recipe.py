@@ -147,7 +147,7 @@ class Recipe:
         `best`: scales are tuned as well."""
         presets: dict[str, dict[str, Any]] = {
             "quick": {"descent": 0, "inputs": "reference"},
-            "good": {"wide": True, "inputs": "group", "correct": 0.5, "fisher": 4, "fisher_outputs": True},
+            "good": {"wide": True, "inputs": "group", "correct": 0.5, "fisher": 2, "fisher_outputs": True},
         }
         presets["best"] = presets["good"] | {"tune": Tune()}
         if name not in presets:
