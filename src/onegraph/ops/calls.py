@@ -203,6 +203,36 @@ class E8PExperts(Call):
     shift: float
 
 
+@dataclass(eq=False)
+class NormedRoute(Call):
+    """See `ops.normed_route.normed_route`."""
+
+    x: Tensor
+    norm: Tensor
+    eps: float
+    gate: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    top_k: int
+    normalise: bool
+    groups: int
+    top_groups: int
+    factor: float
+    shared: bool
+    gated: bool
+    residual: Tensor | None = None
+    post: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Experts to choose from."""
+        return self.gate.shape[0] - self.gated
+
+    @property
+    def norms(self) -> int:
+        return self.norm.shape[:-1].numel()
+
+
 # Of a cache of experts: what its kernel takes, and its scores: a call takes 1 / 2**DECAY off them and adds 2**GAIN for
 # each bit of the number of tokens that chose the expert. Sums stay an int32: 31 bits in each call make 31 << 25.
 MAX_EXPERTS, MAX_FIELDS = 512, 16
