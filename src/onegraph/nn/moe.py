@@ -109,7 +109,7 @@ class MoE(RoutedAndShared):
                 raise ValueError("groups are given and no bias; scores by sigmoid need one for the choice: give zeros")
             check_groups("groups", count, top_k, *groups[:2])
         self.eps, self.top_k, self.normalise, self.gated = eps, top_k, normalise, gated
-        self.groups, self.peer = groups, peer
+        self.groups, self.peer, self._last = groups, peer, peer is None and latent is None
         if beside is not None:
             norm = _rows(norm, beside.routed_in, beside.router)  # the router reads the last
         self.register_buffer("norm", norm)
@@ -123,6 +123,8 @@ class MoE(RoutedAndShared):
         one = self.together and stream.value.shape[:-1].numel() <= FEW
         (flat, *_), total, experts, weights = self.choose(stream, one or self.gated)
         x = flat.view_as(total)
+        if self._last and self.experts.take_sum and (one or self.shared is None):
+            return Stream(self.experts(flat, experts, weights, total.flatten(0, -2)).view_as(total))
         own = None
         if self.gated and not one:
             experts, weights, own = experts[:, :-1].contiguous(), weights[:, :-1].contiguous(), weights[:, -1:]

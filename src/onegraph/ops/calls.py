@@ -201,6 +201,7 @@ class E8PExperts(Call):
     limit: float
     alpha: float
     shift: float
+    add: Tensor | None = None
 
 
 @dataclass(eq=False)

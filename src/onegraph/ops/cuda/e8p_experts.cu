@@ -61,6 +61,7 @@ struct Arguments {
   const float* out_scale;   // [matrices, N]
   const float* bias;        // [matrices, N] or null
   const float* next_scale;  // gated: [matrices, N/2], the in_scale of what comes next
+  const void* add;          // summed, combine: [tokens, N] or null
   void* y;                  // plain: float [pairs, N]; gated: float [pairs, N/2]; summed: [N]; combine: [tokens, N]
   int tokens, top_k, matrices;
   float norm;               // of both Hadamard transforms
@@ -268,12 +269,21 @@ extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments
   if (lane == 0) a.scales[at] = scale;
 }
 
+// Four numbers that are added to a result; zeros where there are none.
+__device__ __forceinline__ float4 added(const Arguments& a, size_t at) {
+  if (!a.add) return make_float4(0.f, 0.f, 0.f, 0.f);
+  const uint2 v = *(const uint2*)((const u16*)a.add + at);
+  const float2 low = widen<HALF>(v.x), high = widen<HALF>(v.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
 // Four columns of a token a thread.
 extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments a) {
   const int column = (blockIdx.x * 256 + threadIdx.x) * 4, token = blockIdx.y;
   pdl_wait();
   pdl_trigger();
   if (column >= N) return;
+  const float4 rest = added(a, (size_t)token * N + column);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int slot = 0; slot < a.top_k; slot++) {
     const int pair = token * a.top_k + slot;
@@ -282,6 +292,7 @@ extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments
     sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
     sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
   }
+  add_to(sum, rest);
   *(uint2*)((u16*)a.y + (size_t)token * N + column) = make_uint2(narrow<HALF>(sum.x, sum.y), narrow<HALF>(sum.z, sum.w));
 }
 
@@ -504,6 +515,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         send(at_rank(received + (rank * SENT + warp) * ROWS + lane * 4, 0), v, at_rank(sent, 0));
       }
       if (rank || warp) return;
+      const int row = item.tile * ROWS + lane * 4;
+      const float4 rest = MODE == SUMMED && row < N ? added(a, row) : make_float4(0.f, 0.f, 0.f, 0.f);
       receive(sent);
       float4 sums[SENT];
 #pragma unroll
@@ -512,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
 #pragma unroll
         for (int r = 0; r < CLUSTER; r++) add_to(sums[s], *(const float4*)(received + (r * SENT + s) * ROWS + lane * 4));
       }
-      const int row = item.tile * ROWS + lane * 4;
+      if (MODE == SUMMED) add_to(sums[0], rest);
       if (MODE == GATED) store_gated(sums[0], sums[SENT - 1], a, item, item.first, lane);
       else if (row < N)
         *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(sums[0].x, sums[0].y), narrow<HALF>(sums[0].z, sums[0].w));
@@ -525,8 +538,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         continue;
       }
       const int i = job / BLOCKS, row = item.tile * (BLOCKS * ROWS) + job % BLOCKS * ROWS + lane * 4;
-      const float4 v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
+      float4 v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
       if (row >= N) continue;
+      if (MODE == SUMMED) add_to(v, added(a, row));
       if (MODE == SUMMED) *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
       else *(float4*)((float*)a.y + (size_t)item.pair(i) * N + row) = v;
     }

@@ -42,14 +42,15 @@ CROWDED = 2  # pairs of an expert on average, above which chunks are of 8 in pla
 ARGUMENTS = build.Arguments(
     pointers=(
         "x", "bytes", "scales", "experts", "weights", "codes", "residual", "tables", "in_scale", "out_scale", "bias",
-        "next_scale", "y",
+        "next_scale", "add", "y",
     ),
     ints=("tokens", "top_k", "matrices"),
     floats=("norm", "limit", "alpha", "shift"),
 )  # fmt: skip
 
 
-VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "y"  # by launch
+# By launch.
+VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "add", "y"
 
 
 @dataclass(frozen=True, order=True)
@@ -321,8 +322,8 @@ def _run(run: _Call, way: ExpertVariant) -> Tensor:
     y = out if summed else torch.empty(run.pairs, dim, dtype=torch.float32, device=call.x.device)
     run.product(
         last, hidden, call.down_in_scale, y, codes=call.down, residual=call.down_residual,
-        out_scale=call.down_out_scale, bias=call.down_bias,
+        out_scale=call.down_out_scale, bias=call.down_bias, add=call.add if summed else None,
     )  # fmt: skip
     if not summed:
-        run.launch("e8p_experts_combine", last, (-(-dim // 1024), tokens, 1), x=y, y=out)
+        run.launch("e8p_experts_combine", last, (-(-dim // 1024), tokens, 1), x=y, y=out, add=call.add)
     return out
