@@ -179,6 +179,8 @@ e8p_experts = register(
             _case(1, 2, 4, 1088, 640, 2, gate=GPT_OSS, biases=True),
             _case(3, 2, 4, 72, 40, 4),
             _case(1, 4, 8, 320, 192, 4, gate=GELU),
+            _case(1, 2, 4, 1088, 704, 4, gate=GELU),
+            _case(4, 3, 7, 192, 320, 2, gate=GPT_OSS, biases=True, crowded=True),
             _case(5, 2, 5, 192, 256, 2, gate=GELU),
             _case(5, 2, 5, 192, 256, 2, gate=RELU2),
             _case(1, 8, 16, 256, 128, 4, add=True),
