@@ -124,7 +124,8 @@ class MoE(RoutedAndShared):
         (flat, *_), total, experts, weights = self.choose(stream, one or self.gated)
         x = flat.view_as(total)
         if self._last and self.experts.take_sum and (one or self.shared is None):
-            return Stream(self.experts(flat, experts, weights, total.flatten(0, -2)).view_as(total))
+            add = total.flatten(0, -2).contiguous()
+            return Stream(self.experts(flat, experts, weights, add).view_as(total))
         own = None
         if self.gated and not one:
             experts, weights, own = experts[:, :-1].contiguous(), weights[:, :-1].contiguous(), weights[:, -1:]
