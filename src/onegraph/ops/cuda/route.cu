@@ -178,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
   __shared__ float squares[2][TOKENS][WARPS], dots[TOKENS][ROWS][WARPS];  // of each warp's columns
   __shared__ u32 logits[ONE ? 1 : WARPS][32 * PER];
   pdl_trigger();
+  const int tokens = ONE ? 1 : p.tokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * ROWS;
   auto column = [](int i) { return 4 * (threadIdx.x + i * THREADS); };
   Four<GATE> matrix[ROWS][FOURS];
@@ -196,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
   const float4 zeros = make_float4(0.f, 0.f, 0.f, 0.f);
   float4 v[GROUP][FOURS];  // of some tokens, `from` on
   auto load = [&](const void* tensor, int token, int i) {
-    return token < p.tokens && column(i) < HIDDEN ? load_four<TYPE>(tensor, (size_t)token * HIDDEN + column(i)) : zeros;
+    return token < tokens && column(i) < HIDDEN ? load_four<TYPE>(tensor, (size_t)token * HIDDEN + column(i)) : zeros;
   };
   auto sum_squares = [&](float (&to)[TOKENS][WARPS], int from) {
     float sums[GROUP];
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += from[w];
-    return 1.f / sqrtf(sum / HIDDEN + p.eps);
+    return rsqrtf(sum * (1.f / HIDDEN) + p.eps);
   };
   auto sum = [&](int from) {  // what is normed
 #pragma unroll
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
   };
   if (BEHIND) {
 #pragma unroll 1
-    for (int from = 0; from < p.tokens; from += GROUP) {
+    for (int from = 0; from < tokens; from += GROUP) {
 #pragma unroll
       for (int g = 0; g < GROUP; ++g)
 #pragma unroll
@@ -247,20 +248,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
     __syncthreads();
   }
 #pragma unroll 1
-  for (int from = 0; from < p.tokens; from += GROUP) {
+  for (int from = 0; from < tokens; from += GROUP) {
     sum(from);
     sum_squares(squares[1], from);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int from = 0; from < p.tokens; from += GROUP) {
+  for (int from = 0; from < tokens; from += GROUP) {
     if (!ONE) sum(from);
     float products[GROUP][ROWS];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
       const int token = from + g;
       const float unit = unit_of(squares[1][token]);
-      const bool writes = token < p.tokens && token % gridDim.x == blockIdx.x;
+      const bool writes = token < tokens && token % gridDim.x == blockIdx.x;
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) products[g][r] = 0.f;
 #pragma unroll
@@ -268,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
         if (column(i) >= HIDDEN) continue;
         const float4 each = times(v[g][i], unit), last = times(each, numbers(gains[i]));
         if (writes) {
-          auto place = [&](int n) { return ((size_t)n * p.tokens + token) * HIDDEN + column(i); };
+          auto place = [&](int n) { return ((size_t)n * tokens + token) * HIDDEN + column(i); };
           if (ADD) store_four<TYPE>(p.total, place(0), v[g][i]);
           for (int n = 0; n < p.norms - 1; ++n)
             store_four<TYPE>(p.normed, place(n), times(each, load_four<NORM>(p.norm, (size_t)n * HIDDEN + column(i))));
@@ -288,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
       }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < p.tokens * ROWS; i += THREADS) {
+  for (int i = threadIdx.x; i < tokens * ROWS; i += THREADS) {
     const int token = i / ROWS, row = first + i % ROWS;
     float total = 0.f;
 #pragma unroll
@@ -296,5 +297,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) route(const __grid_cons
     if (row < MATRIX) publish(p.words + token * PITCH + (row < EXPERTS ? row : 32 * PER), word_of(total));
   }
   if (blockIdx.x < gridDim.x - 1) return;
-  for (int token = WARPS - 1 - warp; token < p.tokens; token += WARPS) choose(p, token, logits[ONE ? 0 : warp], lane);
+  for (int token = WARPS - 1 - warp; token < tokens; token += WARPS) choose(p, token, logits[ONE ? 0 : warp], lane);
 }
