@@ -31,6 +31,7 @@ from onegraph.engine.record import emit, machine
 from onegraph.models.blocks import Block
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Loader
+from onegraph.nn.block import Stream
 from onegraph.nn.expert_cache import CachedExperts
 from onegraph.nn.moe import MoE
 from onegraph.ops.cuda import expert_cache as launcher
@@ -56,14 +57,18 @@ class Routes:
         for i, layer in enumerate(self.layers):
             layer.choose = partial(self.choose, i, layer)  # type: ignore[method-assign]
 
-    def choose(self, i: int, layer: MoE, logits: Tensor, shared: bool = False) -> tuple[Tensor, Tensor]:
-        tokens = len(logits)
+    def choose(
+        self, i: int, layer: MoE, stream: Stream, shared: bool = False
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+        normed, total = stream.normed(layer.norm, layer.eps)
+        flat = normed.flatten(0, -2)
+        tokens = len(flat)
         if i == 0:  # one layer turns the page for all
             self.rows = (self.at + self.each[:tokens]) % DRAWN
             self.at.add_(tokens)
         scores = self.tables[i].index_select(0, self.rows)
         chosen: tuple[Tensor, Tensor] = softmax_route(scores, None, layer.top_k, layer.normalise, shared, False)
-        return chosen
+        return (flat,), total, *chosen
 
     def draw(self, kind: str) -> None:
         """New tables, by the Gumbel trick; the slots begin as they were loaded."""

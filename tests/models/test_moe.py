@@ -30,6 +30,7 @@ from onegraph.nn.moe import MoE
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.attention import paged_attention
 from onegraph.ops.decode_attention import paged_decode
+from onegraph.ops.normed_route import normed_route
 from onegraph.ops.route import softmax_route
 
 GPU = torch.cuda.is_available()
@@ -443,3 +444,28 @@ def test_experts_in_one_tensor_are_refused_for_nvfp4_by_name(tmp_path: Path) -> 
     save_hf("gpt_oss", tmp_path)
     with pytest.raises(ValueError, match="hold all experts in one tensor, which nvfp4 has no form for"):
         plan(tmp_path, format="nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"x": torch.zeros(1, 2, 8)}, "x is .1, 2, 8.; it must be .T, D.: flatten it"),
+        ({"post": torch.ones(8)}, "post is given without residual"),
+        ({"residual": torch.zeros(2, 4)}, "residual is .2, 4. torch.float32; it must be float32 .2, 8."),
+        ({"gate": torch.zeros(6, 8, dtype=torch.bfloat16)}, "gate is .6, 8. torch.bfloat16; it must be float32"),
+        ({"gated": True}, "gated is True and shared is False"),
+        ({"top_k": 7}, "top_k is 7 and the router has 6 experts; it must be 1 to as many"),
+        ({"scales": torch.ones(5)}, "scales is .5,. torch.float32; it must be float32 .6."),
+        ({"groups": 2}, "scores by sigmoid .groups is 2. take a bias and no scales; give zeros"),
+        ({"groups": 4, "bias": torch.zeros(6)}, "1 of 4 groups of 6 experts"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_route_that_does_not_fit_is_refused(change: dict[str, Any], told: str) -> None:
+    given = {
+        "x": torch.zeros(2, 8), "norm": torch.ones(8), "eps": 1e-6, "gate": torch.zeros(6, 8), "bias": None,
+        "scales": None, "top_k": 2, "normalise": True, "groups": 0, "top_groups": 1, "factor": 1.0, "shared": False,
+        "gated": False, "residual": None, "post": None,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="normed_route: " + told):
+        normed_route(*(given | change).values())

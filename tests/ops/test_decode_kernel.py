@@ -91,7 +91,7 @@ def attend(kernel: Callable[..., dict[str, Kernel]], monkeypatch: pytest.MonkeyP
         out = torch.full((rows, 1, heads, dim), float("nan"), dtype=call.qkv.dtype)
         step = call.cos, call.sin, call.positions, call.counts, call.block_table, call.k_cache, call.v_cache
         decode_attention._launch(
-            call.qkv, call.q_norm, call.k_norm, call.eps, *step, out, call.scale, call.window, 0, call.early
+            call.qkv, call.q_norm, call.k_norm, call.eps, *step, out, call.scale, call.window, 0, call.early, call.sinks
         )
         assert not counters.any()
         return out
@@ -108,6 +108,8 @@ CASES = [
     ("eight", 4, torch.bfloat16),
     ("eight", 40, torch.float16),
     ("long_context", 20, torch.bfloat16),
+    ("gpt_oss", 4, torch.bfloat16),
+    ("gpt_oss", 60, torch.float16),
 ]
 
 

@@ -28,10 +28,12 @@ SHAPES = {  # heads, kv heads, head size, page, window, norm
     "qwen3_5_moe": (16, 1, 256, 16, 0, True),
     "gemma4_near": (4, 2, 256, 32, 21, True),
     "gemma4": (8, 1, 512, 16, 0, True),
+    "gpt_oss": (16, 2, 64, 16, 40, False),
 }
 GATED = ("qwen3_5", "qwen3_5_moe")
 TURNED = {"glm4": 64, "qwen3_5": 64, "qwen3_5_moe": 64}  # coordinates that rotate, where not all do
 VALUES = {"gemma4_near": 2, "gemma4": 1}  # normed: vectors of keys and values a kv head, keys are both where it is one
+SINKS = ("gpt_oss",)
 WIDE = ("qwen3_5", "qwen3_5_moe", "gemma4_near")  # norms in float32
 POSITIONS = [0, 5, 16, 300, 61, 46, 128]
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -64,7 +66,8 @@ def rounds(name: str, tokens: int, dtype: torch.dtype, device: str, positions: l
             cache[table[row].long()[place // page], place % page] = draw.randn(position, kv_heads, dim)
     tensors = *brought, table, *caches, torch.zeros(len(positions), kv_heads, dtype=torch.int32)
     moved = (t.to(device) if isinstance(t, Tensor) else t for t in tensors)
-    return PagedDecode(*moved, heads, dim**-0.5, window, gated=name in GATED, value_norm=name in VALUES)
+    sinks = draw.sinks(heads).to(device) if name in SINKS else None
+    return PagedDecode(*moved, heads, dim**-0.5, window, sinks=sinks, gated=name in GATED, value_norm=name in VALUES)
 
 
 def clone(call: PagedDecode) -> PagedDecode:
@@ -94,7 +97,10 @@ def exact(call: PagedDecode) -> tuple[Tensor, list[tuple[int, int, Tensor, Tenso
             keys, values = torch.cat((keys, k[None])), torch.cat((values, v[None]))
             first = max(0, at + 1 - call.window) if call.window else 0
             scores = torch.einsum("hgd,khd->hgk", q.view(kv_heads, -1, dim), keys[first:]) * call.scale
-            out[row, token] = torch.einsum("hgk,khd->hgd", scores.softmax(-1), values[first:]).flatten(0, 1)
+            if call.sinks is not None:
+                scores = torch.cat((scores, call.sinks.double().cpu().view(kv_heads, -1, 1)), dim=-1)
+            parts_of = scores.softmax(-1)[..., : at + 1 - first]
+            out[row, token] = torch.einsum("hgk,khd->hgd", parts_of, values[first:]).flatten(0, 1)
             out[row, token] *= 1 if gates is None else gates.sigmoid()
     return out, new
 
@@ -153,6 +159,8 @@ CUTS = [
     ("gemma4_near", 5, 60, torch.bfloat16),
     ("gemma4", 1, 60, torch.bfloat16),
     ("gemma4", 2, 60, torch.float16),
+    ("gpt_oss", 1, 60, torch.bfloat16),
+    ("gpt_oss", 4, 340, torch.float16),
 ]
 
 
@@ -229,6 +237,7 @@ def test_as_many_blocks_share_keys_as_run_at_once(groups: int, clusters: bool, s
         *(("qwen3_5_moe", tokens, torch.float16) for tokens in (1, 5)),
         ("gemma4_near", 1, torch.bfloat16),
         *(("gemma4", tokens, torch.bfloat16) for tokens in (1, 3)),
+        *(("gpt_oss", tokens, torch.bfloat16) for tokens in (1, 2, 5)),
     ],
 )  # fmt: skip
 def test_rounds_on_a_gpu(name: str, tokens: int, dtype: torch.dtype) -> None:

@@ -49,7 +49,7 @@ class Kernel:
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Kernel]]:
     folder = tmp_path_factory.mktemp("gated_delta")
     for file in (
-        launcher.KERNEL.path, launcher.KERNEL.path.with_name("linear_state.cuh"),
+        launcher.KERNEL.path, *(launcher.KERNEL.path.with_name(f"{name}.cuh") for name in ("linear_state", "numbers")),
         *(HERE / "gated_delta_on_cpu").iterdir(),
     ):  # fmt: skip
         shutil.copy(file, folder)

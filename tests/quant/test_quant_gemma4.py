@@ -48,7 +48,7 @@ JOINED = {
 ATTENTION = ["e8p_linear", "paged_decode", "e8p_linear"]
 LAUNCHES = {  # of a block, behind the first
     "gemma4": ["rms_norm", *ATTENTION, "rms_norm", "e8p_linear", "geglu", "e8p_linear"],
-    "gemma4_moe": ["rms_norm", *ATTENTION, "add_rms_norm", "linear", "softmax_route", "e8p_experts", "e8p_experts"],
+    "gemma4_moe": ["rms_norm", *ATTENTION, "normed_route", "e8p_experts", "e8p_experts"],
 }  # fmt: skip
 
 

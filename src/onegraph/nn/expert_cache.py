@@ -38,7 +38,7 @@ class CachedExperts(nn.Module):
                 f"{MAX_EXPERTS} experts, 1 slot to one each, and a shared place for each"
             )
         device = next(iter(shared.gate_up.tensors.values())).device
-        self.count = host.count
+        self.count, self.take_sum = host.count, host.take_sum
         self.cached, self.shared = sized(host, slots, device), shared
         self._host, self._slots, self._shared = (_fields(each) for each in (host, self.cached, shared))
         for slot, source in zip(self._slots, self._host, strict=True):
@@ -47,11 +47,11 @@ class CachedExperts(nn.Module):
         for name, value in state.items():
             self.register_buffer(name, value.to(device, torch.int32), persistent=False)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
         state = self.resident, self.score, self.arrived
         places: Tensor = expert_cache(experts, self._host, self._slots, self._shared, *state)
         run = self.shared if experts.numel() > len(self.resident) else self.cached
-        result: Tensor = run(x, places, weights)
+        result: Tensor = run(x, places, weights, add)
         return result
 
 

@@ -8,7 +8,8 @@ from onegraph.ops.weight import weight_ops
 
 
 class Experts(nn.Module):
-    """Routed experts: x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D].
+    """Routed experts: x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D]; plus add [T, D] where they
+    `take_sum`.
 
     gate_up: weights of all experts [E, 2F, D], gate rows, then up rows, or [E, F, D] of up rows where the gate is
     `ReLU2`; down: [E, D, F], of the same format. Which
@@ -38,6 +39,7 @@ class Experts(nn.Module):
                 raise ValueError(f"the bias of {name} is {tuple(bias.shape)}; its weight needs {wanted}")
             self.register_buffer(f"{name}_bias", None if bias is None else bias.float().contiguous())
         self.gate_up, self.down, self.gate, self._run = gate_up, down, gate, run
+        self.take_sum = weight_ops(gate_up.format).experts_add
 
     @property
     def count(self) -> int:
@@ -49,6 +51,6 @@ class Experts(nn.Module):
             return None
         return self.gate_up_bias, self.down_bias
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        both = self.gate_up.kernel_args, self.down.kernel_args
-        return self._run(self.gate_up.format, x, experts, weights, *both, self.gate, self.biases)
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+        both, more = (self.gate_up.kernel_args, self.down.kernel_args), () if add is None else (add,)
+        return self._run(self.gate_up.format, x, experts, weights, *both, self.gate, self.biases, *more)

@@ -13,8 +13,8 @@ from onegraph.nn.experts import Experts
 from onegraph.nn.linear import Linear
 from onegraph.nn.peers import Peer
 from onegraph.nn.shared_expert import FEW, RoutedAndShared, SharedExpert
-from onegraph.ops.linear import linear
-from onegraph.ops.route import check_groups, sigmoid_route, softmax_route
+from onegraph.ops.normed_route import normed_route
+from onegraph.ops.route import check_groups
 
 
 class Beside(NamedTuple):
@@ -109,9 +109,9 @@ class MoE(RoutedAndShared):
                 raise ValueError("groups are given and no bias; scores by sigmoid need one for the choice: give zeros")
             check_groups("groups", count, top_k, *groups[:2])
         self.eps, self.top_k, self.normalise, self.gated = eps, top_k, normalise, gated
-        self.groups, self.peer = groups, peer
+        self.groups, self.peer, self._last = groups, peer, peer is None and latent is None
         if beside is not None:
-            norm = _rows(norm, beside.router, beside.routed_in)
+            norm = _rows(norm, beside.routed_in, beside.router)  # the router reads the last
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
@@ -120,10 +120,12 @@ class MoE(RoutedAndShared):
     def forward(self, stream: Stream) -> Stream:
         if self.beside is not None:
             return self._both(self.beside, stream)
-        x, total = stream.normed(self.norm, self.eps)
-        flat = x.flatten(0, -2)
-        one = self.together and flat.shape[0] <= FEW
-        experts, weights = self.choose(linear(flat, self.gate, True), one or self.gated)
+        one = self.together and stream.value.shape[:-1].numel() <= FEW
+        (flat, *_), total, experts, weights = self.choose(stream, one or self.gated)
+        x = flat.view_as(total)
+        if self._last and self.experts.take_sum and (one or self.shared is None):
+            add = total.flatten(0, -2).contiguous()
+            return Stream(self.experts(flat, experts, weights, add).view_as(total))
         own = None
         if self.gated and not one:
             experts, weights, own = experts[:, :-1].contiguous(), weights[:, :-1].contiguous(), weights[:, -1:]
@@ -133,23 +135,24 @@ class MoE(RoutedAndShared):
 
     def _both(self, around: _Around, stream: Stream) -> Stream:
         assert self.shared is not None
-        normed, total = stream.normed(self.norm, self.eps)
-        x, *others = normed.unbind()
-        routed, flat = (each.flatten(0, -2) for each in others)
-        chosen = self.choose(linear(routed, self.gate, True), scales=around.scales)
-        routed = self.experts(flat, *chosen).view_as(x)
-        return Stream(total, routed, around.out, beside=self.shared(x))
+        (flat, routed, _), total, *chosen = self.choose(stream, scales=around.scales)
+        routed = self.experts(routed, *chosen).view_as(total)
+        return Stream(total, routed, around.out, beside=self.shared(flat.view_as(total)))
 
-    def choose(self, logits: Tensor, shared: bool = False, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """float32 [T, E], or [T, E + 1] where `gated` -> which experts each token uses, int32 [T, k], and their
-        weights, float32 [T, k], those by softmax times `scales` float32 [E]; with `shared` [T, k + 1], of which the
-        shared expert is the last."""
-        chosen: tuple[Tensor, Tensor]
-        if self.groups is None:
-            chosen = softmax_route(logits, self.bias, self.top_k, self.normalise, shared, self.gated, scales)
-        else:
-            assert self.bias is not None
-            groups, top_groups, scale = self.groups
-            given = self.top_k, groups, top_groups, self.normalise, scale, shared, self.gated
-            chosen = sigmoid_route(logits, self.bias, *given)
-        return chosen
+    def choose(
+        self, stream: Stream, shared: bool = False, scales: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor, Tensor]:
+        """What each norm gives [T, D]; the stream added up; which experts each of its T tokens uses, int32 [T, k], and
+        their weights, float32 [T, k], those by softmax times `scales` float32 [E]. With `shared` they are [T, k + 1],
+        of which the shared expert is the last."""
+        if stream.beside is not None or stream.scale is not None:
+            stream = Stream(stream.total())
+        value, delta = stream.value.flatten(0, -2), stream.delta
+        x, residual = (value, None) if delta is None else (delta.flatten(0, -2), value)
+        post = None if stream.norm is None else stream.norm.weight
+        groups, top_groups, scale = self.groups or (0, 1, 1.0)
+        total, normed, experts, weights = normed_route(
+            x, self.norm, self.eps, self.gate, self.bias, scales, self.top_k, self.normalise, groups, top_groups, scale,
+            shared, self.gated, residual, post,
+        )  # fmt: skip
+        return normed.unbind(), stream.value if delta is None else total.view_as(delta), experts, weights

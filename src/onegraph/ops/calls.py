@@ -201,6 +201,37 @@ class E8PExperts(Call):
     limit: float
     alpha: float
     shift: float
+    add: Tensor | None = None
+
+
+@dataclass(eq=False)
+class NormedRoute(Call):
+    """See `ops.normed_route.normed_route`."""
+
+    x: Tensor
+    norm: Tensor
+    eps: float
+    gate: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+    top_k: int
+    normalise: bool
+    groups: int
+    top_groups: int
+    factor: float
+    shared: bool
+    gated: bool
+    residual: Tensor | None = None
+    post: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Experts to choose from."""
+        return self.gate.shape[0] - self.gated
+
+    @property
+    def norms(self) -> int:
+        return self.norm.shape[:-1].numel()
 
 
 # Of a cache of experts: what its kernel takes, and its scores: a call takes 1 / 2**DECAY off them and adds 2**GAIN for

@@ -1,4 +1,5 @@
-"""How dense weights are run: torch's own products, and ours where the result is float32 or experts are routed."""
+"""How dense weights are run: by ours of few tokens on a GPU, where the result is float32 or experts are routed, else by
+torch's products."""
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ def _linear(
     silu: bool,
     float32: bool,
 ) -> Tensor:
-    if float32 and bias is None:
-        wide: Tensor = linear(x, weight["weight"], True)
-        return wide
+    if x.is_cuda or (float32 and bias is None):
+        found: Tensor = linear(x, weight["weight"], float32, bias)
+        return found
     y = torch.nn.functional.linear(x, weight["weight"], bias)
     return y.float() if float32 else y
 

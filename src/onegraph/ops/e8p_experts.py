@@ -55,11 +55,15 @@ def _experts(call: E8PExperts) -> Tensor:
         for pair in range(tokens * top_k):
             token = pair // top_k
             total[token] += _expert(x[token], experts.view(-1)[pair : pair + 1], call) * call.weights.view(-1)[pair]
-        return total.to(call.x.dtype)
+        return _added(total, call)
     for expert in torch.arange(count, device=x.device).split(1):  # many: every expert on all tokens, by zero if not its
         gain = torch.where(experts == expert, call.weights, 0.0).sum(1, keepdim=True)
         total += gain * _expert(x, expert, call)
-    return total.to(call.x.dtype)
+    return _added(total, call)
+
+
+def _added(total: Tensor, call: E8PExperts) -> Tensor:
+    return (total if call.add is None else call.add.float() + total).to(call.x.dtype)
 
 
 def _check(call: E8PExperts) -> None:
@@ -90,7 +94,7 @@ def _check(call: E8PExperts) -> None:
         down=(call.down, torch.int16, outer), down_residual=(call.down_residual, rest or torch.int16, outer),
         down_in_scale=(call.down_in_scale, torch.float32, (count, width // parts)),
         down_out_scale=(call.down_out_scale, torch.float32, (count, dim)),
-        down_bias=(call.down_bias, torch.float32, (count, dim)),
+        down_bias=(call.down_bias, torch.float32, (count, dim)), add=(call.add, x.dtype, (tokens, dim)),
     )  # fmt: skip
     check_routes(x, call.experts, call.weights)
     check_gate(op, call.limit, call.alpha, call.shift)
@@ -117,6 +121,7 @@ def random_weight(
 def _case(
     tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, *,
     gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False, crowded: bool = False,
+    add: bool = False,
 ) -> Case:  # fmt: skip
     """crowded: half of the tokens choose the same experts, and the first one of them twice."""
 
@@ -131,21 +136,26 @@ def _case(
         for n, k in ((parts_of(gate[1]) * wide, dim), (dim, wide)):
             layers += random_weight(experts, n, k, bits, device, g)
             layers.append(torch.randn(experts, n, generator=g).to(device) if biases else None)
-        return x, chosen.contiguous().to(device), gains, codebook(device), *layers, bits, *gate
+        residual = 2 * torch.randn(tokens, dim, generator=g).to(device, dtype) if add else None
+        return x, chosen.contiguous().to(device), gains, codebook(device), *layers, bits, *gate, residual
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
     name += {GELU: " gelu", RELU2: " relu2"}.get(gate, "")
-    return Case(name=name + (" with biases" if biases else "") + (" crowded" if crowded else ""), make=make)
+    return Case(
+        name=name + (" with biases" if biases else "") + (" crowded" if crowded else "") + (" add" if add else ""),
+        make=make,
+    )
 
 
 GPT_OSS = (7.0, 1.702, 1.0)
 GELU, RELU2 = GeGLU.numbers, ReLU2.numbers
 
 
-def _bytes(x: Tensor, experts: Tensor, weights: Tensor, codebook: Tensor, *rest: Any) -> int:
+def _bytes(x: Tensor, experts: Tensor, weights: Tensor, codebook: Tensor, *others: Any) -> int:
+    *rest, add = others
     count: int = rest[0].shape[0]
     layers = nbytes(*(t for t in rest if isinstance(t, Tensor)))
-    return 2 * nbytes(x) + nbytes(codebook) + min(experts.numel(), count) * (layers // count)
+    return 2 * nbytes(x) + nbytes(add) + nbytes(codebook) + min(experts.numel(), count) * (layers // count)
 
 
 e8p_experts = register(
@@ -169,8 +179,14 @@ e8p_experts = register(
             _case(1, 2, 4, 1088, 640, 2, gate=GPT_OSS, biases=True),
             _case(3, 2, 4, 72, 40, 4),
             _case(1, 4, 8, 320, 192, 4, gate=GELU),
+            _case(1, 2, 4, 1088, 704, 4, gate=GELU),
+            _case(4, 3, 7, 192, 320, 2, gate=GPT_OSS, biases=True, crowded=True),
             _case(5, 2, 5, 192, 256, 2, gate=GELU),
             _case(5, 2, 5, 192, 256, 2, gate=RELU2),
+            _case(1, 8, 16, 256, 128, 4, add=True),
+            _case(1, 1, 4, 320, 128, 2, add=True),
+            _case(3, 2, 5, 192, 256, 3, biases=True, add=True),
+            _case(3, 2, 4, 72, 40, 4, add=True),
             _case(0, 2, 4, 64, 64, 2),
         ),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
@@ -179,7 +195,8 @@ e8p_experts = register(
     )
 )
 """x [T, D], experts int32 [T, K], weights float32 [T, K] -> [T, D] in x's dtype: sum over k of
-weights * (down(swiglu(gate_up(x) + bias)) + bias), with limit, alpha and shift as `SwiGLU` has them; rounded once.
+weights * (down(swiglu(gate_up(x) + bias)) + bias), with limit, alpha and shift as `SwiGLU` has them; with add [T, D]
+of x's dtype, that and the sum; rounded once.
 
 codebook as in `e8p_decode`. Of gate_up [E, 2F, D] and of down [E, D, F]: codes int16 [E, n, k/8], residual (None, uint8
 or int16), in_scale float32 [E, k], out_scale float32 [E, n], bias float32 [E, n] or None. F % 8 == 0, D % 8 == 0. The

@@ -63,12 +63,12 @@ def _look_up(format: E8PFormat, ids: Tensor, weight: KernelArgs) -> Tensor:
 
 def _run_experts(
     format: E8PFormat, x: Tensor, experts: Tensor, weights: Tensor, gate_up: KernelArgs, down: KernelArgs, gate: Gate,
-    biases: tuple[Tensor, Tensor] | None,
+    biases: tuple[Tensor, Tensor] | None, add: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     both = []
     for weight, bias in zip((gate_up, down), biases or (None, None), strict=True):
         both += [weight["codes"], weight.get("residual"), weight["in_scale"], weight["out_scale"], bias]
-    made: Tensor = e8p_experts(x, experts, weights, gate_up["codebook"], *both, format.rate, *gate.numbers)
+    made: Tensor = e8p_experts(x, experts, weights, gate_up["codebook"], *both, format.rate, *gate.numbers, add)
     return made
 
 
@@ -115,6 +115,7 @@ WEIGHT = WeightOps(
     decode=_dense,
     embedding=_look_up,
     experts=_run_experts,
+    experts_add=True,
     chain=ChainOps(_chain_most, _chain),
     steady=_steady,
     reads=_reads,

@@ -42,7 +42,7 @@ class WeightOps:
         grouped: (format, x [..., G, k], weight [G, n, k]) -> [..., G, n].
         experts: (format, x [T, D], experts int32 [T, K], weights float32 [T, K], gate_up [E, 2F, D], down [E, D, F],
             gate: a `Gate`, biases: float32 ([E, 2F], [E, D]) or None) -> [T, D]. Raises ValueError where biases are
-            given to a format that takes none.
+            given to a format that takes none. One that `experts_add` takes add [T, D] last, the other part of a sum.
         embedding: (format, ids [...], weight [V, D]) -> float32 [..., D], of a weight whose output side is not rotated.
         chain: for small models.
         steady: (format, x [..., k], weight) -> whether `linear` of 1 to `invariant.AT_ONCE` such tokens, where
@@ -58,6 +58,7 @@ class WeightOps:
     all_reduce: Callable[..., Tensor | None] | None = None
     grouped: Callable[[Any, Tensor, KernelArgs], Tensor] | None = None
     experts: Callable[..., Tensor] | None = None
+    experts_add: bool = False
     embedding: Callable[[Any, Tensor, KernelArgs], Tensor] | None = None
     chain: ChainOps | None = None
     steady: Callable[[Any, Tensor, KernelArgs], bool] | None = None

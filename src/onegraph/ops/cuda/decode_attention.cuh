@@ -25,6 +25,7 @@ struct Arguments {
   u16* keys;                // [pages, PAGE, kv_heads, DIM], strides in units of DIM
   u16* values;              // the same strides
   u16* out;                 // [rows, kv_heads, GROUP, DIM]
+  const float* sinks;       // [kv_heads, GROUP] or null
 #if PORTABLE
   float* partial;           // [rows, kv_heads, SIZE, OUTPUTS]
   float2* sums;             // [rows, kv_heads, SIZE, GROUP]: best, sum
@@ -147,6 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
   float acc[DIM / 16][4], best[2] = {NONE, NONE}, sum[2] = {0.f, 0.f};  // [dims 16 m + g and + 8][heads 2 t and 2 t + 1]
 #pragma unroll
   for (int m = 0; m < DIM / 16; m++) acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.f;
+  if (p.sinks && rank == 0 && warp == 0) {                         // of one warp of all: a key of this score, whose value is 0
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      if (2 * t + h < GROUP) best[h] = p.sinks[kv_head * GROUP + 2 * t + h] * 1.4426950408889634f, sum[h] = g == 0;
+  }
   if (start <= last) {
     // The own key is turned in a column that the heads leave free; eight heads leave none.
     const bool with_key = GROUP < 8 && g == GROUP;

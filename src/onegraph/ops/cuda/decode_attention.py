@@ -69,8 +69,8 @@ def paged_decode(call: PagedDecode) -> Tensor:
     kv_heads, dim = k_cache.shape[2:]
     norms = [t for t in (q_norm, k_norm) if t is not None]
     read = [t for t in (qkv, *norms, cos, sin, k_cache, v_cache) if t is not None]
-    # The kernels for one token know neither sinks, bounds of scores, gates nor norms of values, and turn whole heads.
-    plain = sinks is None and softcap == 0 and not (gated or value_norm) and (cos is None or 2 * cos.shape[1] == dim)
+    # The kernels for one token know neither bounds of scores, gates nor norms of values, and turn whole heads.
+    plain = softcap == 0 and not (gated or value_norm) and (cos is None or 2 * cos.shape[1] == dim)
     alone = (
         qkv.is_cuda
         and rows > 0
@@ -91,7 +91,7 @@ def paged_decode(call: PagedDecode) -> Tensor:
     out = torch.empty((rows, 1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm, k_norm, eps, cos, sin, positions, counts, block_table, k_cache, v_cache, out, scale, window,
-        ahead=0, early=early,
+        ahead=0, early=early, sinks=sinks,
     )  # fmt: skip
     return out
 
@@ -145,6 +145,7 @@ def _launch(
     window: int,
     ahead: int,
     early: bool,
+    sinks: Tensor | None = None,
 ) -> None:
     """As the kernel's `Arguments` say."""
     device, rows = qkv.device.index, qkv.shape[0]
@@ -161,7 +162,8 @@ def _launch(
     )  # fmt: skip
     arguments = {
         "qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "cos": cos, "sin": sin, "positions": positions,
-        "counts": counts, "table": block_table, "keys": k_cache, "values": v_cache, "out": out, "pages": pages,
+        "counts": counts, "table": block_table, "keys": k_cache, "values": v_cache, "out": out, "sinks": sinks,
+        "pages": pages,
         "table_stride": block_table.stride(0), "reach": block_table.shape[1] * page_size,
         "max_position": 0 if cos is None else cos.shape[0] - 1, "ahead": ahead, "eps": eps, "scale": scale,
     }  # fmt: skip

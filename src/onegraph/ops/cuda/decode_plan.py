@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass
 
 TILE = 16  # keys that a warp takes at a time, all in one page
-POINTERS = "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "table", "keys", "values", "out"
+POINTERS = (
+    "qkv", "q_norm", "k_norm", "cos", "sin", "positions", "counts", "table", "keys", "values", "out", "sinks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ struct Arguments {
   u16* keys;             // [pages, PAGE, kv_heads, DIM], strides in units of DIM
   u16* values;           // the same strides
   u16* out;              // [rows, TOKENS, kv_heads, GROUP, DIM]
+  const float* sinks;    // [kv_heads, GROUP] or null
   float* partial;        // with PORTABLE and SIZE > 1: [rows, SLICES, kv_heads, SIZE, OUTPUTS]
   float2* sums;          // [rows, SLICES, kv_heads, SIZE, COLUMNS]: best, sum
   u32* arrived;          // [rows, SLICES, kv_heads], zero between launches
@@ -246,6 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_round(const __gr
     best[n][0] = best[n][1] = NONE, sum[n][0] = sum[n][1] = 0.f;
 #pragma unroll
     for (int m = 0; m < DIM / 16; m++) acc[n][m][0] = acc[n][m][1] = acc[n][m][2] = acc[n][m][3] = 0.f;
+    if (!p.sinks || rank > 0 || warp > 0) continue;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {                                  // of one warp of all: a key of this score, whose value is 0
+      const int column = 8 * n + 2 * t + h;
+      if (column < COLUMNS) best[n][h] = p.sinks[kv_head * GROUP + column % GROUP] * 1.4426950408889634f, sum[n][h] = g == 0;
+    }
   }
   const float factor = p.scale * 1.4426950408889634f;
 #pragma unroll 1

@@ -103,7 +103,7 @@ def supports_input(call: PagedDecode) -> bool:
     """Whether `attend` computes this, of a GPU's tensors."""
     qkv, norms = call.qkv, [t for t in (call.q_norm, call.k_norm) if t is not None]
     _, page, kv_heads, dim = call.k_cache.shape
-    if qkv.dtype not in (torch.bfloat16, torch.float16) or dim not in SETS or call.sinks is not None or call.softcap:
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or dim not in SETS or call.softcap:
         return False
     clusters, turned = not KERNEL.is_portable(qkv.device.index), 0 if call.cos is None else 2 * call.cos.shape[1]
     read = [t for t in (qkv, *norms, call.cos, call.sin, call.k_cache, call.v_cache) if t is not None]
@@ -181,8 +181,8 @@ def attend(call: PagedDecode) -> Tensor:
     launch(
         KERNEL, plan.defines, Launch(grid, 32 * warps, shared, size if in_clusters else 1),
         qkv=qkv, q_norm=call.q_norm, k_norm=call.k_norm, cos=cos, sin=call.sin, positions=call.positions,
-        counts=call.counts, table=table, keys=keys, values=call.v_cache, out=out, partial=partial, sums=sums,
-        arrived=arrived, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
+        counts=call.counts, table=table, keys=keys, values=call.v_cache, out=out, sinks=call.sinks, partial=partial,
+        sums=sums, arrived=arrived, pages=pages, table_stride=table.stride(0), reach=table.shape[1] * page_size,
         max_position=0 if cos is None else cos.shape[0] - 1, eps=call.eps, scale=call.scale,
     )  # fmt: skip
     return out

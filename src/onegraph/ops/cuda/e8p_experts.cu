@@ -19,7 +19,7 @@
 // order: the same bits whatever the timing.
 //
 // Set when compiled: BITS, HALF (1: x and the result are float16, 0: bfloat16), MODE, ONE, SOURCE (0: prepared bytes, 1: x,
-// 2: what MODE 1 gives), SILU (prepare: x is gate | up, float32), GROUPS (chunks are of 4 * GROUPS; ONE: of one), DEPTH (row tiles of
+// 2: what MODE 1 gives, 3: gate | up of each pair, float32), SILU (prepare: x is gate | up, float32), GROUPS (chunks are of 4 * GROUPS; ONE: of one), DEPTH (row tiles of
 // codes that a warp has under way), ACROSS and DOWN (warps side by side in k, and in rows), BLOCKS (of 128 rows, of a
 // tile), PARTS (of k), SLOTS (blocks of a cluster that share its experts), EACH (experts of such a block at most), PER_SM
 // (blocks that an SM is to hold), EARLY (experts were there before the launch in front), and N, K.
@@ -34,14 +34,14 @@ constexpr float LEVELS = 32512.f;  // of the largest activation; 127 * 256: both
 #include "e8p_decode_product.cuh"
 
 constexpr int PLAIN = 0, GATED = 1, SUMMED = 2;
-constexpr int PREPARED = 0, FROM_X = 1, FROM_GATED = 2;
+constexpr int PREPARED = 0, FROM_X = 1, FROM_GATED = 2, FROM_BOTH = 3;
 constexpr int WARPS = ACROSS * DOWN, CHUNK = ONE ? 1 : 4 * GROUPS, CLUSTER = PARTS * SLOTS;
 constexpr int ROW_TILES = BLOCKS * 8, MINE = ROW_TILES / DOWN, PITCH = BLOCKS * ROWS + 8;
 constexpr int SLICES = (K + SLICE - 1) / SLICE, PER_PART = (SLICES + PARTS - 1) / PARTS;
 constexpr int TURNS = (PER_PART + ACROSS - 1) / ACROSS;
 constexpr int TILES = MODE == GATED ? N / 2 / ROWS : (N + BLOCKS * ROWS - 1) / (BLOCKS * ROWS);
 constexpr int IN_BLOCK = K % 128 ? 64 : 128, OUT_BLOCK = N % 128 ? 64 : 128;
-constexpr int SENT = MODE == GATED ? 2 : 1;  // runs of 128 rows that a block of a cluster gives
+constexpr int SENT = MODE == SUMMED ? 1 : BLOCKS;  // runs of 128 rows that a block of a cluster gives
 constexpr int MAX_PAIRS = 1024, MAX_EXPERTS = 528;
 constexpr int BARRIERS = 128;
 static_assert(ROW_TILES % DOWN == 0 && (MODE != GATED || (BLOCKS == 2 && N % 256 == 0)) && (ONE || CLUSTER == 1));
@@ -49,7 +49,7 @@ static_assert(MODE != SUMMED || (ONE && BLOCKS == 1));
 static_assert(EACH == 1 || (MODE == SUMMED && CLUSTER > 1));
 
 struct Arguments {
-  const void* x;            // FROM_X: [tokens, K]; FROM_GATED: float [pairs, K]; prepare with SILU: float [pairs, 2 K]
+  const void* x;            // FROM_X: [tokens, K]; FROM_GATED: float [pairs, K]; FROM_BOTH, prepare with SILU: float [pairs, 2 K]
   u8* bytes;                // [pairs, SLICES, 512]
   float2* scales;           // [pairs, SLICES]: of a slice, and the sum of its bytes
   const int* experts;       // [pairs]
@@ -61,6 +61,7 @@ struct Arguments {
   const float* out_scale;   // [matrices, N]
   const float* bias;        // [matrices, N] or null
   const float* next_scale;  // gated: [matrices, N/2], the in_scale of what comes next
+  const void* add;          // summed, combine: [tokens, N] or null
   void* y;                  // plain: float [pairs, N]; gated: float [pairs, N/2]; summed: [N]; combine: [tokens, N]
   int tokens, top_k, matrices;
   float norm;               // of both Hadamard transforms
@@ -213,7 +214,7 @@ __device__ __forceinline__ void gather(Product (&to)[GROUPS], const Arguments& a
                                        uint4* exchange, int lane, int g, int t) {
   const int column = real ? slice * SLICE + lane * 8 : K;
   float in_scale[8];
-  if (SOURCE == FROM_X) load8(in_scale, a.in_scale + (size_t)item.expert * K + column, column < K);
+  if (SOURCE != FROM_GATED) load8(in_scale, a.in_scale + (size_t)item.expert * K + column, column < K);
 #pragma unroll
   for (int j = 0; j < GROUPS; j++) {
     Asked asked[4];
@@ -221,7 +222,7 @@ __device__ __forceinline__ void gather(Product (&to)[GROUPS], const Arguments& a
     for (int i = 0; i < 4; i++) {
       const int pair = j * 4 + i < item.size ? item.pair(j * 4 + i) : -1;
       asked[i] = ask(a.x, SOURCE == FROM_X && !ONE ? pair / a.top_k : SOURCE == FROM_X ? 0 : pair, pair < 0 ? K : column,
-                     SOURCE == FROM_GATED, false);
+                     SOURCE != FROM_X, SOURCE == FROM_BOTH);
     }
     set_scale(to[j], make_float2(0.f, 0.f));
 #pragma unroll
@@ -230,8 +231,15 @@ __device__ __forceinline__ void gather(Product (&to)[GROUPS], const Arguments& a
     for (int i = 0; i < 4; i++) {
       if (j * 4 + i >= item.size) break;
       float v[8];
-      if (SOURCE == FROM_X) unpack8(v, asked[i].low), rotate(v, in_scale, IN_BLOCK, lane);
+      if (SOURCE == FROM_X) unpack8(v, asked[i].low);
       else as_floats(v, asked[i].low, asked[i].high);
+      if (SOURCE == FROM_BOTH) {
+        float up[8];
+        as_floats(up, asked[i].low_up, asked[i].high_up);
+#pragma unroll
+        for (int e = 0; e < 8; e++) v[e] = column < K ? swiglu(v[e], up[e], a) : 0.f;
+      }
+      if (SOURCE != FROM_GATED) rotate(v, in_scale, IN_BLOCK, lane);
       float2 scale;
       exchange[lane] = to_bytes(v, scale);
       __syncwarp();
@@ -268,12 +276,21 @@ extern "C" __global__ void e8p_experts_prepare(const __grid_constant__ Arguments
   if (lane == 0) a.scales[at] = scale;
 }
 
+// Four numbers that are added to a result; zeros where there are none.
+__device__ __forceinline__ float4 added(const Arguments& a, size_t at) {
+  if (!a.add) return make_float4(0.f, 0.f, 0.f, 0.f);
+  const uint2 v = *(const uint2*)((const u16*)a.add + at);
+  const float2 low = widen<HALF>(v.x), high = widen<HALF>(v.y);
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
 // Four columns of a token a thread.
 extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments a) {
   const int column = (blockIdx.x * 256 + threadIdx.x) * 4, token = blockIdx.y;
   pdl_wait();
   pdl_trigger();
   if (column >= N) return;
+  const float4 rest = added(a, (size_t)token * N + column);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int slot = 0; slot < a.top_k; slot++) {
     const int pair = token * a.top_k + slot;
@@ -282,6 +299,7 @@ extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments
     sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
     sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
   }
+  add_to(sum, rest);
   *(uint2*)((u16*)a.y + (size_t)token * N + column) = make_uint2(narrow<HALF>(sum.x, sum.y), narrow<HALF>(sum.z, sum.w));
 }
 
@@ -504,6 +522,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         send(at_rank(received + (rank * SENT + warp) * ROWS + lane * 4, 0), v, at_rank(sent, 0));
       }
       if (rank || warp) return;
+      const int row = item.tile * ROWS + lane * 4;
+      const float4 rest = MODE == SUMMED && row < N ? added(a, row) : make_float4(0.f, 0.f, 0.f, 0.f);
       receive(sent);
       float4 sums[SENT];
 #pragma unroll
@@ -512,7 +532,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
 #pragma unroll
         for (int r = 0; r < CLUSTER; r++) add_to(sums[s], *(const float4*)(received + (r * SENT + s) * ROWS + lane * 4));
       }
-      const int row = item.tile * ROWS + lane * 4;
+      if (MODE == PLAIN) {
+#pragma unroll
+        for (int s = 0; s < SENT; s++) {
+          const int at = (item.tile * BLOCKS + s) * ROWS + lane * 4;
+          const float4 v = outputs(sums[s], a, item.expert, at, 1.f, true, lane);
+          if (at < N) *(float4*)((float*)a.y + (size_t)item.first * N + at) = v;
+        }
+        return;
+      }
+      if (MODE == SUMMED) add_to(sums[0], rest);
       if (MODE == GATED) store_gated(sums[0], sums[SENT - 1], a, item, item.first, lane);
       else if (row < N)
         *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(sums[0].x, sums[0].y), narrow<HALF>(sums[0].z, sums[0].w));
@@ -525,8 +554,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, PER_SM) e8p_experts(con
         continue;
       }
       const int i = job / BLOCKS, row = item.tile * (BLOCKS * ROWS) + job % BLOCKS * ROWS + lane * 4;
-      const float4 v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
+      float4 v = outputs(total(i, job % BLOCKS), a, item.expert, row, MODE == SUMMED ? a.weights[0] : 1.f, true, lane);
       if (row >= N) continue;
+      if (MODE == SUMMED) add_to(v, added(a, row));
       if (MODE == SUMMED) *(uint2*)((u16*)a.y + row) = make_uint2(narrow<HALF>(v.x, v.y), narrow<HALF>(v.z, v.w));
       else *(float4*)((float*)a.y + (size_t)item.pair(i) * N + row) = v;
     }

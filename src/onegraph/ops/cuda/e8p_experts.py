@@ -5,7 +5,7 @@
                                  runs, which has no clusters
     2 to `FRESH` tokens          gate-up, down, combine
     more                         prepare, gate-up, down, combine
-    F no multiple of 128         prepare, gate-up, prepare (SwiGLU), down, combine, for any number of tokens
+    more, F no multiple of 128   prepare, gate-up, prepare (SwiGLU), down, combine; of fewer down computes SwiGLU
 
 Triton's kernels take the rest: float32, more tokens, dimensions that are no multiples of 64, more than `MAX_PAIRS`
 pairs of a token and an expert or `MAX_EXPERTS` experts, and all for which nothing here can be built.
@@ -25,7 +25,7 @@ from onegraph.ops.cuda.e8p_common import ROWS, SLICE, SLOT, TABLES, block
 from onegraph.ops.cuda.launcher import Launch, aligned, launch
 
 PLAIN, GATED, SUMMED = 0, 1, 2  # MODE
-PREPARED, FROM_X, FROM_GATED = 0, 1, 2  # SOURCE
+PREPARED, FROM_X, FROM_GATED, FROM_BOTH = 0, 1, 2, 3  # SOURCE
 MAX_TOKENS, MAX_PAIRS, MAX_EXPERTS = 64, 1024, 528  # 512 and a shared one
 CHUNKS = 9344  # bytes of `Chunks` of e8p_experts.cu, rounded up
 BARRIERS = 128
@@ -42,14 +42,15 @@ CROWDED = 2  # pairs of an expert on average, above which chunks are of 8 in pla
 ARGUMENTS = build.Arguments(
     pointers=(
         "x", "bytes", "scales", "experts", "weights", "codes", "residual", "tables", "in_scale", "out_scale", "bias",
-        "next_scale", "y",
+        "next_scale", "add", "y",
     ),
     ints=("tokens", "top_k", "matrices"),
     floats=("norm", "limit", "alpha", "shift"),
 )  # fmt: skip
 
 
-VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "y"  # by launch
+# By launch.
+VARYING = "x", "bytes", "scales", "codes", "residual", "in_scale", "out_scale", "bias", "next_scale", "add", "y"
 
 
 @dataclass(frozen=True, order=True)
@@ -105,7 +106,7 @@ class ExpertTiling:
         """Bytes of shared memory of a block."""
         ring = 0 if portable else self.warps * self.depth * SLOT[bits]
         sums = self.across * (1 if self.one else 4 * self.groups) * (self.blocks * ROWS + 8) * 4
-        sent = self.cluster * (2 if self.mode == GATED else 1) * ROWS * 4 if self.cluster > 1 else 0
+        sent = self.cluster * (1 if self.mode == SUMMED else self.blocks) * ROWS * 4 if self.cluster > 1 else 0
         exchange = 0 if self.source == PREPARED else self.warps * 512
         tables = PLAIN_TABLES[bits] if portable else TABLES[bits]
         return tables + BARRIERS + (0 if self.one else CHUNKS) + ring + sums + sent + exchange
@@ -118,7 +119,7 @@ class ExpertTiling:
 
     def cost(self, bits: int, device: build.Device, experts: int) -> float:
         """Estimated microseconds of one token on an H200, up to what all cuts have in common."""
-        clusters = self.tiles * (experts if self.mode == GATED else 1)
+        clusters = self.tiles * (1 if self.mode == SUMMED else experts)
         at_once = device.sms if self.cluster == 1 else device.at_once(self.cluster, self.per_sm)
         waves = -(-clusters // max(1, at_once))
         issue = self.each * self.slices * self.blocks * ROWS / 16 * 0.02
@@ -230,13 +231,13 @@ def way(
 ) -> ExpertVariant | None:
     """None where no cut fits into shared memory. `portable`: of the portable form."""
     gated = wide % ROWS == 0
-    one = tokens == 1 and gated and (portable or top_k <= EACH * CLUSTER)
+    one = tokens == 1 and (portable or top_k <= EACH * CLUSTER)
     every = plain_cuts if portable else cuts
     groups = 2 if tokens * top_k > CROWDED * experts and tokens > 4 else 1
-    first = FROM_X if gated and tokens <= FRESH else PREPARED
+    first = FROM_X if tokens <= FRESH else PREPARED
     more = {"one": one, "groups": groups, "top_k": top_k}
     gate_up = every(2 * wide, dim, bits, GATED if gated else PLAIN, first, silu=False, early=first == PREPARED, **more)
-    second = FROM_GATED if gated else PREPARED
+    second = FROM_GATED if gated else FROM_BOTH if tokens <= FRESH else PREPARED
     down = every(dim, wide, bits, SUMMED if one and not portable else PLAIN, second, silu=not gated, early=True, **more)
     both = [choose(bits, device, top_k, tuple(options), portable) for options in (gate_up, down)]
     return None if both[0] is None or both[1] is None else ExpertVariant(both[0], both[1])
@@ -321,8 +322,8 @@ def _run(run: _Call, way: ExpertVariant) -> Tensor:
     y = out if summed else torch.empty(run.pairs, dim, dtype=torch.float32, device=call.x.device)
     run.product(
         last, hidden, call.down_in_scale, y, codes=call.down, residual=call.down_residual,
-        out_scale=call.down_out_scale, bias=call.down_bias,
+        out_scale=call.down_out_scale, bias=call.down_bias, add=call.add if summed else None,
     )  # fmt: skip
     if not summed:
-        run.launch("e8p_experts_combine", last, (-(-dim // 1024), tokens, 1), x=y, y=out)
+        run.launch("e8p_experts_combine", last, (-(-dim // 1024), tokens, 1), x=y, y=out, add=call.add)
     return out

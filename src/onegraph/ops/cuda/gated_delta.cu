@@ -15,7 +15,7 @@
 // same columns and the sums the same order whatever TOKENS and the rows are.
 //
 // Set when compiled: TYPE of the activations, WEIGHT and NORM of the convolution's and the norm's weights, STATE of S (as
-// linear_state.cuh numbers them), TOKENS of a row (1 to 8), WIDTH of the convolution, DV of a value, CHANNELS (a decay for
+// numbers.cuh numbers them), TOKENS of a row (1 to 8), WIDTH of the convolution, DV of a value, CHANNELS (a decay for
 // each key channel), DELTA (the delta rule; else Mamba2, whose query is C, key B, value x), HIDDEN (columns of x, a multiple
 // of 8; 0 where b and a are given), GAIN of x_norm.
 

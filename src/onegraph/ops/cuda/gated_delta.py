@@ -7,12 +7,11 @@ from torch import Tensor
 
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cuda import build
-from onegraph.ops.cuda.launcher import ALIGNMENT, Launch, aligned, launch
+from onegraph.ops.cuda.launcher import ALIGNMENT, TYPES, Launch, aligned, launch
 
 KEYS = 128  # numbers of a key
 VALUES = 64, 128  # of a value
 WIDTHS = 3, 4  # of the convolution
-TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as linear_state.cuh numbers them
 THREADS = 256
 PER_SM = 2  # blocks
 MAX_DEPTH = 32  # records, which lie in shared memory

@@ -16,6 +16,7 @@ from torch import Tensor
 from onegraph.ops.cuda import build
 
 ALIGNMENT = 16  # bytes that kernels read at once
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as numbers.cuh numbers them
 
 
 class Launch(NamedTuple):

@@ -91,34 +91,24 @@ extern "C" __global__ void __maxnreg__(REGISTERS) nvfp4_one(const __grid_constan
 
   if (warp == WARPS) {
     __syncwarp();
-    // The unit to be fetched: row tile and slice of k of a matrix, which is the linear's number, or the expert of a pair
-    // of token and slot.
-    int tile = begin % row_tiles, slice = 0, matrix = begin / row_tiles, slot = 0;
-    if (MODE == 2) matrix *= slots;
+    // A lane fetches the rows of a half of a box, those of other boxes other lanes at once: one after the other would take
+    // longer than what small boxes bring.
+    const int box = lane / HALVES * a.box, half = lane % HALVES;
 #pragma unroll 1
     for (int stage = 0, put = 0, parity = 1, left = units; left > 0 || stage == 0; ++stage) {
       if (stage == DEPTH) __syncthreads();
       if (stage >= DEPTH) wait_barrier(empty + put, parity);
       const int count = min(STAGE, left);
       if (lane == 0 && count) expect(full + put, count * (CODES + SCALES));
-      for (int i = 0; i < count; i += a.box) {
-        const int row = (MODE == 0 ? matrix : expert(matrix + slot)) * a.n + tile * (ROWS / HALVES);
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-          const int at = (put * HALVES + half) * STAGE + i;
-          if (lane == 0) {
-            copy_box(codes_ring + at * (CODES / HALVES), a.codes, row + half * (a.n / 2), EDGE ? 0 : slice, full + put,
-                     EDGE ? slice * (SLICE / 2) : 0);
-            if (GROUP == 16)
-              copy_box(scale_ring + at * (SCALES / HALVES), a.scale, row + half * (a.n / 2), slice, full + put);
-          }
-        }
-        slice += a.box;
-        if (slice < k_slices) continue;
-        slice = 0;
-        if (MODE == 2 && ++slot < slots) continue;
-        slot = 0;
-        if (++tile == row_tiles) tile = 0, matrix += MODE == 2 ? slots : 1;
+      __syncwarp();
+      if (box < count) {
+        const int unit = stage * STAGE + box, tile = begin + unit / slices;
+        const int slot = MODE == 2 ? unit % slices / k_slices : 0, slice = unit % slices - slot * k_slices;
+        const int outer = tile / row_tiles, matrix = MODE == 0 ? outer : expert(MODE == 2 ? outer * slots + slot : outer);
+        const int row = matrix * a.n + tile % row_tiles * (ROWS / HALVES) + half * (a.n / 2);
+        const int at = (put * HALVES + half) * STAGE + box;
+        copy_box(codes_ring + at * (CODES / HALVES), a.codes, row, EDGE ? 0 : slice, full + put, EDGE ? slice * (SLICE / 2) : 0);
+        if (GROUP == 16) copy_box(scale_ring + at * (SCALES / HALVES), a.scale, row, slice, full + put);
       }
       left -= count;
       if (++put == DEPTH) put = 0, parity ^= 1;

@@ -203,6 +203,19 @@ PTX float2 load_now(const float* p) {  // not moved behind a wait, as the compil
   asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
   return v;
 }
+// Words that blocks of a launch tell each other, each whole or not there; they order nothing else.
+PTX void publish(u32* to, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(to), "r"(v) : "memory"); }
+PTX u32 look_one(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+PTX uint4 look(const u32* from) {  // four side by side, at 16 bytes
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
 PTX u32 count_in(u32* counter) {  // what it was; what was stored before, here and where it was counted up, is there
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory");

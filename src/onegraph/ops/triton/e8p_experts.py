@@ -86,8 +86,8 @@ def _product(
 
 
 @triton.jit
-def _combine(y, weights, out, d, TOP_K: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    """out [T, d]: the weighted sum of each token's pairs, in their order."""
+def _combine(y, weights, add, out, d, TOP_K: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):
+    """out [T, d]: the weighted sum of each token's pairs, in their order, and what is to be added."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(1).to(tl.int64)
@@ -96,6 +96,8 @@ def _combine(y, weights, out, d, TOP_K: tl.constexpr, TILE: tl.constexpr, PDL: t
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
         total += tl.load(weights + pair) * tl.load(y + pair * d + i, mask=i < d, other=0.0)
+    if ADD:
+        total += tl.load(add + token * d + i, mask=i < d, other=0.0).to(tl.float32)
     tl.store(out + token * d + i, total.to(out.dtype.element_ty), mask=i < d)
 
 
@@ -143,7 +145,7 @@ def experts(call: E8PExperts) -> Tensor:
     x, (tokens, top_k), dim = call.x, call.experts.shape, call.x.shape[1]
     out = torch.empty_like(x)
     if call.experts.numel() == 0:
-        return out.zero_()
+        return out.zero_() if call.add is None else out.copy_(call.add)
     with on_device(x):
         routes = _Routes(call.experts, call.gate_up.shape[0])
         hidden = _linear(
@@ -158,6 +160,7 @@ def experts(call: E8PExperts) -> Tensor:
             routes,
         )  # fmt: skip
         _combine[(triton.cdiv(dim, 1024), tokens)](
-            y, call.weights, out, dim, TOP_K=top_k, TILE=1024, num_warps=4, **options(x)
-        )
+            y, call.weights, out if call.add is None else call.add, out, dim, TOP_K=top_k, TILE=1024,
+            ADD=call.add is not None, num_warps=4, **options(x),
+        )  # fmt: skip
     return out

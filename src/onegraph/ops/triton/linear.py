@@ -14,24 +14,32 @@ MAX_WIDTH = 8192  # of a row that a program holds
 
 
 @triton.jit
-def _rows(x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _rows(
+    x, weight, bias, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < n)[:, None] & (column < k)[None, :]
     value = tl.load(weight + row.to(tl.int64)[:, None] * k + column[None, :], mask=inside, other=0.0)
+    if BIAS:
+        more = tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     for token in tl.static_range(TOKENS):
         given = tl.load(x + token * k + column, mask=column < k, other=0.0).to(tl.float32)
         result = tl.sum(value.to(tl.float32) * given[None, :], axis=1)
+        if BIAS:
+            result += more
         tl.store(out + token * n + row, result.to(out.dtype.element_ty), mask=row < n)
 
 
 @triton.jit
 def _linear(
-    x, weight, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+    x, weight, bias, out, n, k, TOKENS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    _rows(x, weight, out, n, k, TOKENS, ROWS, WIDTH, PDL)
+    _rows(x, weight, bias, out, n, k, TOKENS, ROWS, WIDTH, BIAS, PDL)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -43,7 +51,7 @@ def _linear_beside_norm(
     """`programs` have rows of the weight, those behind them a token of `low` each."""
     let_next_start(PDL)
     if tl.program_id(0) < programs:
-        _rows(x, weight, out, n, k, TOKENS, ROWS, WIDTH, PDL)
+        _rows(x, weight, weight, out, n, k, TOKENS, ROWS, WIDTH, False, PDL)
     else:
         token = tl.program_id(0) - programs
         column = tl.arange(0, LOW_WIDTH)
@@ -88,15 +96,16 @@ def _cut(n: int, k: int) -> tuple[int, int, int]:
     return rows, width, 4 if rows * width <= 8192 else 8
 
 
-def linear(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, wide: bool, bias: Tensor | None = None) -> Tensor:
     """See `onegraph.ops.linear.linear`; for what `takes` says."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=torch.float32 if wide else x.dtype)
     rows, width, warps = _cut(n, k)
     with on_device(x):
         _linear[(triton.cdiv(n, rows),)](
-            x, weight, out, n, k, TOKENS=x.numel() // k, ROWS=rows, WIDTH=width, num_warps=warps, **options(x)
-        )
+            x, weight, weight if bias is None else bias, out, n, k, TOKENS=x.numel() // k, ROWS=rows, WIDTH=width,
+            BIAS=bias is not None, num_warps=warps, **options(x),
+        )  # fmt: skip
     return out
 
 
