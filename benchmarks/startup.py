@@ -11,9 +11,9 @@ model and its cache, "first" until the first text (building the steps, prefill),
 without the parts within them, and `SPAN_calls` how often; those named "beside" ran in other threads.
 
 A row is of runs with one state of the caches of kernels (`cache`): of "cold" ones each has empty folders, "warm" ones
-have those of the last cold one. On a CPU all are warm. Each figure is the least of the repeats. A third row is what
-Python imports: own seconds by package (`-X importtime`, slower than without). Prints JSON lines; --out appends the rows
-of runs.
+have those of the last cold one. On a CPU all are warm. --one-by-one adds a cold run that compiles one kernel after the
+other. Each figure is the least of the repeats. The last line is what Python imports: own seconds by package
+(`-X importtime`, slower than without). Prints JSON lines; --out appends the rows of runs.
 """
 
 import argparse
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
     parser.add_argument("--repeats", type=int, help="warm runs [5, on a GPU 3]")
     parser.add_argument("--cold", type=int, default=1, help="cold runs, on a GPU [1]")
+    parser.add_argument("--one-by-one", action="store_true", help="one more cold run, without compiling in threads")
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -114,6 +115,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache, cold = None, []
         if on_gpu:
+            if args.one_by_one:
+                apart = [run(["--one-by-one", *words], Path(folder, "apart"))]
+                emit(
+                    about | {"cache": "cold, one by one", "repeats": 1} | least(apart) | machine(args.device), args.out
+                )
             for number in range(args.cold):
                 cache = Path(folder, str(number))
                 cold.append(run(words, cache))

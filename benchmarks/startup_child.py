@@ -1,6 +1,6 @@
 """The process that `startup.py` measures: a command of `onegraph`, which writes down when its stages end.
 
-    python3 benchmarks/startup_child.py FD [--profile] generate MODEL ...
+    python3 benchmarks/startup_child.py FD [--profile] [--one-by-one] generate MODEL ...
 
 FD is the pipe that takes one JSON object: `stages` (the end of each by the clock and in CPU seconds), `spans` (seconds
 and calls of what runs inside of the stages, without the spans within them; those of other threads are named "beside"),
@@ -8,6 +8,7 @@ and calls of what runs inside of the stages, without the spans within them; thos
 of each span of 10 ms and more).
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -125,6 +126,7 @@ def first_marked(pieces: Iterable[str], mark: Callable[[str], None]) -> Iterator
 def main() -> int:
     out = int(sys.argv.pop(1))
     profile = sys.argv[1] == "--profile" and bool(sys.argv.pop(1))
+    one_by_one = sys.argv[1] == "--one-by-one" and bool(sys.argv.pop(1))
     times = Timeline()
     sys.meta_path.insert(0, times)
     from onegraph.cli import generate
@@ -135,6 +137,9 @@ def main() -> int:
     def marked_import(*kinds: Any) -> None:
         import_engine(*kinds)
         times.mark("imports")
+        if one_by_one:
+            executor = importlib.import_module("onegraph.engine.executor").Executor
+            executor._compiled_ahead = lambda *_: contextlib.nullcontext()
         times.patch()
 
     def marked_load(*args: Any, **options: Any) -> Any:

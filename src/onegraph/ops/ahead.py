@@ -1,0 +1,85 @@
+"""Compiles the CUDA kernels of a step in threads: one after the other they take a first run 10 s.
+
+Only launchers know which variants a step needs. So the first variant that is in no cache is answered with dry runs of
+the steps. In a dry run launches begin to compile and launch nothing, and torch's own ops run for real. Memory that a
+kernel would write is zero, which every torch op may read as a number or as an index. Then the run that needed the
+variant continues, and each of its launches waits for its own.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onegraph.ops.cuda import build
+from onegraph.ops.registry import OPS
+
+Key = tuple[build.Source, tuple[tuple[str, int], ...], int]
+ALLOCATING = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+
+
+class Ahead:
+    """Threads that compile, while it is `active`. See `build.Ahead`.
+
+    Errors of the compiler are raised where a kernel is loaded, as without it.
+    """
+
+    def __init__(self) -> None:
+        self.is_dry = False
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "nvrtc")
+        self._steps: Sequence[Callable[[], object]] = ()
+        self._begun: dict[Key, Future[bytes]] = {}
+
+    @contextmanager
+    def active(self, steps: Sequence[Callable[[], object]]) -> Iterator[None]:
+        """Within it, the first kernel that is in no cache is answered with a dry run of `steps`, each once. A step runs
+        on what its buffers hold, where zeros stand for every value that a kernel of ours makes."""
+        self._steps, token = steps, build.AHEAD.set(self)
+        try:
+            yield
+        finally:
+            build.AHEAD.reset(token)
+            self._steps = ()
+
+    def want(self, source: build.Source, defines: Mapping[str, int], device: int) -> None:
+        """Begins to compile a variant for a GPU."""
+        key = source, tuple(defines.items()), device
+        if key not in self._begun:
+            capability = torch.cuda.get_device_capability(device)
+            self._begun[key] = self._pool.submit(source.cubin, dict(defines), capability)
+
+    def cubin(self, source: build.Source, defines: Mapping[str, int], device: int) -> bytes:
+        """`Source.cubin`, waited for."""
+        if self._steps:
+            compilation = source.compilation(defines, torch.cuda.get_device_capability(device))
+            if (found := compilation.cached()) is not None:
+                return found
+        self.want(source, defines, device)
+        if self._steps:
+            self._run_dry()
+        return self._begun.pop((source, tuple(defines.items()), device)).result()
+
+    def _run_dry(self) -> None:
+        steps, self._steps, self.is_dry = self._steps, (), True
+        try:
+            with _Zeroed():  # type: ignore[no-untyped-call]
+                for step in steps:
+                    step()
+        finally:
+            self.is_dry = False
+
+
+class _Zeroed(TorchDispatchMode):
+    """Memory that torch allocates without values has zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "onegraph" and (kernel := OPS[func._opname].on_cuda) is not None:
+            with self:  # it allocates, too
+                return kernel(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return made.zero_() if func._schema.name in ALLOCATING else made
