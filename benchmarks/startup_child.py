@@ -134,8 +134,8 @@ def main() -> int:
 
     load, show, import_engine = generate.load, generate.show, generate.import_engine
 
-    def marked_import(*kinds: Any) -> None:
-        import_engine(*kinds)
+    def marked_import(*given: Any) -> None:
+        import_engine(*given)
         times.mark("imports")
         if one_by_one:
             executor = importlib.import_module("onegraph.engine.executor").Executor

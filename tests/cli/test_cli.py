@@ -133,6 +133,7 @@ sandbox._spawn, last = spawn, Last()
 from onegraph.cli import main
 status = main()
 names = "torch", "torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "onegraph.check.api"
+names += "tokenizers", "jinja2", "uvicorn", "starlette", "llguidance", "huggingface_hub"
 others = *names, "onegraph.quant", "onegraph.cli.quantize", "onegraph.serve"
 tell("imported", *(name for name in others if name in sys.modules))
 tell("frozen", gc.get_freeze_count() > 100_000, gc.isenabled())

@@ -263,7 +263,7 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
 
 
 def run(args: argparse.Namespace) -> int:
-    import_engine("tokenizers", "templates")
+    import_engine(args, "tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:

@@ -37,8 +37,8 @@ def rotate_rows(x: Tensor, block: int) -> Tensor:
 
 def rotate_integers(q: Tensor, block: int) -> Tensor:
     """`hadamard(q.float(), block)` of integers q [n, k], any dtype, below 2^24 / block, on a CPU: a product with the
-    matrix, whose sums are exact in any order, so the bits are the same. In int8 it takes a tenth of the time, in float32
-    with AVX2 a third."""
+    matrix, whose sums are exact in any order, so the bits are the same. In int8 it takes a tenth of the time, with
+    AVX2 in float32 a third."""
     matrix, rows = _butterfly(torch.eye(block), block), q.reshape(-1, block)
     if _MULTIPLIES_INT8 and q.dtype == torch.int8:
         sums = torch._int_mm(rows, matrix.to(torch.int8)).float()
