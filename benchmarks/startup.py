@@ -10,10 +10,11 @@ model and its cache, "first" until the first text (building the steps, prefill),
 "end" the end of the process, of which CPU seconds include the children. `SPAN_s` are parts of these by the clock,
 without the parts within them, and `SPAN_calls` how often; those named "beside" ran in other threads.
 
-A row is of runs with one state of the caches of kernels (`cache`): of "cold" ones each has empty folders, "warm" ones
-have those of the last cold one. On a CPU all are warm. --one-by-one adds a cold run that compiles one kernel after the
-other. Each figure is the least of the repeats. The last line is what Python imports: own seconds by package
-(`-X importtime`, slower than without). Prints JSON lines; --out appends the rows of runs.
+A row is of runs with one state of the caches of kernels (`cache`): of "cold" ones each has empty folders, and one of
+them compiles one kernel after the other; "warm" ones have the folders of the last cold one. On a CPU all are warm. Each
+figure is the least of the repeats. Behind the rows come what runs did one after the other, from 30 ms on (begin,
+seconds, thread, span), and what Python imports: own seconds by package (`-X importtime`, slower than without). Prints
+JSON lines; --out appends the rows.
 """
 
 import argparse
@@ -99,12 +100,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
     parser.add_argument("--repeats", type=int, help="warm runs [5, on a GPU 3]")
     parser.add_argument("--cold", type=int, default=1, help="cold runs, on a GPU [1]")
-    parser.add_argument("--one-by-one", action="store_true", help="one more cold run, without compiling in threads")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="print what runs do one after the other, and cProfile's figures",
-    )
+    parser.add_argument("--profile", action="store_true", help="print cProfile's figures of one more run on stderr")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     words = ["generate", args.model, "--prompt", args.prompt, "--max-tokens", args.max_tokens]
@@ -115,21 +111,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache, cold = None, []
         if on_gpu:
-            if args.one_by_one:
-                apart = [run(["--one-by-one", *words], Path(folder, "apart"))]
-                emit(
-                    about | {"cache": "cold, one by one", "repeats": 1} | least(apart) | machine(args.device), args.out
-                )
+            apart = run(["--one-by-one", *words], Path(folder, "apart"))
+            emit(about | {"cache": "cold, one by one", "repeats": 1} | least([apart]) | machine(args.device), args.out)
             for number in range(args.cold):
                 cache = Path(folder, str(number))
                 cold.append(run(words, cache))
             emit(about | {"cache": "cold", "repeats": args.cold} | least(cold) | machine(args.device), args.out)
         warm = [run(words, cache) for _ in range(repeats)]
         emit(about | {"cache": "warm", "repeats": repeats} | least(warm) | machine(args.device), args.out)
+        for each in cold[-1:] + warm[-1:]:
+            print(json.dumps([event for event in each["events"] if event[1] >= 0.03]), flush=True)
         print(json.dumps(imports(words, cache, Path(folder))), flush=True)
         if args.profile:
-            for each in (cold[-1], warm[-1]) if on_gpu else (warm[-1],):
-                print(json.dumps(each["events"]), file=sys.stderr, flush=True)
             run(["--profile", *words], cache)
 
 
