@@ -12,9 +12,10 @@ without the parts within them, and `SPAN_calls` how often; those named "beside" 
 
 A row is of runs with one state of the caches of kernels (`cache`): of "cold" ones each has empty folders, and one of
 them compiles one kernel after the other; "warm" ones have the folders of the last cold one. On a CPU all are warm. Each
-figure is the least of the repeats. --serve adds rows of `onegraph serve`: seconds until it is ready, and until its first
-answer. Behind the rows come what runs did one after the other, from 30 ms on (begin, seconds, thread, span), and what
-Python imports: own seconds by package (`-X importtime`, slower than without). Prints JSON lines; --out appends the rows.
+figure is the least of the repeats. --serve adds rows of `onegraph serve`: seconds until it is ready, and until its
+first answer. Behind the rows come what runs did one after the other, from 30 ms on (begin, seconds, thread, span), and
+what Python imports: own seconds by package (`-X importtime`, slower than without). Prints JSON lines; --out appends the
+rows.
 """
 
 import argparse
