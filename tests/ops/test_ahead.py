@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
 from onegraph.ops.ahead import Ahead
 from onegraph.ops.cuda import build, launcher
@@ -241,3 +243,68 @@ def test_another_source_or_header_is_another_cubin(
     (tmp_path / "beside.cuh").write_text("// a header that a source may include\n")
     source.cubin({"FACTOR": 2}, (9, 0))
     assert compiling.count == 3
+
+
+class TritonKernel:
+    """What `Ahead` needs of a kernel that Triton calls its hook for: `launch` does as `JITFunction.run`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.cached, self.events = error, False, list[str]()
+
+    def preload(self, data: str) -> Any:
+        time.sleep(0.2)
+        if self.error is not None:
+            raise self.error
+        self.cached = True
+        self.events.append(f"preloaded {data} {threading.current_thread().name.partition('_')[0]}")
+        return SimpleNamespace(src="source", metadata="metadata")
+
+    def launch(self, key: int) -> None:
+        compile = {"device": 0, "specialization_data": str(key)}
+        info = SimpleNamespace(jit_function=self)
+        hook = knobs.runtime.jit_cache_hook
+        if hook is not None and hook(key=key, fn=info, compile=compile, repr="", is_manual_warmup=False):
+            return
+        self.events.append("found in the cache" if self.cached else "compiled")
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Of which launchers were made."""
+    found: list[tuple[str, str]] = []
+    active = SimpleNamespace(launcher_cls=lambda *about: found.append(about))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    return found
+
+
+def test_triton_compiles_in_threads_what_a_dry_run_launches(
+    driver: Driver, launches: list[int], source: build.Source, launchers: list[tuple[str, str]]
+) -> None:
+    kernel, broken = TritonKernel(), TritonKernel(ValueError("of the compiler"))
+
+    def step() -> None:
+        run(source, torch.ones(4), 1)
+        kernel.launch(5)
+        kernel.launch(5)
+        broken.launch(6)
+
+    with Ahead().active([step]):
+        kernel.launch(4)  # in front of the first kernel of CUDA's
+        step()
+    assert kernel.events == ["compiled", "preloaded 5 kernels", "found in the cache", "found in the cache"]
+    assert broken.events == ["compiled"], "where the user sees the error"
+    assert launchers == [("source", "metadata")]
+
+
+def test_a_hook_of_the_users_stays(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, key, **_: asked.append(key))
+    kernel = TritonKernel()
+    with Ahead().active([]):
+        kernel.launch(1)
+        thread = threading.Thread(target=kernel.launch, args=(2,))
+        thread.start()
+        thread.join()
+    kernel.launch(3)
+    assert asked == [1, 2, 3]
+    assert kernel.events == ["compiled"] * 3

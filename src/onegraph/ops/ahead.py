@@ -1,12 +1,13 @@
-"""Compiles the CUDA kernels of a step in threads: one after the other they take a first run 10 s.
+"""Compiles the kernels of a step in threads: one after the other they take a first run 12 s.
 
-Only launchers know which variants a step needs. So the first variant that is in no cache is answered with dry runs of
-the steps. In a dry run launches begin to compile and launch nothing, and torch's own ops run for real. Memory that a
+Only launchers know which variants a step needs. So the first CUDA variant that is in no cache is answered with dry runs
+of the steps. In a dry run launches begin to compile and launch nothing, and torch's own ops run for real. Memory that a
 kernel would write is zero, which every torch op may read as a number or as an index. Then the run that needed the
 variant continues, and each of its launches waits for its own.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,9 +31,10 @@ class Ahead:
 
     def __init__(self) -> None:
         self.is_dry = False
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "nvrtc")
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels")
         self._steps: Sequence[Callable[[], object]] = ()
         self._begun: dict[Key, Future[bytes]] = {}
+        self._triton: dict[tuple[Any, Any], Future[None]] = {}  # by kernel and what Triton knows a variant by
 
     @contextmanager
     def active(self, steps: Sequence[Callable[[], object]]) -> Iterator[None]:
@@ -40,7 +42,8 @@ class Ahead:
         on what its buffers hold, where zeros stand for every value that a kernel of ours makes."""
         self._steps, token = steps, build.AHEAD.set(self)
         try:
-            yield
+            with self._hooked():
+                yield
         finally:
             build.AHEAD.reset(token)
             self._steps = ()
@@ -63,6 +66,33 @@ class Ahead:
             self._run_dry()
         return self._begun.pop((source, tuple(defines.items()), device)).result()
 
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Within it Triton, which calls a hook before it compiles, compiles in the threads what a dry run launches."""
+        try:
+            from triton import knobs
+        except ImportError:  # a torch of CUDA brings it along
+            yield
+            return
+        caller, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+
+        def hook(*, key: Any, fn: Any, compile: dict[str, Any], **more: Any) -> Any:
+            if threading.get_ident() == caller:
+                variant = fn.jit_function, key
+                if self.is_dry:
+                    if variant not in self._triton:
+                        self._triton[variant] = self._pool.submit(_compile_triton, fn.jit_function, compile)
+                    return True  # and launches nothing
+                if (begun := self._triton.pop(variant, None)) is not None:
+                    begun.exception()  # waits: what failed is compiled once more, and fails in front of the user
+            return before and before(key=key, fn=fn, compile=compile, **more)
+
+        knobs.runtime.jit_cache_hook = hook
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+
     def _run_dry(self) -> None:
         steps, self._steps, self.is_dry = self._steps, (), True
         try:
@@ -71,6 +101,15 @@ class Ahead:
                     step()
         finally:
             self.is_dry = False
+
+
+def _compile_triton(kernel: Any, variant: dict[str, Any]) -> None:
+    """Puts a variant of a Triton kernel into Triton's caches, and its launcher, which is made by a C compiler."""
+    from triton.runtime import driver
+
+    with torch.cuda.device(variant["device"]):
+        made = kernel.preload(variant["specialization_data"])
+        driver.active.launcher_cls(made.src, made.metadata)
 
 
 class _Zeroed(TorchDispatchMode):
