@@ -117,8 +117,9 @@ class _Zeroed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "onegraph" and (kernel := OPS[func._opname].on_cuda) is not None:
+        op = OPS.get(func._opname) if func.namespace == "onegraph" else None
+        if op is not None and op.on_cuda is not None:
             with self:  # it allocates, too
-                return kernel(*args, **kwargs)
+                return op.on_cuda(*args, **kwargs)
         made = func(*args, **kwargs)
         return made.zero_() if func._schema.name in ALLOCATING else made
