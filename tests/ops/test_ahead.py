@@ -195,6 +195,27 @@ def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_loaded(
     assert launches == []
 
 
+def test_what_is_expected_is_compiled_and_what_was_refused_is_not_expected(
+    driver: Driver, source: build.Source, compiling: SimpleNamespace, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    broken, ahead = of(tmp_path / "other", "nonsense"), Ahead()
+    build.Source.every.pop()
+    with ahead.expected():
+        assert source.is_built(0)
+        assert broken.is_built(0)
+    with ahead.active(()):
+        assert source.is_built(0)
+        with pytest.warns(UserWarning, match="scale.cu cannot be built"):
+            assert not broken.is_built(0)
+    with ahead.expected():
+        assert source.is_built(0)
+        assert not broken.is_built(0)
+    assert build.AHEAD.get() is None
+    assert not ahead.is_dry
+    assert len(driver.loaded) == 1
+
+
 def test_an_error_of_a_dry_run_is_the_callers(driver: Driver, source: build.Source, launches: list[int]) -> None:
     def step() -> None:
         raise ValueError("of the step")

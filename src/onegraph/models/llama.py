@@ -144,8 +144,7 @@ class Llama(nn.Module):
         if peer is not None:
             check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count
-        if decode is None:
-            decode_unread(loader, device, ranks)
+        as_expected = decode_unread(loader, device, ranks) if decode is None else lambda: True
         check_weights(loader, device, ranks)
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
@@ -159,7 +158,7 @@ class Llama(nn.Module):
                 loader.forget()
             if loader.adapters is not None:
                 loader.adapters.check()
-            return cls(
+            model = cls(
                 adapters=loader.adapters,
                 config=config,
                 embed=embed,
@@ -173,6 +172,13 @@ class Llama(nn.Module):
                 head_unit=unit,
                 per_layer=build_per_layer(loader, config, device),
             )
+        if as_expected():
+            return model
+        del model, embed, lm_head, blocks  # a kernel could not be built: what it would read is loaded without it
+        return cls.load(
+            checkpoint, device, dtype, max_context=max_context, decode=decode, held=held, fused=fused, peer=peer,
+            adapters=adapters, expert_memory=expert_memory, progress=progress,
+        )  # fmt: skip
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
         """The setting of a cache for which `kv` is asked: with the layers that stay exact."""

@@ -2,12 +2,14 @@
 
 import resource
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from onegraph.models.loader import Loader
 from onegraph.ops import family
+from onegraph.ops.ahead import Ahead
 
 GB = 1e9
 
@@ -92,14 +94,32 @@ def simulated(device: torch.device) -> bool:
     return type(torch.empty(0, device=device)) is not torch.Tensor
 
 
-def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
+def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> Callable[[], bool]:
     """Have linears in codes made dense that no kernel of this GPU reads, if memory allows; warns of either in a line.
 
     A call of theirs runs Triton's kernel or decodes the whole weight, which takes longer than the dense weight would.
     Nothing is done where a family of kernels is asked for (`ops/family.py`).
+
+    Kernels are compiled in threads while weights are read, so they are expected to be had. Returns what says, once the
+    weights are there, whether they are: if not, the model has to be loaded anew.
     """
-    if device.type != "cuda" or family.FORCED or simulated(device) or not (unread := loader.unread(device)):
-        return
+    if device.type != "cuda" or family.FORCED or simulated(device):
+        return lambda: True
+    ahead = Ahead()
+    with ahead.expected():
+        unread = loader.unread(device)
+    if unread:
+        _decode(loader, device, ranks, unread)
+
+    def holds() -> bool:
+        with ahead.active(()):
+            return loader.unread(device) == unread
+
+    return holds
+
+
+def _decode(loader: Loader, device: torch.device, ranks: int, unread: list[str]) -> None:
+    """See `decode_unread`."""
     coded = loader.device_bytes()
     loader.decoded = frozenset(unread)
     dense = loader.device_bytes()
@@ -117,7 +137,7 @@ def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     else:
         says += f"decoded at load, which takes {more / GB:.2f} GB more"
     hint = "" if loader.dtype in (torch.bfloat16, torch.float16) else "; bfloat16 and float16 have kernels"
-    warnings.warn(says + hint, stacklevel=3)
+    warnings.warn(says + hint, stacklevel=4)
 
 
 def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, exact: bool) -> None:

@@ -48,6 +48,17 @@ class Ahead:
             build.AHEAD.reset(token)
             self._steps = ()
 
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Within it `Source.is_built` begins to compile, and expects that to succeed. Whoever acts on the answer has to
+        ask once more in `active`, which waits."""
+        token, self.is_dry = build.AHEAD.set(self), True
+        try:
+            yield
+        finally:
+            build.AHEAD.reset(token)
+            self.is_dry = False
+
     def want(self, source: build.Source, defines: Mapping[str, int], device: int) -> None:
         """Begins to compile a variant for a GPU."""
         key = source, tuple(defines.items()), device

@@ -310,6 +310,7 @@ class Source:
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
         self.ops, self.families, self.own, self.clustered, self.shared = ops, families, own, clustered, shared
         self.sole, self.otherwise = sole, otherwise
+        self._refused: set[int] = set()  # GPUs that it could not be built for
         Source.every.append(self)
 
     def form(self, capability: tuple[int, int]) -> Form:
@@ -372,7 +373,7 @@ class Source:
         expected to.
         """
         ahead = AHEAD.get()
-        if ahead is not None and ahead.is_dry and not self.unavailable_reason(device):
+        if ahead is not None and ahead.is_dry and device not in self._refused and not self.unavailable_reason(device):
             ahead.want(self, self.example, device)
             return True
         return self._is_built(device)
@@ -390,6 +391,7 @@ class Source:
         except BuildError as error:
             message = f"{self.path.name} cannot be built for GPU {device}, {self.otherwise}: {error}"
             warnings.warn(message, stacklevel=2)
+            self._refused.add(device)
             return False
         return True
 
