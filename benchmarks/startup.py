@@ -151,17 +151,17 @@ def main() -> None:
             emit(about | {"cache": "cold", "repeats": args.cold} | least(cold) | machine(args.device), args.out)
         warm = [run(words, cache) for _ in range(repeats)]
         emit(about | {"cache": "warm", "repeats": repeats} | least(warm) | machine(args.device), args.out)
+        for each in cold[-1:] + warm[-1:]:
+            print(json.dumps([event for event in each["events"] if event[1] >= 0.03]), flush=True)
+        print(json.dumps(imports(words, cache, Path(folder))), flush=True)
+        if args.profile:
+            run(["--profile", *words], cache)
         if args.serve:
             kinds = (("cold", Path(folder, "served"), 1),) if on_gpu else ()
             for kind, kept, count in (*kinds, ("warm", Path(folder, "served") if on_gpu else None, repeats)):
                 served = [serve(args.model, args.device, kept) for _ in range(count)]
                 row = about | {"run": "serve", "cache": kind, "repeats": count} | least(served)
                 emit(row | machine(args.device), args.out)
-        for each in cold[-1:] + warm[-1:]:
-            print(json.dumps([event for event in each["events"] if event[1] >= 0.03]), flush=True)
-        print(json.dumps(imports(words, cache, Path(folder))), flush=True)
-        if args.profile:
-            run(["--profile", *words], cache)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class Steps:
         """Runs a step as `build` will, each of its forms once, eagerly and on inputs that are its own."""
         for stage, count in product(range(len(self.model.devices)), self._drafts(decoding, choice)):
             inputs = self.inputs(stage, decoding, choice) | self._carried(stage, decoding, count)
-            for rows in reversed(batch_sizes(self.sizes.rows)) if decoding else (1,):
-                views = {name: tensor[:rows] for name, tensor in inputs.items()}
+            for rows in reversed(batch_sizes(self.sizes.rows)) if decoding else (None,):
+                views = inputs if rows is None else {name: tensor[:rows] for name, tensor in inputs.items()}
                 self.of(stage, decoding, choice, count, exact)(**views)
 
     def _drafts(self, decoding: bool, choice: Choice) -> Sequence[int]:
