@@ -255,6 +255,15 @@ def test_a_damaged_cubin_is_compiled_anew(
     assert compiling.count == 2
 
 
+def test_a_full_disk_leaves_no_files(driver: Driver, source: build.Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build.os, "replace", full)
+    assert source.cubin({"FACTOR": 2}, (9, 0)).startswith(b"\x7fELF")
+    assert [file.name for file in build.cache_dir().iterdir()] == ["lock"]
+
+
 def test_another_source_or_header_is_another_cubin(
     driver: Driver, source: build.Source, compiling: SimpleNamespace, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -112,14 +112,20 @@ class Compilation:
                 return found
             nvrtc, options = bindings()[1], [option.encode() for option in self.options]
             made, _ = _compile(nvrtc, self.text, self.name, options, self.headers)
-            try:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as file:
-                    file.write(made + hashlib.sha256(made).digest())
-                os.replace(file.name, self.file)  # where locks are none, two processes write the same bytes
-            except OSError:
-                pass  # a read-only home costs the compilation each time, nothing else
+            self._keep(made + hashlib.sha256(made).digest())
         return made
+
+    def _keep(self, data: bytes) -> None:
+        """Whole or not at all; a home that is read-only or full costs the compilation each time, nothing else."""
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as file:
+                try:
+                    file.write(data)
+                    file.flush()
+                    os.replace(file.name, self.file)  # where locks are none, two processes write the same bytes
+                except OSError:
+                    os.unlink(file.name)
 
 
 DIGEST_BYTES = hashlib.sha256().digest_size
