@@ -1,11 +1,13 @@
 """Steps that run dry: the forms that `build` captures, and no trace in an engine's state."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from models import save_hf
+import kernel_family
+from models import save_e8p, save_hf
 from onegraph.engine import executor
 from onegraph.engine.choice import PLAIN, Choice
 from onegraph.engine.draft import NgramDrafter
@@ -14,6 +16,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.engine.steps import Steps
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
+from onegraph.ops.cuda import build
 from test_graph import RecordedPool
 
 PROMPTS = [[5, 17, 99, 4, 3, 2, 1, 0, 130, 7, 7, 7, 21], [9]]
@@ -69,3 +72,28 @@ def test_what_it_leaves_changes_no_text(model: Llama, monkeypatch: pytest.Monkey
     for decoding in (False, True):
         used.executor.ranks[0].run_once(decoding, PLAIN, False)
     assert used.generate(PROMPTS, params) == plain.generate(PROMPTS, params)
+
+
+@pytest.mark.gpu
+def test_a_first_run_on_a_gpu_writes_what_later_ones_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With empty caches the steps run dry once and no kernel is compiled twice; with full ones nothing runs dry."""
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3}, hidden_size=384, intermediate_size=256)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiled: list[Any] = []
+    dry: list[bool] = []
+    compile_one, run_once = build._compile, Steps.run_once
+    monkeypatch.setattr(build, "_compile", lambda *given: (compiled.append(given[1:4]), compile_one(*given))[1])
+    monkeypatch.setattr(Steps, "run_once", lambda self, *given: (dry.append(given[0]), run_once(self, *given))[1])
+    texts, runs = [], []
+    for _ in range(2):
+        kernel_family.forget()
+        with Checkpoint.open(tmp_path / "model") as checkpoint:
+            model = Llama.load(checkpoint, "cuda", torch.bfloat16)
+        engine = Engine(model, max_batch=3, max_context=64, chunk=16)
+        texts.append(engine.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0.0)))
+        runs.append(dry.copy())
+        assert compiled
+        assert len(compiled) == len({(text, tuple(options)) for text, _, options in compiled})
+    assert runs == [[False, True]] * 2
+    assert texts[0] == texts[1]
+    kernel_family.forget()

@@ -67,6 +67,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(Ahead, "missed", False)
     launcher.kernels.cache_clear()
     yield found
     launcher.kernels.cache_clear()
@@ -163,6 +164,41 @@ def test_what_is_missing_is_compiled_at_once_and_runs_afterwards(
     assert build.AHEAD.get() is None
 
 
+def test_what_is_under_way_starts_no_other_dry_run(
+    driver: Driver, launches: list[int], source: build.Source, compiling: SimpleNamespace
+) -> None:
+    """Of decoding, say, whose kernels began to compile when prefill lacked one."""
+    ahead, runs = Ahead(), [0]
+
+    def step() -> None:
+        runs[0] += 1
+        run(source, torch.ones(4), 1)
+        run(source, torch.ones(4), 2)
+
+    for factor in (1, 2):
+        with ahead.active([step]):
+            run(source, torch.ones(4), factor)
+    assert (runs, launches, compiling.count) == ([1], [1, 2], 2)
+
+
+def test_a_kernel_that_was_missing_at_load_has_steps_run_dry_first(
+    driver: Driver, launches: list[int], source: build.Source, compiling: SimpleNamespace
+) -> None:
+    """Once, in front of all that a step does before it comes to a kernel of CUDA's."""
+    ahead, events = Ahead(), list[str]()
+    load = Ahead()
+    with load.expected():
+        assert source.is_built(0)
+    with load.active(()):
+        assert source.is_built(0)
+    for each in (ahead, ahead, Ahead()):
+        with each.active([lambda: events.append("dry"), lambda: run(source, torch.ones(4), 2)]):
+            events.append("built")
+            run(source, torch.ones(4), 2)
+    assert events == ["dry", "built", "built", "built"]
+    assert (launches, compiling.count) == ([2, 2, 2], 2)
+
+
 def test_the_bytes_are_those_of_one_after_the_other(
     driver: Driver, launches: list[int], source: build.Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +247,7 @@ def test_what_is_expected_is_compiled_and_what_was_refused_is_not_expected(
     with ahead.expected():
         assert source.is_built(0)
         assert not broken.is_built(0)
+    ahead._pool.shutdown()
     assert build.AHEAD.get() is None
     assert not ahead.is_dry
     assert len(driver.loaded) == 1

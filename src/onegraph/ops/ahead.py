@@ -1,9 +1,9 @@
 """Compiles the kernels of a step in threads: one after the other they take a first run 12 s.
 
 Only launchers know which variants a step needs. So the first CUDA variant that is in no cache is answered with dry runs
-of the steps. In a dry run launches begin to compile and launch nothing, and torch's own ops run for real. Memory that a
-kernel would write is zero, which every torch op may read as a number or as an index. Then the run that needed the
-variant continues, and each of its launches waits for its own.
+of the steps; if one was missing while weights were read, they come first. In a dry run launches begin to compile and
+launch nothing, and torch's own ops run for real. Memory that a kernel would write is zero, which every torch op may
+read as a number or as an index. In the run behind it each launch waits for its own kernel.
 """
 
 import os
@@ -27,10 +27,15 @@ class Ahead:
     """Threads that compile, while it is `active`. See `build.Ahead`.
 
     Errors of the compiler are raised where a kernel is loaded, as without it.
+
+    Attributes:
+        missed: of the process: a kernel that was `expected` was in no cache, and no step has run dry since.
     """
 
+    missed = False
+
     def __init__(self) -> None:
-        self.is_dry = False
+        self.is_dry = self._expects = False
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels")
         self._steps: Sequence[Callable[[], object]] = ()
         self._begun: dict[Key, Future[bytes]] = {}
@@ -43,6 +48,8 @@ class Ahead:
         self._steps, token = steps, build.AHEAD.set(self)
         try:
             with self._hooked():
+                if steps and Ahead.missed:
+                    self._run_dry()
                 yield
         finally:
             build.AHEAD.reset(token)
@@ -52,30 +59,31 @@ class Ahead:
     def expected(self) -> Iterator[None]:
         """Within it `Source.is_built` begins to compile, and expects that to succeed. Whoever acts on the answer has to
         ask once more in `active`, which waits."""
-        token, self.is_dry = build.AHEAD.set(self), True
+        token, self.is_dry, self._expects = build.AHEAD.set(self), True, True
         try:
             yield
         finally:
             build.AHEAD.reset(token)
-            self.is_dry = False
+            self.is_dry = self._expects = False
 
     def want(self, source: build.Source, defines: Mapping[str, int], device: int) -> None:
         """Begins to compile a variant for a GPU."""
         key = source, tuple(defines.items()), device
         if key not in self._begun:
             capability = torch.cuda.get_device_capability(device)
-            self._begun[key] = self._pool.submit(source.cubin, dict(defines), capability)
+            self._begun[key] = self._pool.submit(_compile, source, dict(defines), capability, self._expects)
 
     def cubin(self, source: build.Source, defines: Mapping[str, int], device: int) -> bytes:
         """`Source.cubin`, waited for."""
-        if self._steps:
+        key = source, tuple(defines.items()), device
+        if self._steps and key not in self._begun:
             compilation = source.compilation(defines, torch.cuda.get_device_capability(device))
             if (found := compilation.cached()) is not None:
                 return found
-        self.want(source, defines, device)
-        if self._steps:
+            self.want(source, defines, device)
             self._run_dry()
-        return self._begun.pop((source, tuple(defines.items()), device)).result()
+        self.want(source, defines, device)
+        return self._begun.pop(key).result()
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -105,13 +113,21 @@ class Ahead:
             knobs.runtime.jit_cache_hook = before
 
     def _run_dry(self) -> None:
-        steps, self._steps, self.is_dry = self._steps, (), True
+        steps, self._steps, self.is_dry, Ahead.missed = self._steps, (), True, False
         try:
             with _Zeroed():  # type: ignore[no-untyped-call]
                 for step in steps:
                     step()
         finally:
             self.is_dry = False
+
+
+def _compile(source: build.Source, defines: Mapping[str, int], capability: tuple[int, int], expected: bool) -> bytes:
+    compilation = source.compilation(defines, capability)
+    if (found := compilation.cached()) is not None:
+        return found
+    Ahead.missed |= expected
+    return compilation.compiled()
 
 
 def _compile_triton(kernel: Any, variant: dict[str, Any]) -> None:
