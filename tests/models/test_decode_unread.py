@@ -22,6 +22,7 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import check_card
 from onegraph.models.loader import Loader
 from onegraph.ops import family, fp8, int4, nvfp4_linear
+from onegraph.ops.ahead import Ahead
 from onegraph.ops.cuda import build, e8p
 
 GPU = torch.device("cuda", 0)
@@ -85,15 +86,16 @@ def test_a_kernel_that_cannot_be_built_after_all_is_said(loader, have, monkeypat
     built = False
 
     def reads(n: int, k: int) -> bool:
-        ahead = build.AHEAD.get()
-        assert ahead is not None
-        return built or ahead.is_dry
+        active = build.AHEAD.get()
+        assert active is ahead
+        return built or active.is_dry
 
     only(monkeypatch, reads)
-    as_expected = memory.decode_unread(loader, GPU)
-    assert not as_expected()
+    ahead = Ahead()
+    unread = memory.decode_unread(loader, GPU, 1, ahead)
+    assert not memory.kernels_as_expected(loader, GPU, ahead, unread)
     built = True
-    assert as_expected()
+    assert memory.kernels_as_expected(loader, GPU, ahead, unread)
     assert not loader.decoded
     assert build.AHEAD.get() is None
 
@@ -101,7 +103,7 @@ def test_a_kernel_that_cannot_be_built_after_all_is_said(loader, have, monkeypat
 def test_a_model_is_loaded_anew_where_a_kernel_is_missing_after_all(tmp_path: Path, monkeypatch) -> None:
     save_e8p("smollm2", tmp_path / "model", rates={"bits": 3})
     answers = iter([False, True])
-    monkeypatch.setattr(llama, "decode_unread", lambda *_: lambda: next(answers))
+    monkeypatch.setattr(llama, "kernels_as_expected", lambda *_: next(answers))
     told: list[tuple[int, int]] = []
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         model = Llama.load(checkpoint, max_context=32, progress=lambda *about: told.append(about))

@@ -2,7 +2,7 @@
 
 import resource
 import warnings
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -94,28 +94,34 @@ def simulated(device: torch.device) -> bool:
     return type(torch.empty(0, device=device)) is not torch.Tensor
 
 
-def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> Callable[[], bool]:
+def decode_unread(loader: Loader, device: torch.device, ranks: int = 1, ahead: Ahead | None = None) -> list[str]:
     """Have linears in codes made dense that no kernel of this GPU reads, if memory allows; warns of either in a line.
 
     A call of theirs runs Triton's kernel or decodes the whole weight, which takes longer than the dense weight would.
     Nothing is done where a family of kernels is asked for (`ops/family.py`).
 
-    Kernels are compiled in threads while weights are read, so they are expected to be had. Returns what says, once the
-    weights are there, whether they are: if not, the model has to be loaded anew.
+    ahead: compiles kernels while weights are read, and expects that they can be had: ask `kernels_as_expected` then.
+    Returns the linears that no kernel reads.
     """
-    if device.type != "cuda" or family.FORCED or simulated(device):
-        return lambda: True
-    ahead = Ahead()
-    with ahead.expected():
+    if not _has_kernels(device):
+        return []
+    with nullcontext() if ahead is None else ahead.expected():
         unread = loader.unread(device)
     if unread:
         _decode(loader, device, ranks, unread)
+    return unread
 
-    def holds() -> bool:
-        with ahead.active(()):
-            return loader.unread(device) == unread
 
-    return holds
+def kernels_as_expected(loader: Loader, device: torch.device, ahead: Ahead, unread: list[str]) -> bool:
+    """Whether `decode_unread`, which has found `unread`, finds the same once the kernels are compiled."""
+    if not _has_kernels(device):
+        return True
+    with ahead.active(()):
+        return loader.unread(device) == unread
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and not family.FORCED and not simulated(device)
 
 
 def _decode(loader: Loader, device: torch.device, ranks: int, unread: list[str]) -> None:
