@@ -16,6 +16,7 @@ from onegraph import LLM
 from onegraph.api import memory
 from onegraph.api.memory import Memory
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.llama import Llama, config_of
@@ -210,3 +211,40 @@ def test_layers_that_do_not_attend_have_no_bytes_of_a_token() -> None:
     each, _ = memory._cache_bytes(config, torch.device("cpu"), torch.float32, None, rows=1, context=32, gpus=1)
     assert config.latent is not None
     assert each == config.attention_layers * config.latent.width * 4 < config.layers * config.latent.width * 4
+
+
+@pytest.mark.parametrize("kv", ["exact", "turboquant:4"])
+@pytest.mark.parametrize("size", [1.0, 24.0])
+def test_what_fits_a_gpu_is_what_llm_would_give_it(
+    kv: str, size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many full sequences as the default cache of a GPU with that memory has, and not one more."""
+    path, gpu, free = tmp_path / "model", torch.device("cuda"), int(size * 1e9) - memory.CUDA_BYTES
+    save_hf("smollm2", path, head_dim=64)
+    monkeypatch.setattr(memory, "free_cache_memory", lambda device: free)
+    with Checkpoint.open(path) as checkpoint:
+        found = memory.fit(checkpoint, int(size * 1e9), dtype=torch.bfloat16, kv=parse_kv(kv), context=96)
+
+        def tokens(rows: int) -> int:
+            needed = memory.needed_memory(
+                checkpoint, gpu, torch.bfloat16, None, parse_kv(kv), rows=rows, context=96, tokens=None, gpus=1
+            )
+            assert needed is not None
+            assert needed.weights == found.weights
+            return needed.tokens
+
+        assert found.sequences > 100
+        assert tokens(found.sequences) == found.sequences * 96
+        assert tokens(found.sequences + 1) < (found.sequences + 1) * 96
+        assert found.longest == config_of(checkpoint).max_positions
+
+
+def test_a_gpu_that_is_too_small_or_a_cache_that_cannot_be(path: Path, tmp_path: Path) -> None:
+    with Checkpoint.open(path) as checkpoint:
+        none = memory.fit(checkpoint, memory.CUDA_BYTES, dtype=torch.bfloat16, kv=None, context=96)
+        assert (none.sequences, none.longest) == (0, 0)
+        with pytest.raises(ValueError, match="context: got 10000; the model allows 1 to 256"):
+            memory.fit(checkpoint, 1 << 34, dtype=torch.bfloat16, kv=None, context=10000)
+    save_hf("gpt_oss", tmp_path / "sinks")
+    with Checkpoint.open(tmp_path / "sinks") as checkpoint, pytest.raises(ValueError, match="attention sinks"):
+        memory.fit(checkpoint, 1 << 34, dtype=torch.bfloat16, kv=parse_kv("turboquant:4"), context=16)

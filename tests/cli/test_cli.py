@@ -96,7 +96,7 @@ def fails(*words: object, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench step"])
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench step", "bench fit"])
 def test_help_teaches(command: str) -> None:
     status, out, errors = invoke([*command.split(), "--help"])
     assert (status, errors) == (0, "")
@@ -133,6 +133,7 @@ sandbox._spawn, last = spawn, Last()
 from onegraph.cli import main
 status = main()
 names = "torch", "torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "onegraph.check.api"
+names += "tokenizers", "jinja2", "uvicorn", "starlette", "llguidance", "huggingface_hub"
 others = *names, "onegraph.quant", "onegraph.cli.quantize", "onegraph.serve"
 tell("imported", *(name for name in others if name in sys.modules))
 tell("frozen", gc.get_freeze_count() > 100_000, gc.isenabled())
@@ -580,6 +581,23 @@ def test_bench_step(model: Path) -> None:
             ["generate", model, "--prompt", "a", "--max-tokens", 1, "--device", "cpu", "--dtype", dtype, "--json"]
         )
         assert row["weights"] == json.loads(told[1])["dtype"]
+
+
+def test_bench_fit(model: Path) -> None:
+    status, out, _ = invoke(["bench", "fit", model, "--context", 100])
+    assert status == 0
+    rows = [line.split()[:3] for line in out.splitlines()[-3:]]  # no codebook has heads of this model's size
+    assert rows == [[size, "GB", "exact"] for size in ("24", "48", "80")]
+    fails("bench", "fit", model, "--kv-cache-dtype", "turboquant:4", says="no codebooks for a head size of 16")
+    small = ["bench", "fit", model, "--gpu-memory", 0.75, "--gpu-memory", 0.8, "--kv-cache-dtype", "exact"]
+    rows = [json.loads(line) for line in invoke([*small, "--json"])[1].splitlines()]
+    assert [(row["gpu_gb"], row["context"], row["sequences"] > 0) for row in rows] == [
+        (0.75, 256, False),
+        (0.8, 256, True),
+    ]
+    assert "none  weights do not fit" in invoke(list(small))[1]
+    fails("bench", "fit", model, "--context", 257, says="--context: got 257; the model allows 1 to 256")
+    fails("bench", "fit", model, "--gpu-memory", 0, says="allowed is a number from more than 0")
 
 
 def test_env() -> None:

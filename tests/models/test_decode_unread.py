@@ -16,12 +16,13 @@ from onegraph.formats.e8p import E8PFormat
 from onegraph.formats.fp8 import FP8Format
 from onegraph.formats.int4 import INT4Format
 from onegraph.formats.nvfp4 import NVFP4Format
-from onegraph.models import memory
+from onegraph.models import llama, memory
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.load import check_card
 from onegraph.models.loader import Loader
 from onegraph.ops import family, fp8, int4, nvfp4_linear
+from onegraph.ops.ahead import Ahead
 from onegraph.ops.cuda import build, e8p
 
 GPU = torch.device("cuda", 0)
@@ -77,6 +78,41 @@ def test_codes_stay_where_memory_does_not_allow_it(loader, have, monkeypatch) ->
     assert not loader.decoded
     assert sum(loader.device_bytes().values()) == coded
     memory.check_weights(loader, GPU)
+
+
+def test_a_kernel_that_cannot_be_built_after_all_is_said(loader, have, monkeypatch) -> None:
+    """It is expected while it compiles; the second time it is known."""
+    have(1 << 40)
+    built = False
+
+    def reads(n: int, k: int) -> bool:
+        active = build.AHEAD.get()
+        assert active is ahead
+        return built or active.is_dry
+
+    only(monkeypatch, reads)
+    ahead = Ahead()
+    unread = memory.decode_unread(loader, GPU, 1, ahead)
+    assert not memory.kernels_as_expected(loader, GPU, ahead, unread)
+    built = True
+    assert memory.kernels_as_expected(loader, GPU, ahead, unread)
+    assert not loader.decoded
+    assert build.AHEAD.get() is None
+
+
+def test_a_model_is_loaded_anew_where_a_kernel_is_missing_after_all(tmp_path: Path, monkeypatch) -> None:
+    save_e8p("smollm2", tmp_path / "model", rates={"bits": 3})
+    answers = iter([False, True])
+    monkeypatch.setattr(llama, "kernels_as_expected", lambda *_: next(answers))
+    told: list[tuple[int, int]] = []
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        model = Llama.load(checkpoint, max_context=32, progress=lambda *about: told.append(about))
+        plain = Llama.load(checkpoint, max_context=16, decode=True)
+    assert next(answers, None) is None
+    assert model.max_context == 32
+    assert [done for done, _ in told].count(0) == 2
+    for (name, tensor), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert tensor.dtype == other.dtype, name
 
 
 @pytest.mark.parametrize("forced", ["triton", "reference"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onegraph.formats.rotated import MAX_BLOCK, hadamard_block
+from onegraph.ops import hadamard as hadamard_module
 from onegraph.ops.hadamard import hadamard, rotate_integers, rotate_rows
 
 
@@ -59,9 +60,13 @@ def test_arguments_that_are_refused(x: torch.Tensor, block: int, message: str) -
         hadamard(x, block)
 
 
+@pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize(("n", "k"), [(49, 200), (192, 576), (256, 1024)])
-def test_a_decoded_layer_is_rotated_to_the_same_bits_faster(n: int, k: int) -> None:
-    """Rows as columns of the transpose, and integers by a product with the matrix."""
+def test_a_decoded_layer_is_rotated_to_the_same_bits_faster(
+    n: int, k: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as columns of the transpose, and integers by a product with the matrix, of either type."""
+    monkeypatch.setattr(hadamard_module, "_MULTIPLIES_INT8", int8)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, k, generator=generator)
     assert torch.equal(rotate_rows(x, hadamard_block(n)), hadamard(x.t().contiguous(), hadamard_block(n)).t())

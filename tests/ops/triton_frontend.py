@@ -19,6 +19,7 @@ from triton.compiler.compiler import make_backend
 TARGET = GPUTarget("cuda", 90, 32)
 compiled: set[str] = set()
 seen: set[tuple[Any, str]] = set()
+preloading: list[Any] = []
 
 
 class NoDriver:
@@ -35,15 +36,23 @@ class NoDriver:
 
 
 def front_end(
-    self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, *_: Any
+    self: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any, warmup: bool
 ) -> None:
     """In place of compiling: Triton's IR is made, verified and dropped; without a kernel nothing is launched.
 
-    Once for each key, which is what Triton compiles by: without a kernel it keeps nothing of its own.
+    Once for each key, which is what Triton compiles by: without a kernel it keeps nothing of its own. What a thread of
+    `onegraph.ops.ahead` compiles in its place is the same.
     """
+    if preloading:
+        preloading.append((signature, constexprs, options, attrs))
+        return
     if (self, key) in seen:
         return
     seen.add((self, key))
+    preloading.append(None)
+    self._call_hook(preload, key, signature, device, constexprs, options, [attrs], False)
+    assert preloading[1:] == [(signature, constexprs, options, attrs)], self
+    preloading.clear()
     backend, context = make_backend(TARGET), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -53,6 +62,10 @@ def front_end(
     )
     assert module.verify()
     compiled.add(self.__name__)
+
+
+def preload(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+    fn.jit_function.preload(compile["specialization_data"])
 
 
 def main() -> int:

@@ -10,12 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import openai
@@ -31,6 +32,7 @@ from onegraph.api.completion import StopTexts
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.cli.serve import origin
+from onegraph.engine.choice import CHOICES
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
@@ -38,7 +40,7 @@ from onegraph.serve.errors import APIError
 from onegraph.serve.http import bind, listen
 from onegraph.serve.models import Models
 from onegraph.serve.protocol import parse
-from onegraph.serve.worker import Full, Worker
+from onegraph.serve.worker import Full, Prepare, Worker
 
 KEY = "sesame"
 JSON_TYPE = "Content-Type: application/json\r\n"
@@ -319,22 +321,62 @@ def test_who_does_not_read_holds_up_nobody(model: Path) -> None:
         assert worker.pages[0] == 0
 
 
-@pytest.mark.parametrize(("prepare", "later"), [("plain", 12), ("all", 0)])
-def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Literal["all", "plain"], later: int) -> None:
+@pytest.mark.parametrize(("prepare", "first", "later"), [("plain", 4, 12), ("background", 4, 0), ("all", 21, 0)])
+def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Prepare, first: int, later: int) -> None:
     with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
-        worker = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare)
+        worker, groups = Worker(llm, Tokenizer(checkpoint), queue=8, prepare=prepare), llm.engine.executor.groups
+        real, hold = worker._build_later, threading.Event()
+        worker._build_later = lambda: (hold.wait(60), real())  # type: ignore[method-assign]
         worker.start()
-        prompt, built = llm.tokenizer.encode("the"), len(llm.engine.executor.groups)
+        assert len(groups) == first
+        hold.set()
+        while worker._later:
+            time.sleep(0.01)
+        prompt = llm.tokenizer.encode("the")
 
         async def ask(**how: Any) -> None:
             _, pieces = worker.submit([llm.engine.request(prompt, SamplingParams(max_tokens=3, **how))], ())
             while not (await pieces.get()).last:
                 pass
 
+        asyncio.run(ask())  # behind the last step that was built
+        built = len(groups)
         for temperature, penalty, top in product((0, 1), (0, 1), (None, 2)):
             asyncio.run(ask(temperature=temperature, frequency_penalty=penalty, logprobs=top))
         worker.close()
-        assert len(llm.engine.executor.groups) - built == later
+        assert len(groups) - built == later
+        assert built == (first if prepare == "plain" else 21)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_comes_between_steps_that_are_built_later(model: Path, fails: bool) -> None:
+    """And where one of these cannot be built, requests that do without it go on."""
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+        worker = Worker(llm, Tokenizer(checkpoint), queue=8)
+        worker.start()
+        real, prompt = worker._build, llm.tokenizer.encode("the")
+
+        def build(*step: Any) -> None:
+            time.sleep(0.3)
+            if fails:
+                raise MemoryError("of a graph")
+            real(*step)
+
+        worker._build = build  # type: ignore[method-assign]
+        worker._later += [(choice, "decode") for choice in CHOICES]
+
+        async def ask() -> None:
+            _, pieces = worker.submit([llm.engine.request(prompt, SamplingParams(max_tokens=3))], ())
+            while not (piece := await pieces.get()).last:
+                assert not piece.error
+
+        asyncio.run(ask())
+        assert fails or worker._later
+        while fails and worker._later:
+            time.sleep(0.01)
+        asyncio.run(ask())
+        worker.close()
+        assert not any(thread.is_alive() for thread in worker._threads)
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -30,6 +30,7 @@ from onegraph.models.shares import TPShard
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
 MAX_MODEL_LEN = 4096  # unless the caller gives more
+CUDA_BYTES = 750_000_000  # of a GPU, for the CUDA context and all kernels (docs/guides/fit-your-gpu.md)
 UNBOUNDED = 1 << 50  # bytes: `free_memory` of a system that does not say
 HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU holds so; the ends have 2
 
@@ -179,6 +180,43 @@ def needed_memory(
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
     return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a model a GPU holds: bytes of its weights and of a cached token, how many sequences of `context` tokens,
+    and how many tokens one sequence may have, at most as many as the model has positions. 0 where the weights do not
+    fit."""
+
+    weights: int
+    token_bytes: int
+    context: int
+    sequences: int
+    longest: int
+
+
+def fit(checkpoint: Checkpoint, size: int, *, dtype: torch.dtype, kv: TurboQuantConfig | None, context: int) -> Fit:
+    """Of a GPU with `size` bytes, which this machine need not have, for the default cache of `LLM`. Reads no weights.
+
+    Raises ValueError for DeepSeek-V4, for a context that the model does not have, and for a cache in codes that it
+    cannot have.
+    """
+    config, device = checkpoint_config(checkpoint), torch.device("cuda")
+    if not isinstance(config, LlamaConfig):
+        raise ValueError(f"{checkpoint.path}: bench fit has no sums for DeepSeek-V4")
+    if not 1 <= context <= config.max_positions:
+        raise ValueError(f"context: got {context}; the model allows 1 to {config.max_positions}")
+    if kv is not None and config.exact_cache is not None:
+        raise ValueError(f"{config.model_type} has {config.exact_cache}, which a cache in codes does not know")
+    weights = _weights(checkpoint, config, device, dtype, None)
+    room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
+    (each, one), (_, two) = (
+        _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=1) for rows in (1, 2)
+    )
+    per_row = two - one  # besides its tokens
+    sequences = max(0, room - one + per_row) // (each * context + per_row)
+    longest = min(config.max_positions, max(0, room - one) // each)
+    return Fit(weights, each, context, sequences, longest)
 
 
 def _weights(

@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import_engine("tokenizers", "templates")
+    import_engine(args, "tokenizers", "templates")
     from onegraph.api.conversation import Conversation
     from onegraph.api.defaults import FIELDS
     from onegraph.engine.params import SamplingParams

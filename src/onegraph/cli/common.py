@@ -215,17 +215,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return pick_dtype(name, device)
 
 
-def import_engine(*kinds: Kind) -> None:
-    """Imports what runs a model, while the children of the sandboxes that the command needs start.
+def import_engine(args: argparse.Namespace, *kinds: Kind) -> None:
+    """Imports what runs a model, while the children of the sandboxes that the command needs start and the driver makes
+    the contexts of the GPUs that `add_device` and `add_gpus` name.
 
     Python's collector is off meanwhile, and passes over what came of it from then on: it would walk the half a million
     objects of torch's modules eight times, and once more when the model is closed.
     """
+    from onegraph.api.gpu_context import start_context
     from onegraph.api.sandbox import start_early
 
     for kind in kinds:
         start_early(kind)
     if "onegraph.api.llm" not in sys.modules:
+        start_context(args.device, max(args.tensor_parallel_size, args.pipeline_parallel_size, args.gpus or 1))
         gc.disable()
         try:
             importlib.import_module("onegraph.api.llm")

@@ -228,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
     lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
     if args.logprobs is not None and not (args.json or lines):
         raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
-    import_engine("tokenizers", *(() if args.raw else ("templates",)))
+    import_engine(args, "tokenizers", *(() if args.raw else ("templates",)))
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv

@@ -143,10 +143,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--prepare",
-        choices=("all", "plain"),
-        default="all",
-        help="step variants to capture at startup: all, or plain; plain captures penalties, constraints, min-p and "
-        "log-probabilities on first use, which delays all requests [all]",
+        choices=("background", "all", "plain"),
+        default="background",
+        help="step variants to capture at startup: all, or plain ones, without penalties, constraints, min-p and "
+        "log-probabilities; plain captures the others on first use, which delays all requests, background also while "
+        "no request runs [background]",
     )
     parser.add_argument(
         "--lora-modules",
@@ -263,7 +264,7 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
 
 
 def run(args: argparse.Namespace) -> int:
-    import_engine("tokenizers", "templates")
+    import_engine(args, "tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
     except ModuleNotFoundError as error:

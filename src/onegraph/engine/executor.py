@@ -6,7 +6,7 @@ is in which row (`engine/scheduler.py`), and writes the rows anew when that chan
 """
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Literal
@@ -27,6 +27,7 @@ from onegraph.engine.speculate import At, DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.nn.peers import PeerError
+from onegraph.ops.ahead import Ahead
 from onegraph.runtime.graph import GraphPool, Runner
 from onegraph.runtime.group import RankGroup, check_links, running
 from onegraph.runtime.transfer import Download
@@ -76,6 +77,7 @@ class Executor:
             check_links(rank.devices)
         self._pools = [[GraphPool(device) for device in rank.devices] for rank in model.ranks] if captured else []
         self.ahead = int(captured)
+        self._compiling = Ahead() if model.devices[0].type == "cuda" else None
         self.speculation = None
         if draft is not None:
             self.speculation = Speculation.of(model.ranks, draft, draft_tokens, sizes, kv)
@@ -170,7 +172,8 @@ class Executor:
             started = perf_counter()
             if shaping or logprobs:
                 self.choice_states()
-            self.groups[kind, choice, exact] = self._build(kind == "decode", choice, exact)
+            with self._compiled_ahead(choice, exact):
+                self.groups[kind, choice, exact] = self._build(kind == "decode", choice, exact)
             if exact and kind == "decode":  # what encodes rows is compiled now, too, by a row without tokens
                 window = self.sizes.exact_window
                 self._encode(torch.zeros(1, window.pages(window.tokens), dtype=torch.int32), [0], [0])
@@ -280,6 +283,14 @@ class Executor:
 
     def _mark_dirty(self) -> None:
         self.cache_dirty = True
+
+    def _compiled_ahead(self, choice: Choice, exact: bool) -> AbstractContextManager[None]:
+        """Within it a step is built. If a kernel is in no cache, those of prefill and of decoding are compiled at once,
+        since both are needed for an answer."""
+        if self._compiling is None:
+            return nullcontext()
+        kinds = (False,) if choice.prompt else (False, True)
+        return self._compiling.active([partial(self.ranks[0].run_once, decoding, choice, exact) for decoding in kinds])
 
     def _build(self, decoding: bool, choice: Choice, exact: bool) -> Groups:
         """Ranks are warmed up and captured one by one, each alone: nothing else may be in flight."""

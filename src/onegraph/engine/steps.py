@@ -7,6 +7,7 @@ changes logits, and what drafts.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -67,7 +68,6 @@ class Steps:
         their inputs. These are zeros: no row has a sequence, so that warm-up touches nothing but the sentinel page."""
         stages = range(len(self.model.devices))
         inputs = [self.inputs(stage, decoding, choice) for stage in stages]
-        counts = self.counts if decoding and self.rounds is not None and not choice.shaping else (0,)
         return {
             count: [
                 Runner(
@@ -80,8 +80,22 @@ class Steps:
                 )
                 for stage in stages
             ]
-            for count in reversed(counts)  # the others fit into the memory of the largest
+            for count in self._drafts(decoding, choice)
         }
+
+    @torch.no_grad()
+    def run_once(self, decoding: bool, choice: Choice, exact: bool) -> None:
+        """Runs a step as `build` will, each of its forms once, eagerly and on inputs that are its own."""
+        for stage, count in product(range(len(self.model.devices)), self._drafts(decoding, choice)):
+            inputs = self.inputs(stage, decoding, choice) | self._carried(stage, decoding, count)
+            for rows in reversed(batch_sizes(self.sizes.rows)) if decoding else (None,):
+                views = inputs if rows is None else {name: tensor[:rows] for name, tensor in inputs.items()}
+                self.of(stage, decoding, choice, count, exact)(**views)
+
+    def _drafts(self, decoding: bool, choice: Choice) -> Sequence[int]:
+        """How many drafts steps read: the most first, into whose memory the others fit."""
+        rounds = decoding and self.rounds is not None and not choice.shaping
+        return sorted(self.counts, reverse=True) if rounds else (0,)
 
     def of(self, stage: int, decoding: bool, choice: Choice, drafts: int, exact: bool = False) -> Callable[..., Tensor]:
         """A step as a function of its inputs."""

@@ -23,7 +23,7 @@ from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_laye
 from onegraph.models.config import LlamaConfig
 from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.loader import Held, Loader
-from onegraph.models.memory import check_cache, check_weights, decode_unread
+from onegraph.models.memory import check_cache, check_weights, decode_unread, kernels_as_expected
 from onegraph.models.shares import TPShard, check_ranks, head_part, share_of
 from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
@@ -36,6 +36,7 @@ from onegraph.nn.peers import Peer
 from onegraph.nn.per_layer import PerLayer
 from onegraph.nn.recurrent import Recurrent
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.ahead import Ahead
 from onegraph.ops.attention import capped
 
 AttentionCache = PagedCache | TurboQuantCache | LatentCache
@@ -144,8 +145,9 @@ class Llama(nn.Module):
         if peer is not None:
             check_ranks(loader, config, peer.count)
         ranks = 1 if peer is None else peer.count
+        ahead, unread = Ahead(), list[str]()
         if decode is None:
-            decode_unread(loader, device, ranks)
+            unread = decode_unread(loader, device, ranks, ahead)
         check_weights(loader, device, ranks)
         unit, part = head_part(loader, config.vocab_size, config.hidden_size, peer)
         tables = rotary_tables(config, positions, device)
@@ -159,7 +161,7 @@ class Llama(nn.Module):
                 loader.forget()
             if loader.adapters is not None:
                 loader.adapters.check()
-            return cls(
+            model = cls(
                 adapters=loader.adapters,
                 config=config,
                 embed=embed,
@@ -173,6 +175,13 @@ class Llama(nn.Module):
                 head_unit=unit,
                 per_layer=build_per_layer(loader, config, device),
             )
+        if decode is not None or kernels_as_expected(loader, device, ahead, unread):
+            return model
+        del model, embed, lm_head, blocks  # a kernel could not be built: what it would read is loaded without it
+        return cls.load(
+            checkpoint, device, dtype, max_context=max_context, decode=decode, held=held, fused=fused, peer=peer,
+            adapters=adapters, expert_memory=expert_memory, progress=progress,
+        )  # fmt: skip
 
     def settled(self, kv: TurboQuantConfig | None) -> TurboQuantConfig | None:
         """The setting of a cache for which `kv` is asked: with the layers that stay exact."""

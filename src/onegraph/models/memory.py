@@ -2,12 +2,14 @@
 
 import resource
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from onegraph.models.loader import Loader
 from onegraph.ops import family
+from onegraph.ops.ahead import Ahead
 
 GB = 1e9
 
@@ -92,14 +94,38 @@ def simulated(device: torch.device) -> bool:
     return type(torch.empty(0, device=device)) is not torch.Tensor
 
 
-def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
+def decode_unread(loader: Loader, device: torch.device, ranks: int = 1, ahead: Ahead | None = None) -> list[str]:
     """Have linears in codes made dense that no kernel of this GPU reads, if memory allows; warns of either in a line.
 
     A call of theirs runs Triton's kernel or decodes the whole weight, which takes longer than the dense weight would.
     Nothing is done where a family of kernels is asked for (`ops/family.py`).
+
+    ahead: compiles kernels while weights are read, and expects that they can be had: ask `kernels_as_expected` then.
+    Returns the linears that no kernel reads.
     """
-    if device.type != "cuda" or family.FORCED or simulated(device) or not (unread := loader.unread(device)):
-        return
+    if not _has_kernels(device):
+        return []
+    with nullcontext() if ahead is None else ahead.expected():
+        unread = loader.unread(device)
+    if unread:
+        _decode(loader, device, ranks, unread)
+    return unread
+
+
+def kernels_as_expected(loader: Loader, device: torch.device, ahead: Ahead, unread: list[str]) -> bool:
+    """Whether `decode_unread`, which has found `unread`, finds the same once the kernels are compiled."""
+    if not _has_kernels(device):
+        return True
+    with ahead.active(()):
+        return loader.unread(device) == unread
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and not family.FORCED and not simulated(device)
+
+
+def _decode(loader: Loader, device: torch.device, ranks: int, unread: list[str]) -> None:
+    """See `decode_unread`."""
     coded = loader.device_bytes()
     loader.decoded = frozenset(unread)
     dense = loader.device_bytes()
@@ -117,7 +143,7 @@ def decode_unread(loader: Loader, device: torch.device, ranks: int = 1) -> None:
     else:
         says += f"decoded at load, which takes {more / GB:.2f} GB more"
     hint = "" if loader.dtype in (torch.bfloat16, torch.float16) else "; bfloat16 and float16 have kernels"
-    warnings.warn(says + hint, stacklevel=3)
+    warnings.warn(says + hint, stacklevel=4)
 
 
 def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, exact: bool) -> None:

@@ -59,7 +59,7 @@ class Op:
             whatever torch itself accepts.
         tolerance: largest allowed relative error ‖out − ref‖ / ‖ref‖ per dtype, against the float32 truth.
         bytes_moved, flops: from the arguments; what a roofline counts (each input read once, each output written once).
-        on_cpu: what a CPU runs; `register` sets it.
+        on_cpu, on_cuda: what a CPU and a GPU run; `register` sets them.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Op:
     bytes_moved: Callable[..., int] | None = None
     flops: Callable[..., int] | None = None
     on_cpu: Callable[..., Any] | None = None
+    on_cuda: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # a tracer follows neither context variables nor messages made of shapes
@@ -110,7 +111,7 @@ def register(op: Op) -> Op:
     _LIBRARY.define(op.name + op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     kernel = None if family.FORCED == "reference" and not op.sole else op.kernel
     cpu, cuda = (op.reference if each is None else op.unpacked(_lazy(each)) for each in (op.cpu, kernel))
-    op = replace(op, on_cpu=cpu)
+    op = replace(op, on_cpu=cpu, on_cuda=cuda)
     for key, function in (("CPU", cpu), ("CUDA", cuda)):
         _LIBRARY.impl(op.name, function, key)
     torch.library.register_fake(f"onegraph::{op.name}", op.fake, lib=_LIBRARY)

@@ -12,17 +12,19 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import product
 from typing import Literal
 
 from onegraph.api.completion import StopTexts
 from onegraph.api.llm import LLM
 from onegraph.api.tokenizer import Tokenizer
-from onegraph.engine.choice import CHOICES, SCORING
+from onegraph.engine.choice import CHOICES, SCORING, Choice
+from onegraph.engine.executor import Kind
 from onegraph.engine.scheduler import Scheduler
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.serve.errors import ENDING
 from onegraph.serve.text import Answer, Echo, Piece, Writer
+
+Prepare = Literal["background", "all", "plain"]
 
 
 class Full(Exception):
@@ -39,16 +41,21 @@ class Worker:
     Args:
         tokenizer: beside the LLM's own, for what is generated: reading a long prompt holds up nobody's text.
         queue: answers that may wait besides the `max_batch` that are computed.
-        prepare: what steps `start` builds, that on a GPU are captured and everybody waits for: "all" that requests may
-            ask for, or "plain" ones for greedy and drawn tokens, the others when the first request asks for them.
+        prepare: what steps `start` builds, which on a GPU are captured: "all" that a request may need, or "plain" ones
+            for greedy and sampled tokens. The others are built when a request first needs one; with "background" also
+            one after the other while there is nothing to compute.
 
     counts: of answers "submitted", "finished", "cancelled" and "failed", and "generated_tokens".
     failure: why the engine's thread is not running.
     """
 
-    def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int, prepare: Literal["all", "plain"] = "all") -> None:
+    def __init__(self, llm: LLM, tokenizer: Tokenizer, *, queue: int, prepare: Prepare = "background") -> None:
         self.llm, self.limit = llm, llm.engine.max_batch + queue
-        self._choices = [choice for choice in CHOICES if prepare == "all" or not any(choice[1:])]
+        steps: list[tuple[Choice, Kind]] = [(choice, kind) for choice in CHOICES for kind in ("decode", "prefill")]
+        steps.append((SCORING, "prefill"))
+        plain = [(choice, kind) for choice, kind in steps if not any(choice[1:])]
+        self._first = steps if prepare == "all" else plain
+        self._later = [step for step in steps if step not in plain] if prepare == "background" else []
         self.counts: Counter[str] = Counter()
         self.failure: str | None = None
         self._scheduler: Scheduler | None = None
@@ -179,12 +186,8 @@ class Worker:
         why = ENDING
         try:
             with executor.running(), closing(engine.scheduler.open()) as scheduler:
-                may_be_exact = (False, True) if executor.sizes.exact_window.tokens else (False,)
-                for choice, exact in product(self._choices, may_be_exact):
-                    executor.step("decode", **choice._asdict(), exact=exact)
-                    executor.step("prefill", **choice._asdict(), exact=exact)
-                for exact in may_be_exact if self._choices == [*CHOICES] else ():
-                    executor.step("prefill", **SCORING._asdict(), exact=exact)
+                for step in self._first:
+                    self._build(*step)
                 self._scheduler = scheduler
                 self._ready.set()
                 while self._handle_commands(scheduler):
@@ -201,9 +204,27 @@ class Worker:
         self._over(len(lost), "failed")
         self._writer.put(None)
 
+    def _build(self, choice: Choice, kind: Kind) -> None:
+        executor = self.llm.engine.executor
+        for exact in (False, True) if executor.sizes.exact_window.tokens else (False,):
+            executor.step(kind, **choice._asdict(), exact=exact)
+
+    def _build_later(self) -> None:
+        """The next step that no request has needed yet."""
+        try:
+            self._build(*self._later.pop(0))
+        except Exception:  # for lack of memory, say: a request that needs it gets the error
+            self._later.clear()
+
     def _handle_commands(self, scheduler: Scheduler) -> bool:
         """Do what was asked meanwhile, and wait for more where there is nothing to compute. False: to end."""
-        while command := self._commands.next(wait=scheduler.idle):
+        while True:
+            command = self._commands.next(wait=scheduler.idle and not self._later)
+            if command is None and scheduler.idle:
+                self._build_later()
+                continue
+            if command is None:
+                return True
             what, answers = command
             if what == "close":
                 return False
@@ -214,7 +235,6 @@ class Worker:
                 elif self._answers.pop(answer.sequence, None) is not None:
                     scheduler.cancel(answer.sequence)
                     self._over(1, "finished" if answer.ended else "cancelled")  # a stop string is an end
-        return True
 
     def _dispatch_tokens(self, new: list[tuple[EngineSequence, int]]) -> None:
         """A step's tokens to the writer, each answer's together."""

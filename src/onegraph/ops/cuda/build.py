@@ -2,23 +2,25 @@
 
 NVRTC and the driver come through `cuda.bindings`, which CUDA builds of torch bring along. A cubin is cached by the hash
 of source, options, architecture and NVRTC version, so that only the first process compiles (a second or two a
-variant); of several that ask at once the others wait. Nothing here may run for the first time inside a capture:
-loading a module is not allowed there.
+variant, several at once: `ops/ahead.py`); of several that ask at once the others wait. Nothing here may run for
+the first time inside a capture: loading a module is not allowed there.
 """
 
 import ctypes
 import fcntl
 import hashlib
 import os
+import struct
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -58,6 +60,77 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}" + ("a" if capability[0] >= 9 else "")
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """What NVRTC makes a cubin of, and the file that caches it, which ends with the digest of the rest."""
+
+    name: str
+    text: bytes
+    options: tuple[str, ...]
+    headers: Mapping[str, bytes]
+    file: Path
+
+    @classmethod
+    def of(
+        cls, source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "", arch: str = ""
+    ) -> "Compilation":
+        """Arguments as those of `compile_cubin`."""
+        _, nvrtc = bindings()
+        arch = arch or architecture(capability)
+        options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
+        options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
+        text = source.read_bytes() + checks.encode()
+        headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
+        try:
+            version = check(nvrtc.nvrtcVersion())
+        except (
+            Exception
+        ) as error:  # the library behind the binding is loaded here, and each version fails in its own way
+            raise BuildError(f"NVRTC cannot be loaded: {error}") from error
+        key = hashlib.sha256(
+            "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
+        ).hexdigest()[:32]
+        suffix = "ptx" if arch.startswith("compute") else "cubin"
+        return cls(source.name, text, tuple(options), headers, cache_dir() / f"{source.stem}-{key}.{suffix}")
+
+    def cached(self) -> bytes | None:
+        """None where the file is missing, or is not as it was written."""
+        try:
+            data = self.file.read_bytes()
+        except OSError:
+            return None
+        made, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+        return made if hashlib.sha256(made).digest() == digest else None
+
+    def compiled(self) -> bytes:
+        """From the cache, or from NVRTC. Raises BuildError where it refuses."""
+        if (found := self.cached()) is not None:
+            return found
+        number = int(self.file.stem[-32:-24], 16)
+        with _alone(self.file.parent, number):  # threads, ranks and test workers need the same variant at once
+            if (found := self.cached()) is not None:
+                return found
+            nvrtc, options = bindings()[1], [option.encode() for option in self.options]
+            made, _ = _compile(nvrtc, self.text, self.name, options, self.headers)
+            self._keep(made + hashlib.sha256(made).digest())
+        return made
+
+    def _keep(self, data: bytes) -> None:
+        """Whole or not at all; a home that is read-only or full costs the compilation each time, nothing else."""
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.file.parent, delete=False) as file:
+                try:
+                    file.write(data)
+                    file.flush()
+                    os.replace(file.name, self.file)  # where locks are none, two processes write the same bytes
+                except OSError:
+                    os.unlink(file.name)
+
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+
+
 def compile_cubin(
     source: Path, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "", arch: str = ""
 ) -> bytes:
@@ -67,51 +140,21 @@ def compile_cubin(
     what is of this capability alone; of a virtual one ("compute_80") it is PTX, for the driver to compile.
     Raises BuildError where there is no NVRTC or it refuses; its log is in the message.
     """
-    _, nvrtc = bindings()
-    arch = arch or architecture(capability)
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--device-as-default-execution-space"]
-    options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
-    text = source.read_bytes() + checks.encode()
-    headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
-    try:
-        version = check(nvrtc.nvrtcVersion())
-    except Exception as error:  # the library behind the binding is loaded here, and each version fails in its own way
-        raise BuildError(f"NVRTC cannot be loaded: {error}") from error
-    key = hashlib.sha256(
-        "\0".join([*options, repr(version)]).encode() + b"\0".join([text, *headers.values()])
-    ).hexdigest()[:32]
-    cached = cache_dir() / f"{source.stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
-    if (found := _read(cached)) is not None:
-        return found
-    with _alone(cached.parent, int(key[:8], 16)):  # ranks and test workers need the same variant at once
-        if (found := _read(cached)) is not None:
-            return found
-        cubin, _ = _compile(nvrtc, text, source.name, [option.encode() for option in options], headers)
-        try:
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-                file.write(cubin)
-            os.replace(file.name, cached)  # where locks are none, two processes write the same bytes
-        except OSError:
-            pass  # a read-only home costs the compilation each time, nothing else
-    return cubin
-
-
-def _read(file: Path) -> bytes | None:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return None
+    return Compilation.of(source, defines, capability, checks, arch).compiled()
 
 
 @contextmanager
 def _alone(folder: Path, number: int) -> Iterator[None]:
-    """Other processes wait here for this number until the context ends; where files cannot be locked, they do not."""
+    """Other threads and processes wait here for this number until the context ends; where files cannot be locked, they
+    do not."""
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / "lock").open("ab"))
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, number)  # a byte of the file for each number; closing it unlocks
+            # A byte of the file for each number, locked by the open file: a process's own lock holds no thread of its
+            # own up, and is lost with the first of its files that is closed. Closing this one unlocks.
+            lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, lock)
         except OSError:
             pass
         yield
@@ -215,6 +258,23 @@ class Form:
     overlaps: bool
 
 
+class Ahead(Protocol):
+    """What compiles in threads: `ops/ahead.py`."""
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether what is launched is to be compiled, and not to run."""
+
+    def want(self, source: "Source", defines: Mapping[str, int], device: int) -> None:
+        """Begins to compile a variant for a GPU."""
+
+    def cubin(self, source: "Source", defines: Mapping[str, int], device: int) -> bytes:
+        """`Source.cubin`, waited for."""
+
+
+AHEAD: ContextVar[Ahead | None] = ContextVar("onegraph_ahead", default=None)
+
+
 class Source:
     """A file of kernels, `name`.cu beside this one: what it defines, what its kernels are given, which GPUs it is for.
 
@@ -256,6 +316,7 @@ class Source:
         self.functions, self.arguments, self.capabilities, self.example = functions, arguments, capabilities, example
         self.ops, self.families, self.own, self.clustered, self.shared = ops, families, own, clustered, shared
         self.sole, self.otherwise = sole, otherwise
+        self._refused: set[int] = set()  # GPUs that it could not be built for
         Source.every.append(self)
 
     def form(self, capability: tuple[int, int]) -> Form:
@@ -299,20 +360,32 @@ class Source:
                 return str(error)
         return ""
 
-    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
-        """See `compile_cubin`. BuildError for a GPU that the source is not for."""
+    def compilation(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> Compilation:
+        """Of a variant. BuildError for a GPU that the source is not for, and where there is no NVRTC."""
         if why := self.unavailable_reason(capability):
             raise BuildError(f"{self.path.name} is not for this GPU: {why}")
         form = self.form(capability)
-        return compile_cubin(self.path, {**defines, **form.defines}, capability, checks, form.arch)
+        return Compilation.of(self.path, {**defines, **form.defines}, capability, checks, form.arch)
 
-    @cache  # noqa: B019
+    def cubin(self, defines: Mapping[str, int], capability: tuple[int, int], checks: str = "") -> bytes:
+        """See `compile_cubin`. BuildError as `compilation`."""
+        return self.compilation(defines, capability, checks).compiled()
+
     def is_built(self, device: int) -> bool:
         """Whether GPU number `device` can have its kernels. Not for the first time inside a capture.
 
         Where it cannot, warns once of what happens `otherwise`: but where that was asked for, or the GPU is one that
-        they are not written for and another source of the same ops is.
+        they are not written for and another source of the same ops is. In a dry run (`ops/ahead.py`) it is
+        expected to.
         """
+        ahead = AHEAD.get()
+        if ahead is not None and ahead.is_dry and device not in self._refused and not self.unavailable_reason(device):
+            ahead.want(self, self.example, device)
+            return True
+        return self._is_built(device)
+
+    @cache  # noqa: B019
+    def _is_built(self, device: int) -> bool:
         capability = torch.cuda.get_device_capability(device)
         others = (each for each in Source.every if each is not self and set(each.ops) & set(self.ops))
         if not self._permitted(capability) or (
@@ -324,6 +397,7 @@ class Source:
         except BuildError as error:
             message = f"{self.path.name} cannot be built for GPU {device}, {self.otherwise}: {error}"
             warnings.warn(message, stacklevel=2)
+            self._refused.add(device)
             return False
         return True
 
@@ -337,7 +411,8 @@ def load(source: Source, defines: Mapping[str, int], device: int) -> dict[str, K
     _refuse_capture(f"{source.path.name} {dict(defines)} would be compiled")
     driver, _ = bindings()
     capability = torch.cuda.get_device_capability(device)
-    cubin, form = source.cubin(defines, capability), source.form(capability)
+    ahead, form = AHEAD.get(), source.form(capability)
+    cubin = source.cubin(defines, capability) if ahead is None else ahead.cubin(source, defines, device)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current
         optin = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN

@@ -31,7 +31,8 @@ class Launch(NamedTuple):
 
 
 def launch(source: build.Source, defines: Mapping[str, int], *launches: Launch, **arguments: Any) -> None:
-    """Launches kernels of a variant, one after the other, with programmatic dependent launch where the GPU has it.
+    """Launches kernels of a variant, one after the other, with programmatic dependent launch where the GPU has it. In a
+    dry run (`ops/ahead.py`) it begins to compile them and launches nothing.
 
     Args:
         arguments: the fields of `source.arguments`: tensors (None: a null pointer), addresses, numbers, tensor maps.
@@ -39,6 +40,10 @@ def launch(source: build.Source, defines: Mapping[str, int], *launches: Launch, 
     Raises BuildError where the variant cannot be built, RuntimeError where it would be built inside a capture.
     """
     device = next(value.device.index for value in arguments.values() if isinstance(value, Tensor))
+    ahead = build.AHEAD.get()
+    if ahead is not None and ahead.is_dry:
+        ahead.want(source, defines, device)
+        return
     found = kernels(source, device, *defines.items())
     assert source.arguments is not None
     packed = source.arguments.pack(**arguments)
