@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onegraph.formats.trellis import BITS, MCG, OWN, TILE, UNIT
-from onegraph.ops.activation import between, check_gate, parts_of
+from onegraph.ops.activation import GeGLU, ReLU2, between, check_gate, parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.checks import FLOATS, check_routes, check_tensors
 from onegraph.ops.registry import Case, Op, nbytes, register
@@ -45,6 +45,14 @@ def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
     return total.to(call.x.dtype)
 
 
+def experts_on_gpu(call: TrellisExperts) -> Tensor:
+    """By the kernels of few tokens, or one linear after the other."""
+    from onegraph.ops.cuda import trellis_experts as kernels
+
+    made = kernels.experts(call)
+    return composed(call) if made is None else made
+
+
 def _reference(call: TrellisExperts) -> Tensor:
     return composed(call, trellis_linear.reference)
 
@@ -76,16 +84,20 @@ def _check(call: TrellisExperts) -> None:
 def _case(
     tokens: int, top_k: int, experts: int, dim: int, wide: int, bits: int, *,
     gate: tuple[float, float, float] = (float("inf"), 1.0, 0.0), biases: bool = False, code: int = OWN,
+    crowded: bool = False,
 ) -> Case:  # fmt: skip
     def make(device: torch.device, dtype: torch.dtype, g: torch.Generator) -> tuple[Any, ...]:
         x = torch.randn(tokens, dim, generator=g).to(device, dtype)
         chosen = torch.rand(tokens, experts, generator=g).argsort(1)[:, :top_k].int().contiguous()
+        if crowded:
+            chosen[: tokens // 2] = chosen[:1]
+            chosen[0, 1] = chosen[0, 0]
         gains, layers = torch.rand(tokens, top_k, generator=g), list[Tensor | None]()
 
         def scales(size: int) -> Tensor:
             return (0.5 + torch.rand(experts, size, generator=g)) * torch.randn(experts, size, generator=g).sign()
 
-        for n, k in ((2 * wide, dim), (dim, wide)):
+        for n, k in ((parts_of(gate[1]) * wide, dim), (dim, wide)):
             codes = torch.randint(-(2**15), 2**15, (experts, n // TILE, k * bits), generator=g, dtype=torch.int16)
             layers += [codes, scales(k), scales(n) * (k**-0.5 / (UNIT if code == OWN else 1))]
             layers.append(torch.randn(experts, n, generator=g) if biases else None)
@@ -93,7 +105,8 @@ def _case(
         return x, *moved, bits, *gate, code
 
     name = f"{tokens} tokens, {top_k} of {experts}, {dim}x{wide}@{bits}"
-    return Case(name=name + " with biases" * biases + f" in code {code}" * (code != OWN), make=make)
+    name += {GeGLU.numbers: " gelu", ReLU2.numbers: " relu2"}.get(gate, "") + " with biases" * biases
+    return Case(name=name + " crowded" * crowded + f" in code {code}" * (code != OWN), make=make)
 
 
 trellis_experts = register(
@@ -103,12 +116,17 @@ trellis_experts = register(
         schema="-> Tensor",
         reference=_reference,
         fake=lambda call: torch.empty_like(call.x),
-        kernel="onegraph.ops.trellis_experts:composed",
+        kernel="onegraph.ops.trellis_experts:experts_on_gpu",
         check=_check,
         cases=(
             *(_case(1, 4, 8, 256, 128, bits) for bits in BITS[1:4]),
             _case(1, 2, 4, 192, 64, 4, gate=(7.0, 1.702, 1.0), biases=True),
             _case(9, 2, 3, 64, 32, 3),
+            _case(5, 3, 7, 192, 256, 2, crowded=True),
+            _case(17, 2, 3, 320, 64, 4, gate=(7.0, 1.702, 1.0), biases=True, crowded=True),
+            _case(3, 2, 5, 576, 128, 8, gate=GeGLU.numbers),
+            _case(2, 3, 4, 128, 192, 1, gate=ReLU2.numbers, biases=True),
+            _case(1, 2, 4, 128, 1280, 6, gate=ReLU2.numbers),
             _case(3, 2, 8, 128, 64, 5, code=MCG),
             _case(0, 2, 4, 64, 64, 2),
         ),
