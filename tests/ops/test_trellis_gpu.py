@@ -175,6 +175,8 @@ def test_experts_in_a_code_of_exllamav3(code: int, kernel_family: str) -> None:
     for bits, shape in ((3, "qwen3"), (6, "small"), (4, "gpt-oss")):
         _, _, dim, _, gate, _ = SHAPES[shape]
         rest = [*layers(shape, bits, code), bits, *gate, code]
+        if shape == "qwen3":  # gate and up each with their own
+            rest[1] = torch.stack((rest[1], rest[1].flip(1)), 1)
         for tokens in (1, 8):
             x, routes = torch.randn(tokens, dim, generator=rng(tokens)).cuda().half(), routed(shape, tokens, 0)
             assert error(run(x, routes, rest), x, routes, rest) < 1.5e-3, (bits, shape, tokens)

@@ -36,7 +36,8 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
     lines = host_lines(own / "host.py", tmp_path)
     assert sum("experts" in line for line in lines) == len(trellis_experts_op.cases) - 1  # one has no token
-    assert sum("crowded" in line for line in lines) == 2
+    assert sum("crowded" in line for line in lines) == 3
+    assert sum("apart" in line for line in lines) == 2
     lines = [line for line in lines if "experts" not in line]
     for kind in ("tokens", "dense"):
         assert {line.split()[0] for line in lines if kind in line} == set("12345678")
@@ -95,7 +96,9 @@ def test_no_expert_kernel_spills(bits: int, code: int, chunk: int) -> None:
         plan = trellis_experts.tiling(n, k, bits, chunk, 32, 32, CARDS[2])
         assert plan is not None
         made = plan.defines(n, k, bits, False, (False, False, False, False, True))
-        found = kernel_table.usage(trellis_experts.KERNELS, (8, 6), made | {"CODE": code, "SOURCE": source, "GELU": 0})
+        found = kernel_table.usage(
+            trellis_experts.KERNELS, (8, 6), made | {"CODE": code, "SOURCE": source, "HALVES": 1, "GELU": 0}
+        )
         assert found.spilled == 0
         assert found.shared <= trellis_experts.ROUTES
         assert found.registers * 32 * plan.warps <= 65536

@@ -39,7 +39,7 @@ extern "C" void run(const Arguments* given, int function, int across, int down, 
   readable = {{given->codes, (size_t)given->n * given->k * BITS / 8}};
 #else
 #if KIND == 3
-  const size_t matrices = given->matrices;
+  const size_t matrices = (size_t)given->matrices * HALVES;
 #else
   const size_t matrices = 1;
 #endif

@@ -1,12 +1,13 @@
 // Routed experts in trellis codes for few tokens: each matrix by `trellis_product.cuh`, of which a block has a strip of one
-// expert's rows (blockIdx.x) and a chunk of pairs of a token and that expert (blockIdx.y). One token: a chunk is one pair.
+// expert's rows (blockIdx.x) and a chunk of pairs of a token and that expert (blockIdx.y / HALVES). One token: a chunk is one pair.
 // More: every block finds the chunks for itself (`routes.cuh`), of up to TOKENS pairs each; blocks without a chunk end.
 //
 //   trellis_experts          y = out_scale * H_n(sum) + bias, float, a pair a row
 //   trellis_experts_combine  the weighted sum of each token's pairs
 //
 // Set when compiled: SOURCE (0: x is [tokens, K] of 16 bits; 1: float gate | up of pairs [pairs, 2 K], which SwiGLU ends; 2: float
-// [pairs, K], whose relu is squared), GELU, and what `trellis_product.cuh` says.
+// [pairs, K], whose relu is squared), HALVES (2: gate and up each have in_scale, and are matrices of N outputs, blockIdx.y % 2;
+// else 1), GELU, and what `trellis_product.cuh` says.
 
 #include "experts_common.cuh"
 
@@ -23,11 +24,12 @@
 #define WEIGHED 0
 #if TOKENS > 1
 #include "routes.cuh"
-__device__ __forceinline__ int pair_of(int token) { return routes.chosen[blockIdx.y][token]; }
+__device__ __forceinline__ int pair_of(int token) { return routes.chosen[blockIdx.y / HALVES][token]; }
 #else
-__device__ __forceinline__ int pair_of(int) { return blockIdx.y; }
+__device__ __forceinline__ int pair_of(int) { return blockIdx.y / HALVES; }
 #endif
-__device__ __forceinline__ int row_of(int token) { return pair_of(token); }
+__device__ __forceinline__ int half_of(int of) { return of * HALVES + blockIdx.y % HALVES; }
+__device__ __forceinline__ int row_of(int token) { return half_of(pair_of(token)); }
 
 // Eight columns of a pair.
 struct Asked {
@@ -64,20 +66,21 @@ template <class A> __device__ __forceinline__ void take_asked(float (&v)[8], con
 // Whether there is a chunk for this block; then its matrix and its places. What chose experts is behind the launch in front of
 // gate-up; the launch in front of down has waited for it.
 template <class A> __device__ __forceinline__ bool enter(A& p) {
-  const int chunk = blockIdx.y;
+  const int chunk = blockIdx.y / HALVES;
   if (SOURCE == 0) pdl_wait();
 #if TOKENS > 1
   find_routes(p.experts, p.weights, p.tokens, p.top_k, p.matrices);
   if (chunk >= routes.slots) return false;
-  const size_t expert = routes.expert[chunk];
+  const int expert = routes.expert[chunk];
   for (p.tokens = 1; p.tokens < TOKENS && routes.chosen[chunk][p.tokens] != NOBODY;) p.tokens++;
 #else
-  const size_t expert = min(max(p.experts[chunk], 0), p.matrices - 1);
+  const int expert = min(max(p.experts[chunk], 0), p.matrices - 1);
 #endif
-  p.codes += expert * N / 8 * K * BITS;
-  p.in_scale += expert * K, p.out_scale += expert * N;
-  if (BIASED) p.bias += expert * N;
-  p.sums += (size_t)chunk * PARTS * TOKENS * N, p.arrived += chunk * ((N + ROWS - 1) / ROWS);
+  const size_t matrix = half_of(expert);
+  p.codes += matrix * N / 8 * K * BITS;
+  p.in_scale += matrix * K, p.out_scale += matrix * N;
+  if (BIASED) p.bias += matrix * N;
+  p.sums += (size_t)blockIdx.y * PARTS * TOKENS * N, p.arrived += blockIdx.y * ((N + ROWS - 1) / ROWS);
   return true;
 }
 

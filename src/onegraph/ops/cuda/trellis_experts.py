@@ -38,7 +38,7 @@ KERNELS = build.Source(
         ints=("tokens", "top_k", "matrices"),
     ),
     capabilities=build.PORTABLE,
-    example=LINEAR.example | {"NORMED": 0, "ADDED": 0, "WIDE": 1, "TOKENS": 4, "SOURCE": 1, "GELU": 0},
+    example=LINEAR.example | {"NORMED": 0, "ADDED": 0, "WIDE": 1, "TOKENS": 4, "SOURCE": 1, "HALVES": 1, "GELU": 0},
     families=("hopper", "portable"),
     shared=build.PORTABLE_SHARED - ROUTES,
     otherwise="experts in trellis codes run one linear after the other",
@@ -87,23 +87,25 @@ def compute(call: TrellisExperts) -> Tensor | None:
     chunk, chunks = chunk_of(tokens, top_k, count), chunks_of(tokens, top_k, count)
     dim, wide = call.x.shape[1], call.down_in_scale.shape[1]
     width = wide * parts_of(call.alpha)
+    halves = call.gate_up_in_scale.dim() - 1  # 2: each is a matrix of its own
     busy = min(chunks, max(tokens * top_k // chunk, count))  # where no expert is chosen twice by a token
-    cuts = [tiling(n, k, call.bits, chunk, chunks, busy, device) for n, k in ((width, dim), (dim, wide))]
-    if None in cuts:
+    first = tiling(width // halves, dim, call.bits, chunk, chunks * halves, busy * halves, device)
+    second = tiling(dim, wide, call.bits, chunk, chunks, busy, device)
+    if first is None or second is None:
         return None
 
-    def run(cut: TrellisTiling, source: int, x: Tensor, y: Tensor, *layer: Tensor | None) -> None:
+    def run(cut: TrellisTiling, source: int, halves: int, x: Tensor, y: Tensor, *layer: Tensor | None) -> None:
         codes, in_scale, out_scale, bias = layer
         assert in_scale is not None
         assert out_scale is not None
-        n, k = out_scale.shape[1], in_scale.shape[1]
+        n, k = out_scale.shape[-1] // halves, in_scale.shape[-1]
         sums = torch.empty(
-            0 if cut.whole else chunks * cut.parts * cut.tokens * n, dtype=torch.float32, device=x.device
+            0 if cut.whole else chunks * halves * cut.parts * cut.tokens * n, dtype=torch.float32, device=x.device
         )
         around = False, False, bias is not None, False, True
         defines = cut.defines(n, k, call.bits, call.x.dtype == torch.float16, around)
-        defines |= {"CODE": call.code, "SOURCE": source, "GELU": int(call.alpha == 0)}
-        product = Launch((cut.strips * cut.parts, chunks, 1), 32 * cut.warps, cut.shared(call.bits))
+        defines |= {"CODE": call.code, "SOURCE": source, "HALVES": halves, "GELU": int(call.alpha == 0)}
+        product = Launch((cut.strips * cut.parts, chunks * halves, 1), 32 * cut.warps, cut.shared(call.bits))
         summed = Launch((-(-n // 1024), tokens, 1), 256, function=KERNELS.functions[1])
         given = {"in_scale": in_scale, "out_scale": out_scale, "bias": bias, "experts": call.experts} | {
             "weights": call.weights, "limit": call.limit, "alpha": call.alpha, "shift": call.shift,
@@ -119,7 +121,7 @@ def compute(call: TrellisExperts) -> Tensor | None:
     inner = torch.empty(tokens * top_k, width, dtype=torch.float32, device=call.x.device)
     outer = torch.empty(tokens * top_k, dim, dtype=torch.float32, device=call.x.device)
     gate_up = call.gate_up, call.gate_up_in_scale, call.gate_up_out_scale, call.gate_up_bias
-    run(cuts[0], FROM_X, call.x, inner, *gate_up)
+    run(first, FROM_X, halves, call.x, inner, *gate_up)
     down = call.down, call.down_in_scale, call.down_out_scale, call.down_bias
-    run(cuts[1], FROM_GATED if width != wide else FROM_PLAIN, inner, outer, *down)
+    run(second, FROM_GATED if width != wide else FROM_PLAIN, 1, inner, outer, *down)
     return out
