@@ -37,7 +37,7 @@ from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
 from onegraph.quant.resumable import ResumableWork
-from onegraph.quant.sensitivity import Costs, measure, quick
+from onegraph.quant.sensitivity import Costs, base_rate, measure, quick
 
 # The ladder: each rung has the levers of the one before and one more.
 PLAIN: dict[str, Any] = {
@@ -193,7 +193,8 @@ class Chooser:
         if self.costs is None:
             begun = time.time()
             rows = self.probed // self.calibration.shape[1]
-            self.costs = measure(self.model, self.calibration, quick(recipe), layers.free, probed=rows)
+            quickly = quick(recipe, base_rate(bits, recipe.format))
+            self.costs = measure(self.model, self.calibration, quickly, layers.free, probed=rows)
             print(f"costs of {len(self.costs)} parts on {self.probed} tokens: {time.time() - begun:.1f} s", flush=True)
         found = layers.choose(self.costs, 0)
         print(*found.lines, sep="\n")

@@ -14,7 +14,7 @@ from onegraph.formats.quantization import OWN
 from onegraph.formats.rotated import KEEP, fits
 from onegraph.quant.allocate import ERRORS, Allocation, Knapsack, Option, plot
 from onegraph.quant.result import EMBED, HEAD
-from onegraph.quant.sensitivity import LOWEST, Costs, Parts
+from onegraph.quant.sensitivity import LOWEST, Cost, Costs, Parts
 
 if TYPE_CHECKING:
     from onegraph.api.outline import Outline
@@ -114,8 +114,12 @@ class Layers:
             alone = [(prefix + name,) for name, shape in names.items() if len(shape) != 3]
             for parts in (*alone, *pairs):
                 if not any(name in self.fixed for name in parts):
-                    costs[parts] = float(sum(math.prod(self.found.shapes[name]) for name in parts))
-        return costs | {(end,): float(self._weights(end)) for end, rate in self.ends.items() if rate is None}
+                    costs[parts] = self._alike(sum(math.prod(self.found.shapes[name]) for name in parts))
+        return costs | {(end,): self._alike(self._weights(end)) for end, rate in self.ends.items() if rate is None}
+
+    def _alike(self, weights: int) -> Cost:
+        """Of a part with so many weights."""
+        return Cost(ERRORS[self.budget.format][LOWEST], (0.5 * weights, 1.0 * weights))
 
     def choose(self, costs: Costs, rest: int) -> Chosen:
         """The rates of the parts of `costs` within the budget.
@@ -182,23 +186,23 @@ class Layers:
             return [*parts, list(self._end_options(ends))]
         return parts + [list(self._end_options({end: cost})) for end, cost in ends.items()]
 
-    def _options(self, names: Parts, cost: float) -> list[Option]:
+    def _options(self, names: Parts, cost: Cost) -> list[Option]:
         return [
             Option(
                 dict.fromkeys(names, rate),
                 sum(self._bits(name, rate) for name in names),
-                cost * self._error(rate),
+                cost.loss(ERRORS[self.budget.format][rate]),
             )
             for rate in self._rates
         ]
 
-    def _end_options(self, costs: Mapping[str, float]) -> Iterator[Option]:
+    def _end_options(self, costs: Mapping[str, Cost]) -> Iterator[Option]:
         """Of one end, or of both where they are tied: kept together they are one matrix."""
         ends = [end for end in ENDS if end in costs or (self.tied and self.ends[end] is not None)]
         allowed = [(*self._rates, KEEP) if end in costs else (self.ends[end] or KEEP,) for end in ends]
         for rates in product(*allowed):
             chosen = dict(zip(ends, rates, strict=True))
-            loss = sum(cost * self._error(chosen[end]) for end, cost in costs.items())
+            loss = sum(cost.loss(ERRORS[self.budget.format][chosen[end]]) for end, cost in costs.items())
             counted = [end for end in ends if end in costs or self.budget.size is not None]
             if self.tied and set(rates) == {KEEP}:
                 counted = counted[:1]
@@ -208,13 +212,8 @@ class Layers:
 
     @property
     def _rates(self) -> list[int]:
-        """Rates to choose from: what costs are measured at, and above."""
+        """Rates to choose from."""
         return [rate for rate in OWN[self.budget.format].formats if rate >= LOWEST]
-
-    def _error(self, rate: int) -> float:
-        """Of a rate, relative to the one that costs are measured at."""
-        errors = ERRORS[self.budget.format]
-        return errors[rate] / errors[LOWEST]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in ENDS:

@@ -55,7 +55,7 @@ class Quantization:
     """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
     `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
     format that is not calibrated. `bits` is the rate, or the average of rates that were chosen; `curve` then the KL
-    (nats per token, what layers cost alone added up) that other averages would have. `left` are the layers that stay as
+    (nats per token, what layers cost added up) that other averages would have. `left` are the layers that stay as
     they were, and why; `experts` the calibration tokens that chose each expert, by layer."""
 
     source: str
@@ -267,14 +267,14 @@ class _Run:
         told: dict[str, Any] = {}
         curve: list[tuple[float, float]] = []
         if choices.budget is not None:
-            costs = measured(checkpoint, choices, model, rows, outer, partial, self.say)
+            costs = measured(checkpoint, choices, model, rows, outer, partial, self.say, found.rates)
             asked = {"bits": choices.budget.bits, "size": choices.budget.size}
             found, choices, chosen = allotted(checkpoint, found.source, choices, costs)
             for line in chosen.lines:
                 self.tell(line)
             self.tell(f"quantizing {found}")
-            alone = {" ".join(parts): round(cost, 6) for parts, cost in costs.items()}
-            told, curve = {"allocation": asked | {"costs": alone}}, chosen.curve
+            shares = {" ".join(parts): round(cost.loss(cost.error), 6) for parts, cost in costs.items()}
+            told, curve = {"allocation": asked | {"costs": shares}}, chosen.curve
         for line in found.notes:
             self.tell(line)
         recipe = replace(choices.recipe_options, layers=found.rates)
