@@ -17,6 +17,7 @@ from onegraph.api import measured
 from onegraph.api import quantize as api
 from onegraph.api.budget import AVERAGE
 from onegraph.quant import allocate
+from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.allocate import ERRORS, Knapsack, Option
 from onegraph.quant.layer import dequantize
 from onegraph.quant.quantize import quantize as quantize_blocks
@@ -75,12 +76,14 @@ class Scaled(Tiny):
         return self.head(hidden).double()
 
 
-def test_the_slope_of_a_part_is_what_kl_gains_with_its_errors_beside_those_of_all() -> None:
+def test_the_slope_of_a_part_is_what_kl_gains_with_its_errors_beside_those_of_all(tmp_path: Path) -> None:
     plain, tokens = Tiny(), torch.randint(0, VOCAB, (12, 32), generator=torch.Generator().manual_seed(1))
     names = [plain.block_prefix(i) + name for i in range(2) for name in plain.shapes(i)]
     recipe, probe = quick(Recipe(bits=4, descent=2), 3), tokens[:3]
     kept = "blocks.0.o"
     costs = measure(plain, tokens, recipe, {name: name != kept for name in names}, probed=3)
+    on_disk = ActivationOffload(tmp_path / "spilled", 0)
+    assert costs == measure(plain, tokens, recipe, {name: name != kept for name in names}, probed=3, spill=on_disk)
     made = quantize_blocks(plain, tokens, Recipe(**recipe.to_dict() | {"layers": {kept: 16}}))
     want = Scaled(made, {"": 0.0}).logits(probe).log_softmax(-1)
 
@@ -190,6 +193,17 @@ def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: d
     lower = f"ask for that, or for lower rates of {above}$" if above else "ask for that; all that can be"
     with pytest.raises(ValueError, match=rf"size: got 1\.0 kB; this model takes .* at the least: {lower}"):
         plan(model, size=1000, **SMALL | more)
+
+
+def test_each_linear_may_have_its_rate(model: Path, tmp_path: Path) -> None:
+    made = quantize(model, tmp_path / "out", bits=3, per_linear=True, **SMALL)
+    assert 2.9 < average(made.config) <= 3
+    names = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkv"]
+    assert len({made.config["layers"].get(name, made.config["bits"]) for name in names}) > 1
+    costs = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]["costs"]
+    assert set(names) <= set(costs), "no two of them are one part"
+    with pytest.raises(ValueError, match="per_linear: got True, and nvfp4 has one rate"):
+        plan(model, format="nvfp4", per_linear=True)
 
 
 def test_a_trellis_has_rates_up_to_8(model: Path, tmp_path: Path) -> None:

@@ -31,13 +31,15 @@ class Budget:
             ends whose rate is chosen too. A tied end is one matrix, also where rounding makes it two.
         size: bytes of all tensors.
 
-    ends: of "model.embed_tokens" and "lm_head" those whose rate is to be chosen as well.
+    ends: of "model.embed_tokens" and "lm_head" those whose rate is to be chosen as well. per_linear: linears that share
+    an input may have different rates.
     """
 
     format: str = "e8p"
     bits: float | None = None
     size: int | None = None
     ends: frozenset[str] = frozenset()
+    per_linear: bool = False
 
     def __str__(self) -> str:
         return f"{self.bits:g} bits on average" if self.size is None else f"at most {human_bytes(self.size)}"

@@ -38,7 +38,7 @@ def measured(
         {name: rates[name] for name in layers.found.shapes if rates.get(name, KEEP) != KEEP}
     )
     recipe = quick(choices.recipe_options, base_rate(average or LOWEST, choices.format))
-    key = key_of(rows, probed, sorted(free.items()), recipe.to_dict())
+    key = key_of(rows, probed, sorted(free.items()), recipe.to_dict(), layers.budget.per_linear)
     kept = partial.load("costs", key)
     if kept is not None:
         found = {tuple(names.split(" ")): cost.tolist() for names, cost in kept.items()}
@@ -51,6 +51,7 @@ def measured(
         free,
         probed=probed,
         outer=outer,
+        per_linear=layers.budget.per_linear,
         progress=lambda done, total: say("measuring", done, total),
         spill=ActivationOffload(partial.path / SPILLED, choices.held),
     )

@@ -94,6 +94,7 @@ def quantize(
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
+    per_linear: bool = False,
     seed: int = 0,
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
@@ -131,6 +132,8 @@ def quantize(
             only transformers runs.
         experts: bits of routed experts, 16 keeps them; None is `bits`, but experts published in MXFP4 (gpt-oss) stay.
         expert_prior: see `quant/experts.py`; None for the recipe's.
+        per_linear: choose a rate for each linear, with `bits` as the average or within `size`, also where linears share
+            an input: less loss at the same size, more launches per step.
         seed: the same seed gives the same bytes.
         activation_memory: bytes of activations in memory, the rest goes to disk; None: an eighth of free memory.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU if there is one.
@@ -160,6 +163,7 @@ def quantize(
         embed_tokens=embed_tokens,
         experts=experts,
         expert_prior=expert_prior,
+        per_linear=per_linear,
         seed=seed,
         activation_memory=activation_memory,
         device=device,

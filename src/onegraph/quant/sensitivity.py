@@ -1,9 +1,9 @@
 """What each part of a model costs: its share of the KL of the whole model, with all other parts rounded too.
 
-Parts are what one rate goes to: linears that share an input (one launch multiplies by them), the experts of a layer,
-head and embedding. All of them are rounded to one rate, the base, which is near the average that is asked for. Then
-the errors of all grow together from none (t = 0) to those of the base rate (t = 1). By the chain rule the KL of the
-model at t = 1 is a sum over parts,
+Parts are what one rate goes to: linears that share an input (one launch multiplies by them), or each linear; the
+experts of a layer, head and embedding. All of them are rounded to one rate, the base, which is near the average that is
+asked for. Then the errors of all grow together from none (t = 0) to those of the base rate (t = 1). By the chain rule
+the KL of the model at t = 1 is a sum over parts,
 
     KL(1) = sum over parts of the integral of s_i(t) dt from 0 to 1,     s_i(t) = <gradient of KL(t) at W_i, E_i> ,
 
@@ -102,6 +102,7 @@ def measure(
     *,
     probed: int,
     outer: Callable[[str], Tensor] | None = None,
+    per_linear: bool = False,
     progress: Progress | None = None,
     spill: ActivationOffload | None = None,
 ) -> Costs:
@@ -113,10 +114,13 @@ def measure(
         free: by full name of each linear, stack of experts and end ("lm_head", "model.embed_tokens") whether its rate
             is to be chosen. Those of one part that are not stay unquantized.
         outer: reads "model.embed_tokens.weight" or "lm_head.weight"; needed where an end is free.
+        per_linear: a linear is a part of its own, also where others share its input.
 
     Raises ValueError, as `quantize` does, for weights or inputs that are not finite.
     """
-    return _Measuring(model, tokens, recipe, free, probed, outer, progress, spill or ActivationOffload()).run()
+    measuring = _Measuring(model, tokens, recipe, free, probed, outer, progress, spill or ActivationOffload())
+    measuring.per_linear = per_linear
+    return measuring.run()
 
 
 @dataclass
@@ -150,6 +154,7 @@ class _Measuring:
         self.probe = tokens[:probed].split(max(1, batch_tokens(first.device, first.shape[-1]) // tokens.shape[1]))
         self.made: list[tuple[list[tuple[str, str]], Batches]] = []  # of each block
         self.rounded: dict[str, Tensor] = {}  # of the ends, on the device
+        self.per_linear = False
 
     @torch.no_grad()
     def run(self) -> Costs:
@@ -241,8 +246,9 @@ class _Measuring:
         for plain, other in zip(model.linear_groups(block), model.linear_groups(twin), strict=True):
             pairs = [(prefix + name, a, b) for (name, a), (_, b) in zip(plain, other, strict=True)]
             chosen = [pair for pair in pairs if self.free.get(pair[0])]
-            for _, a, b in chosen:
-                yield tuple(name for name, _, _ in chosen), a.weight, b.weight, b.weight - a.weight
+            for name, a, b in chosen:
+                parts = (name,) if self.per_linear else tuple(name for name, _, _ in chosen)
+                yield parts, a.weight, b.weight, b.weight - a.weight
         for layer, like in zip(model.expert_layers(block), model.expert_layers(twin), strict=True):
             first, second = (prefix + name for name in layer.names)
             if self.free.get(first):
