@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from onegraph.ops.activation import parts_of
 from onegraph.ops.calls import TrellisExperts
 from onegraph.ops.cuda import build, trellis
 from onegraph.ops.cuda.e8p_common import ROWS, block
@@ -86,7 +85,7 @@ def compute(call: TrellisExperts) -> Tensor | None:
     (tokens, top_k), (count, *_), device = call.experts.shape, call.gate_up.shape, build.device(call.x.device.index)
     chunk, chunks = chunk_of(tokens, top_k, count), chunks_of(tokens, top_k, count)
     dim, wide = call.x.shape[1], call.down_in_scale.shape[1]
-    width = wide * parts_of(call.alpha)
+    width = call.gate_up_out_scale.shape[1]
     halves = call.gate_up_in_scale.dim() - 1  # 2: each is a matrix of its own
     busy = min(chunks, max(tokens * top_k // chunk, count))  # where no expert is chosen twice by a token
     first = tiling(width // halves, dim, call.bits, chunk, chunks * halves, busy * halves, device)
