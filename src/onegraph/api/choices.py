@@ -21,7 +21,7 @@ from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"quick": 24_576, "good": 65_536, "best": 131_072}  # of calibration, as many as the text has
-PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
+PROBED = {"cpu": 2048, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
 AUTO = "auto"  # a format that is chosen by what the others would lose and take (`api/auto.py`)
 PREFER = ("quality", "speed")
