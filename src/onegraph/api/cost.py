@@ -259,8 +259,9 @@ def _timed(run: Callable[[], object], device: torch.device, probe: float) -> flo
 
 
 def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
-    """Embedding, one block (two beside an unquantized one), the text's residual streams as far as they may lie in
-    memory, and the larger one of what gathering and rounding hold besides; on a CPU also a file of the result."""
+    """Embedding, one block (two beside an unquantized one, four where costs are measured), the text's residual streams
+    as far as they may lie in memory, and the larger one of what gathering and rounding hold besides; on a CPU also a
+    file of the result."""
     batch = min(recipe_options.batch_tokens, work.tokens)
     both = 2 if recipe_options.correct else 1
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
@@ -275,12 +276,13 @@ def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
-    if recipe_options.fisher:  # a block's activations with what its backward passes read, and sums of its factors
+    if recipe_options.fisher or work.parts:  # a block's activations with what backward passes read, sums of its factors
         scores = 3 * work.hidden // 64 * work.sequence
         at_once = min(work.tokens, max(batch_tokens(device, work.hidden), work.sequence))
         graph = 4 * at_once * (8 * work.inner + 16 * work.hidden + scores)
         gathering = max(gathering, graph + 4 * sum(work.squares) // max(work.blocks, 1) + 4 * most)
     kept = 2 if recipe_options.correct or recipe_options.tune else 1
+    kept = max(kept, 4 if work.parts else 1)  # with its twin, the difference and its gradient
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
     if work.spilled:  # batches on their way from and to the disk
         base += 4 * 4 * batch * work.hidden
