@@ -26,7 +26,8 @@ def composed(call: TrellisExperts, linear: Any = trellis_linear) -> Tensor:
         in_scale = layer[1]
         assert in_scale is not None
         if in_scale.dim() == 1:
-            return linear(x, *layer, call.bits, None, None, False, True, call.code)
+            y: Tensor = linear(x, *layer, call.bits, None, None, False, True, call.code)
+            return y
         halves = zip(*((None, None) if each is None else each.chunk(2) for each in layer), strict=True)
         return torch.cat([product(x, codes, own[0], *rest) for codes, own, *rest in halves], -1)
 

@@ -18,6 +18,7 @@ unquantized model has.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class Cost:
     def loss(self, error: float) -> float:
         """Nats per token at a rate with this squared error; never falls with it."""
         (near, far), (at, _) = (max(0.0, slope) for slope in self.slopes), NODES
-        t = (error / self.error) ** 0.5
+        t = math.sqrt(error / self.error)
         found = near / at * min(t, at) ** 2 / 2
         if t > at:
             end = min(t, 1.0)

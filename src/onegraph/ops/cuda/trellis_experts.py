@@ -7,6 +7,7 @@ float32, or dimensions that 64 does not divide.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ KERNELS = build.Source(
         ints=("tokens", "top_k", "matrices"),
     ),
     capabilities=build.PORTABLE,
-    example=LINEAR.example | {"NORMED": 0, "ADDED": 0, "WIDE": 1, "TOKENS": 4, "SOURCE": 1, "HALVES": 1, "GELU": 0},
+    example=dict(LINEAR.example)
+    | {"NORMED": 0, "ADDED": 0, "WIDE": 1, "TOKENS": 4, "SOURCE": 1, "HALVES": 1, "GELU": 0},
     families=("hopper", "portable"),
     shared=build.PORTABLE_SHARED - ROUTES,
     otherwise="experts in trellis codes run one linear after the other",
@@ -77,7 +79,8 @@ def experts(call: TrellisExperts) -> Tensor | None:
     if not call.x.is_cuda or not trellis.runs(call.code) or not supports_input(call) or not KERNELS.is_built(index):
         return None
     with on_device(index):
-        return compute(TrellisExperts(*(aligned(each) if isinstance(each, Tensor) else each for each in call)))
+        values: list[Any] = [aligned(each) if isinstance(each, Tensor) else each for each in call]
+        return compute(TrellisExperts(*values))
 
 
 def compute(call: TrellisExperts) -> Tensor | None:
