@@ -4,7 +4,8 @@ decode step of Qwen3-30B-A3B's shape, with random weights, as JSON lines.
 PYTHONPATH=src:benchmarks python3 benchmarks/e8p_experts.py --out benchmarks/results/e8p-experts-h200.jsonl
 
 Tokens choose experts evenly, anew in each of sixteen calls, one behind the other in a graph. --set tries other
-constants of ops/cuda/e8p_experts.py; --parts runs some of "ops", "bf16", "step".
+constants of ops/cuda/e8p_experts.py; --parts runs some of "ops", "bf16", "step". "trellis" has the same experts in
+trellis codes, by their kernel and one linear after the other.
 """
 
 import argparse
@@ -20,10 +21,13 @@ from torch import Tensor
 from onegraph.engine.bench import bench_step
 from onegraph.engine.record import emit, machine
 from onegraph.formats.e8p import codebook, residual_dtype
+from onegraph.formats.trellis import TILE, UNIT
 from onegraph.ops.cuda import build
 from onegraph.ops.cuda import e8p_experts as kernels
+from onegraph.ops.cuda import trellis_experts as trellis_kernels
 from onegraph.ops.e8p_experts import e8p_experts
 from onegraph.ops.registry import nbytes
+from onegraph.ops.trellis_experts import TrellisExperts, composed
 
 # experts, chosen, hidden, width, gate
 SHAPES = {
@@ -111,6 +115,33 @@ def ops(shape: str, bits: list[int], counts: list[int], peer: bool) -> Iterator[
                            "bytes": int(distinct * size / experts)}  # fmt: skip
 
 
+def trellis(shape: str, bits: list[int], counts: list[int]) -> Iterator[dict[str, Any]]:
+    """Trellis codes: by the kernel, and as calls of the linear's."""
+    experts, top_k, dim, wide, gate = SHAPES[shape]
+    for rate in bits:
+        one: list[Tensor | None] = []
+        for n, k in ((2 * wide, dim), (dim, wide)):
+            size = experts, n // TILE, k * rate
+            one.append(torch.randint(-(2**15), 2**15, size, dtype=torch.int16, device=DEVICE))
+            one.append(torch.ones(experts, k, device=DEVICE))
+            one += [torch.full((experts, n), k**-0.5 / UNIT, device=DEVICE), None]
+        stored = nbytes(*one)
+        layers = [one, *([*map(_clone, one)] for _ in range(min(CALLS, -(-WORKING_SET // stored)) - 1))]
+        for tokens in counts:
+            x = torch.randn(tokens, dim, device=DEVICE, dtype=torch.bfloat16)
+            gains, chosen = torch.full((tokens, top_k), 1 / top_k, device=DEVICE), routes(tokens, experts, top_k)
+            given = [TrellisExperts(x, c, gains, *layers[i % len(layers)], rate, *gate) for i, c in enumerate(chosen)]
+            if trellis_kernels.experts(given[0]) is None:
+                continue
+            distinct = sum(len(set(c.flatten().tolist())) for c in chosen) / len(chosen)
+            row: dict[str, Any] = {"op": "trellis_experts", "shape": shape, "bits": rate, "tokens": tokens}
+            row |= {"distinct": round(distinct, 1), "bytes": int(distinct * stored / experts)}
+            row["us"] = round(timed([partial(trellis_kernels.experts, each) for each in given]), 2)
+            if tokens * top_k <= experts:
+                row["linears_us"] = round(timed([partial(composed, each) for each in given]), 2)
+            yield row
+
+
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
 
@@ -128,7 +159,9 @@ def step(bits: int, batches: list[int], context: int, steps: int) -> Iterator[di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", default=["ops", "bf16", "step"], choices=["ops", "bf16", "step"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["ops", "bf16", "step"], choices=["ops", "bf16", "step", "trellis"]
+    )
     parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--bits", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 4, 16, 64])
@@ -149,6 +182,10 @@ def main() -> None:
         for shape in args.shape:
             for row in ops(shape, args.bits, args.tokens, "bf16" in args.parts):
                 emit(row | {"floor_us": round(row["bytes"] / bandwidth * 1e6, 2)} | about, args.out)
+    if "trellis" in args.parts:
+        for shape in args.shape:
+            for row in trellis(shape, args.bits, args.tokens):
+                emit(row | about, args.out)
     if "step" in args.parts:
         for bits in args.bits:
             for row in step(bits, args.batch, args.context, args.steps):

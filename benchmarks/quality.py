@@ -37,7 +37,7 @@ from onegraph.quant.quantize import quantize
 from onegraph.quant.recipe import Recipe, Tune
 from onegraph.quant.result import Quantized
 from onegraph.quant.resumable import ResumableWork
-from onegraph.quant.sensitivity import Costs, measure, quick
+from onegraph.quant.sensitivity import Costs, base_rate, measure, quick
 
 # The ladder: each rung has the levers of the one before and one more.
 PLAIN: dict[str, Any] = {
@@ -191,20 +191,28 @@ def rungs(name: str, changes: dict[str, Any]) -> list[tuple[str, Recipe]]:
 
 
 class Chooser:
-    """Rates for an average, by what each layer costs on the calibration text: measured once, when first asked."""
+    """Rates for an average, by what each layer costs on the calibration text."""
 
-    def __init__(self, checkpoint: Checkpoint, model: LlamaSource, calibration: Tensor, probed: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model: LlamaSource, calibration: Tensor, probed: int, per_linear: bool
+    ) -> None:
         self.checkpoint, self.model, self.calibration, self.probed = checkpoint, model, calibration, probed
-        self.costs: Costs | None = None
+        self.per_linear = per_linear
+        self.costs: dict[int, Costs] = {}  # by the rate that they are measured at
 
     def recipe(self, recipe: Recipe, bits: float) -> Recipe:
         layers = Layers.of(outline(self.checkpoint), self.checkpoint, Budget(format=recipe.format, bits=bits), {}, {})
-        if self.costs is None:
+        base = base_rate(bits, recipe.format)
+        if base not in self.costs:
             begun = time.time()
             rows = self.probed // self.calibration.shape[1]
-            self.costs = measure(self.model, self.calibration, quick(recipe), layers.free, probed=rows)
-            print(f"costs of {len(self.costs)} parts on {self.probed} tokens: {time.time() - begun:.1f} s", flush=True)
-        found = layers.choose(self.costs, 0)
+            more = {"probed": rows, "per_linear": self.per_linear}
+            self.costs[base] = measure(self.model, self.calibration, quick(recipe, base), layers.free, **more)
+            print(
+                f"costs of {len(self.costs[base])} parts on {self.probed} tokens: {time.time() - begun:.1f} s",
+                flush=True,
+            )
+        found = layers.choose(self.costs[base], 0)
         print(*found.lines, sep="\n")
         return replace(recipe, bits=layers.common(found.rates), layers=found.rates)
 
@@ -228,6 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--set", default="{}", help="JSON of recipe fields to change in every run")
     parser.add_argument("--probed", type=int, default=4096, help="tokens that costs of layers are measured on")
+    parser.add_argument("--per-linear", action="store_true", help="with chosen rates: each linear has its own")
     parser.add_argument("--reuse", action="store_true", help="later runs read Hessians that the first one gathered")
     parser.add_argument("--no-rtn", action="store_true", help="leave round-to-nearest out, the yardstick of ratios")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further run is begun")
@@ -294,13 +303,13 @@ def main() -> None:
     scratch = tempfile.mkdtemp(prefix="onegraph-quality-")
     # Without --reuse each run gathers its own inputs, so that its time counts that
     partial = ResumableWork(scratch, args.model, keep_inputs=args.reuse)
-    chooser = Chooser(checkpoint, model, calibration, args.probed)
+    chooser = Chooser(checkpoint, model, calibration, args.probed, args.per_linear)
     for name, recipe in wanted:
         if time.time() - begun > args.limit:
             print(f"{name}: not begun, {args.limit:.0f} s are over")
             continue
         bits = float(name.partition(":")[0].rpartition("@")[2])
-        if bits != int(bits):
+        if args.per_linear or bits != int(bits):
             recipe = chooser.recipe(recipe, bits)
         if cuda:
             torch.cuda.reset_peak_memory_stats()

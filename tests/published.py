@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import hf_model
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
@@ -204,6 +204,17 @@ def exl3(bits: int, codebook: str, *, old: bool = False) -> Coder:
     return code
 
 
+def padded(coder: Coder) -> Coder:
+    """A layer of any size as exllamav3 has it: with zeros, to multiples of 128."""
+
+    def code(weight: Tensor) -> Coded:
+        n, k = weight.shape
+        made, dense = coder(nn.functional.pad(weight, (0, -k % 128, 0, -n % 128)))
+        return made, dense[:n, :k].contiguous()
+
+    return code
+
+
 def _hadamard(size: int) -> Tensor:
     """Blocks of 128 on the diagonal, float64."""
     block = torch.ones(1, 1, dtype=torch.float64)
@@ -250,13 +261,14 @@ def all_of(coder: Coder) -> dict[str, Coder]:
     return dict.fromkeys((*ATTENTION, *MLP), coder)
 
 
-def exllama(codebook: str, attention: Coder, variant: str = "qwen3") -> Layout:
+def exllama(codebook: str, attention: Coder, variant: str = "qwen3", pads: bool = False) -> Layout:
     coders = (
         dict.fromkeys(ATTENTION, attention) | dict.fromkeys(MLP, exl3(4, codebook)) | {"lm_head": exl3(6, codebook)}
     )
+    coders = {name: padded(coder) for name, coder in coders.items()} if pads else coders
     config = {"quant_method": "exl3", "version": "1.4.1", "bits": 3.5, "head_bits": 6, "codebook": codebook}
     more = {"calibration": {"rows": 250, "cols": 2048}, "out_scales": "auto"}
-    return Layout(coders, config | more, variant=variant, sizes=WHOLE)
+    return Layout(coders, config | more, variant=variant, sizes=ODD if pads else WHOLE)
 
 
 def modelopt(algorithm: str, kept: list[str], **more: Any) -> dict[str, Any]:
@@ -454,6 +466,7 @@ LAYOUTS: dict[str, Layout] = {
         sizes=MOE,
     ),
     "EXL3": exllama("3inst", exl3(8, "3inst", old=True)),
+    "EXL3 padded": exllama("mul1", exl3(5, "mul1"), pads=True),
     "EXL3 mcg": exllama("mcg", exl3(3, "mcg")),
     "EXL3 mul1": exllama("mul1", exl3(1, "mul1"), "qwen2"),
     "NVIDIA Mixtral FP8": Layout(

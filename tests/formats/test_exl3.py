@@ -20,8 +20,9 @@ from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.trellis import BITS
 from onegraph.formats.weight import Part
 from onegraph.models.llama import Llama
+from onegraph.nn.experts import Experts
 from onegraph.ops.weight import weight_ops
-from published import EXL3_PLACES, LAYOUTS, MLP, WHOLE, Layout, change, code, exl3, exl3_values, save
+from published import EXL3_PLACES, LAYOUTS, MLP, WHOLE, Layout, change, code, exl3, exl3_values, padded, save
 from test_weight_format import Held
 
 # SHA-256 of the numbers that exllamav3 1.4.1 decodes `rings` to at 1 to 8 bits: its `dq_dispatch` (exl3_dq.cuh,
@@ -168,16 +169,46 @@ def test_what_does_not_fit_is_named(suffix: str, made: Any, message: str, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-def test_routed_experts_are_refused(tmp_path: Path) -> None:
-    """Gate and up of an expert have scales of their inputs of their own."""
-    layout = Layout(dict.fromkeys(MLP, exl3(1, "mcg")), {"quant_method": "exl3"}, variant="qwen3_moe")
-    save(dataclasses.replace(layout, sizes=WHOLE | {"moe_intermediate_size": 128}), tmp_path / "m")
-    message = r"experts.0.gate_proj and .*up_proj cannot be one layer of exl3 mcg at 1 bit: the parts differ"
+def routed(path: Path) -> Any:
+    """transformers' model of a checkpoint whose experts are in EXL3; gate and up have their own scales of inputs."""
+    layout = Layout(dict.fromkeys(MLP, exl3(4, "mul1")), {"quant_method": "exl3"}, variant="qwen3_moe")
+    return save(dataclasses.replace(layout, sizes=WHOLE | {"moe_intermediate_size": 128}), path)
+
+
+def test_routed_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    hf, row = routed(tmp_path / "m"), torch.arange(3, 20)
+    with Checkpoint.open(tmp_path / "m") as checkpoint, torch.no_grad():
+        llama = Llama.load(checkpoint)
+        gate_up = next(module for module in llama.modules() if isinstance(module, Experts)).gate_up
+        assert gate_up.in_scale.shape[1] == 2
+        assert not torch.equal(gate_up.in_scale[:, 0], gate_up.in_scale[:, 1])
+        got = Decoder(llama, rows=1, max_context=32).feed([row.tolist()])[0]
+        want = hf(row[None]).logits[0]
+    assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_experts_of_two_rates_are_refused(tmp_path: Path) -> None:
+    routed(tmp_path / "m")
+    name = "model.layers.0.mlp.experts.1.up_proj"
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        tiles = checkpoint.info(f"{name}.trellis").shape
+    change(tmp_path / "m", f"{name}.trellis", torch.zeros(*tiles[:2], 32, dtype=torch.int16))
+    message = f"{name} is exl3 mul1 at 2 bits and other experts of its layer are exl3 mul1 at 4 bits"
     with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(CheckpointError, match=message):
         Llama.load(checkpoint)
 
 
-def test_padded_layers_are_refused() -> None:
+def test_a_padded_layer_has_the_tensors_of_the_padded_one() -> None:
     padded = exl3(4, "3inst")(torch.randn(256, 128))[0]["trellis"]
-    with pytest.raises(CheckpointError, match=r"'a.trellis' is padded from 192 x 96 to 256 x 128; padded EXL3 layers"):
-        EXL3[4, "3inst"].expected(Held({"a.trellis": padded}), "a", 192, 96)
+    found = EXL3[4, "3inst"].expected(Held({"a.trellis": padded}), "a", 192, 96, bias=True)
+    assert {name: shape for name, (shape, _) in found.items()} == {
+        "a.trellis": (8, 16, 64), "a.suh": (128,), "a.svh": (256,), "a.bias": (256,),
+    }  # fmt: skip
+
+
+def test_padded_experts_are_refused(tmp_path: Path) -> None:
+    layout = Layout(dict.fromkeys(MLP, padded(exl3(1, "mcg"))), {"quant_method": "exl3"}, variant="qwen3_moe")
+    save(dataclasses.replace(layout, sizes=WHOLE | {"moe_intermediate_size": 96}), tmp_path / "m")
+    message = r"experts.0.gate_proj is padded in the file; padded experts are not read, load another form of it"
+    with Checkpoint.open(tmp_path / "m") as checkpoint, pytest.raises(CheckpointError, match=message):
+        Llama.load(checkpoint)

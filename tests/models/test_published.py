@@ -64,6 +64,7 @@ FORMATS = {
     "compressed-tensors mixed": (FP8[None], NVFP4, MXFP8),
     "compressed-tensors mixed with INT4": (FP8[None], int4(32, torch.float16, symmetric=True), DENSE),
     "EXL3": (EXL3[8, "3inst"], EXL3[4, "3inst"], EXL3[6, "3inst"]),
+    "EXL3 padded": (EXL3[5, "mul1"], EXL3[4, "mul1"], EXL3[6, "mul1"]),
     "EXL3 mcg": (EXL3[3, "mcg"], EXL3[4, "mcg"], EXL3[6, "mcg"]),
     "EXL3 mul1": (EXL3[1, "mul1"], EXL3[4, "mul1"], EXL3[6, "mul1"]),
     "DeepSeek-V3 FP8": (FP8[128, 128], FP8[128, 128], DENSE),
@@ -183,7 +184,8 @@ def test_groups_of_rows_end_with_a_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8", "EXL3 mcg"]
+    "name",
+    ["Qwen3-FP8, bfloat16 scales", "NVIDIA FP8", "NVIDIA MIXED of MXFP8", "Qwen3-MoE FP8", "EXL3 mcg", "EXL3 padded"],
 )
 def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
     save(LAYOUTS[name], tmp_path / "m")

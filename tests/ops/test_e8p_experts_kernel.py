@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SOURCES = (
     "e8p_experts.cu",
     "rotated_common.cuh",
+    "experts_common.cuh",
     "e8p_common.cuh",
     "e8p_codes.cuh",
     "e8p_decode_product.cuh",

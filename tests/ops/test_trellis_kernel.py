@@ -2,6 +2,7 @@
 proves and what it cannot, `test_e8p_portable.py` says."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 import kernel_table
 from h200 import H200
 from on_cpu import host_lines
-from onegraph.ops.cuda import build, trellis, trellis_batch, trellis_dequantize, trellis_portable
+from onegraph.ops.cuda import build, trellis, trellis_batch, trellis_dequantize, trellis_experts, trellis_portable
+from onegraph.ops.trellis_experts import trellis_experts as trellis_experts_op
 from test_e8p_build import SHAPES
 
 HERE = Path(__file__).parent
 SOURCES = (
-    "trellis_portable.cu", "trellis_batch.cu", "trellis_dequantize.cu", "trellis_decode.cuh", "rotated_portable.cuh",
-    "rotated_common.cuh",
+    "trellis_portable.cu", "trellis_batch.cu", "trellis_dequantize.cu", "trellis_experts.cu", "trellis_product.cuh",
+    "trellis_decode.cuh", "rotated_portable.cuh", "rotated_common.cuh", "experts_common.cuh", "routes.cuh",
 )  # fmt: skip
 CARDS = [H200, *(replace(H200, sms=sms, shared=99 << 10, clusters=(sms,) + (0,) * 15) for sms in (20, 82, 128))]
 
@@ -33,6 +35,10 @@ def test_every_case_is_right_in_any_order_of_blocks(tmp_path: Path) -> None:
     shutil.copy(HERE / "nvfp4_on_cpu" / "nvfp4_common.cuh", tmp_path / "cpu.cuh")
     shutil.copy(HERE / "int4_on_cpu" / "nvfp4_common.cuh", tmp_path / "int4.cuh")
     lines = host_lines(own / "host.py", tmp_path)
+    assert sum("experts" in line for line in lines) == len(trellis_experts_op.cases) - 1  # one has no token
+    assert sum("crowded" in line for line in lines) == 3
+    assert sum("apart" in line for line in lines) == 2
+    lines = [line for line in lines if "experts" not in line]
     for kind in ("tokens", "dense"):
         assert {line.split()[0] for line in lines if kind in line} == set("12345678")
         assert {line.split("code ")[1][0] for line in lines if kind in line} == set("0123")
@@ -55,6 +61,47 @@ def test_every_plan_fits_and_covers_its_matrix(device: build.Device) -> None:
                 like = trellis_portable.TrellisTiling.like_most(n, k, bits, tokens, device)
                 assert replace(like, tokens=16, as_bytes=True) == most
                 assert not like.by_bytes
+
+
+MODELS = {"qwen3": (8, 128, 2048, 768), "mixtral": (2, 8, 4096, 14336), "gpt-oss": (4, 32, 2880, 2880)}
+
+
+@pytest.mark.parametrize("device", CARDS, ids=lambda device: f"{device.sms}")
+@pytest.mark.parametrize("model", MODELS)
+def test_experts_have_a_plan_that_fits_and_chunks_for_every_route(model: str, device: build.Device) -> None:
+    top_k, experts, dim, wide = MODELS[model]
+    for tokens in (1, 2, 4, 5, 8, 16, trellis_experts.MAX_PAIRS // top_k):
+        chunk, chunks = (of(tokens, top_k, experts) for of in (trellis_experts.chunk_of, trellis_experts.chunks_of))
+        # All that a token chose one expert, or all tokens the same ones, or nobody shares.
+        for chosen in ([[0] * top_k] * tokens, [list(range(top_k))] * tokens):
+            keys = Counter((expert, row[:i].count(expert)) for row in chosen for i, expert in enumerate(row))
+            assert sum(-(-count // chunk) for count in keys.values()) <= chunks
+        assert min(tokens * top_k, experts) <= chunks
+        for bits in (2, 4, 7):
+            for n, k in ((2 * wide, dim), (dim, wide)):
+                busy = min(chunks, max(tokens * top_k // chunk, experts))
+                plan = trellis_experts.tiling(n, k, bits, chunk, chunks, busy, device)
+                assert plan is not None, (tokens, bits, n, k)
+                assert plan.turns
+                assert plan.tokens == chunk
+                assert plan.shared(bits) + (trellis_experts.ROUTES if chunk > 1 else 0) <= build.PORTABLE_SHARED
+                assert plan.whole or chunks * -(-n // 128) <= trellis_experts.ARRIVED.size
+                assert plan.most(n) * plan.strips >= n // 16
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 8])
+@pytest.mark.parametrize(("bits", "code"), [(2, 0), (4, 0), (7, 0), (4, 2)])
+def test_no_expert_kernel_spills(bits: int, code: int, chunk: int) -> None:
+    for source, n, k in ((0, 1536, 2048), (1, 2048, 768)):
+        plan = trellis_experts.tiling(n, k, bits, chunk, 32, 32, CARDS[2])
+        assert plan is not None
+        made = plan.defines(n, k, bits, False, (False, False, False, False, True))
+        found = kernel_table.usage(
+            trellis_experts.KERNELS, (8, 6), made | {"CODE": code, "SOURCE": source, "HALVES": 1, "GELU": 0}
+        )
+        assert found.spilled == 0
+        assert found.shared <= trellis_experts.ROUTES
+        assert found.registers * 32 * plan.warps <= 65536
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fuzz import tiny
 from fuzz.run import invoke
@@ -16,11 +17,14 @@ from onegraph.api import measured
 from onegraph.api import quantize as api
 from onegraph.api.budget import AVERAGE
 from onegraph.quant import allocate
-from onegraph.quant.allocate import Knapsack, Option
+from onegraph.quant.activation_offload import ActivationOffload
+from onegraph.quant.allocate import ERRORS, Knapsack, Option
+from onegraph.quant.layer import dequantize
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
-from onegraph.quant.sensitivity import measure, quick
-from test_quant import VOCAB, Tiny, divergence
+from onegraph.quant.result import Quantized
+from onegraph.quant.sensitivity import NODES, Cost, measure, quick
+from test_quant import VOCAB, Tiny
 
 TEXT = "the thing in the inn, and a hat. " * 200
 SMALL: dict[str, Any] = {"calibration": TEXT, "tokens": 512, "sequence": 64, "recipe": "quick", "device": "cpu"}
@@ -53,22 +57,85 @@ def test_no_other_choice_within_a_budget_loses_less(steps: int, monkeypatch: pyt
         whole.within(whole.floor - 1)
 
 
-def test_the_cost_of_a_part_is_the_kl_of_the_model_with_that_part_alone_rounded() -> None:
+class Scaled(Tiny):
+    """`Tiny` whose errors have another size: t times what rounding made of each weight."""
+
+    def __init__(self, made: Quantized, sizes: dict[str, float]) -> None:
+        super().__init__()
+        for i, block in enumerate(self.blocks):
+            for name, module in (each for group in self.linear_groups(block) for each in group):
+                full = self.block_prefix(i) + name
+                if full in made.layers:
+                    rounded = dequantize(dict(made.layers[full]), made.config.bits_of(full))
+                    module.weight.lerp_(rounded, sizes.get(full, sizes[""]))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).double()
+
+
+def test_the_slope_of_a_part_is_what_kl_gains_with_its_errors_beside_those_of_all(tmp_path: Path) -> None:
+    plain, tokens = Tiny(), torch.randint(0, VOCAB, (12, 32), generator=torch.Generator().manual_seed(1))
+    names = [plain.block_prefix(i) + name for i in range(2) for name in plain.shapes(i)]
+    recipe, probe = quick(Recipe(bits=4, descent=2), 3), tokens[:3]
+    kept = "blocks.0.o"
+    costs = measure(plain, tokens, recipe, {name: name != kept for name in names}, probed=3)
+    on_disk = ActivationOffload(tmp_path / "spilled", 0)
+    assert costs == measure(plain, tokens, recipe, {name: name != kept for name in names}, probed=3, spill=on_disk)
+    made = quantize_blocks(plain, tokens, Recipe(**recipe.to_dict() | {"layers": {kept: 16}}))
+    want = Scaled(made, {"": 0.0}).logits(probe).log_softmax(-1)
+
+    def kl(sizes: dict[str, float]) -> float:
+        got = Scaled(made, sizes).logits(probe).log_softmax(-1)
+        return (want.exp() * (want - got)).sum(-1).mean().item()
+
+    for parts, cost in costs.items():
+        for t, slope in zip(NODES, cost.slopes, strict=True):
+            above, below = (kl({"": t} | dict.fromkeys(parts, t + step)) for step in (1e-2, -1e-2))
+            # residual streams lie in bfloat16
+            assert slope == pytest.approx((above - below) / 2e-2, rel=0.02, abs=2e-5), (parts, t)
+    # Shares add up to the whole.
+    assert sum(cost.loss(cost.error) for cost in costs.values()) == pytest.approx(kl({"": 1.0}), rel=0.02)
+
+
+def test_losses_fall_with_the_rate_whatever_the_slopes() -> None:
+    errors = [ERRORS["trellis"][rate] for rate in range(8, 1, -1)]
+    for slopes in ((1.0, 2.0), (1.0, 0.5), (0.3, -0.1), (-0.1, 0.4), (0.0, 0.0)):
+        losses = [Cost(ERRORS["trellis"][3], slopes).loss(error) for error in errors]
+        assert losses == sorted(losses)
+        assert losses[0] >= 0
+    quadratic = Cost(0.0175, (0.5, 1.0))
+    for error in errors:
+        assert quadratic.loss(error) == pytest.approx(0.5 * error / 0.0175)
+
+
+def test_parts_and_ends_have_costs() -> None:
     tiny_model, tokens = Tiny(), torch.randint(0, VOCAB, (12, 32), generator=torch.Generator().manual_seed(1))
     names = [tiny_model.block_prefix(i) + name for i in range(2) for name in tiny_model.shapes(i)]
     ends = {"lm_head": True, "model.embed_tokens": True}
-    recipe = quick(Recipe(bits=4, descent=2))
     free = {name: name != "blocks.0.o" for name in names} | ends
-    costs = measure(tiny_model, tokens, recipe, free, probed=3, outer=tiny_model.outer)
+    costs = measure(tiny_model, tokens, quick(Recipe(bits=4), 2), free, probed=3, outer=tiny_model.outer)
     parts = {names for names in costs if names[0].startswith("blocks")}
     assert parts == {(f"blocks.{i}.{n}",) for i in range(2) for n in ("o", "up", "down")} - {("blocks.0.o",)} | {
         ("blocks.0.k", "blocks.0.v"), ("blocks.1.k", "blocks.1.v")
     }  # fmt: skip
-    for part in [("blocks.0.k", "blocks.0.v"), ("blocks.1.down",)]:
-        others = dict.fromkeys((name for name in names if name not in part), 16)
-        alone = quantize_blocks(tiny_model, tokens, Recipe(**recipe.to_dict() | {"layers": others}))
-        assert costs[part] == pytest.approx(divergence(tiny_model, alone, tokens[:3]), rel=1e-3)
-    assert costs["lm_head",] > 0 < costs["model.embed_tokens",]
+    error = ERRORS["e8p"][2]
+    assert costs["lm_head",].loss(error) > 0 < costs["model.embed_tokens",].loss(error)
+    # With the head alone: what the model loses with it.
+    alone = measure(tiny_model, tokens, quick(Recipe(bits=4), 4), {"lm_head": True}, probed=3, outer=tiny_model.outer)
+    assert list(alone) == [("lm_head",)]
+    made = quantize_blocks(
+        tiny_model, tokens, Recipe(descent=0, inputs="reference", lm_head=4, layers={"*": 16}), outer=tiny_model.outer
+    )
+    hidden = tiny_model.embed(tokens[:3])
+    for block in tiny_model.blocks:
+        hidden = block(hidden)
+    want = tiny_model.head(hidden).log_softmax(-1)
+    got = tiny_model.head(hidden, dequantize(dict(made.layers["lm_head"]), 4)).log_softmax(-1)
+    lost = (want.exp() * (want - got)).sum(-1).mean().item()
+    assert alone["lm_head",].loss(ERRORS["e8p"][4]) == pytest.approx(lost, rel=0.02)
 
 
 # -------------------------------------------------------------------------------------------------------- commands
@@ -126,6 +193,17 @@ def test_a_size_is_met_with_both_ends_in_it(model: Path, tmp_path: Path, more: d
     lower = f"ask for that, or for lower rates of {above}$" if above else "ask for that; all that can be"
     with pytest.raises(ValueError, match=rf"size: got 1\.0 kB; this model takes .* at the least: {lower}"):
         plan(model, size=1000, **SMALL | more)
+
+
+def test_each_linear_may_have_its_rate(model: Path, tmp_path: Path) -> None:
+    made = quantize(model, tmp_path / "out", bits=3, per_linear=True, **SMALL)
+    assert 2.9 < average(made.config) <= 3
+    names = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkv"]
+    assert len({made.config["layers"].get(name, made.config["bits"]) for name in names}) > 1
+    costs = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]["costs"]
+    assert set(names) <= set(costs), "no two of them are one part"
+    with pytest.raises(ValueError, match="per_linear: got True, and nvfp4 has one rate"):
+        plan(model, format="nvfp4", per_linear=True)
 
 
 def test_a_trellis_has_rates_up_to_8(model: Path, tmp_path: Path) -> None:

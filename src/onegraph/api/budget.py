@@ -14,7 +14,7 @@ from onegraph.formats.quantization import OWN
 from onegraph.formats.rotated import KEEP, fits
 from onegraph.quant.allocate import ERRORS, Allocation, Knapsack, Option, plot
 from onegraph.quant.result import EMBED, HEAD
-from onegraph.quant.sensitivity import LOWEST, Costs, Parts
+from onegraph.quant.sensitivity import LOWEST, Cost, Costs, Parts
 
 if TYPE_CHECKING:
     from onegraph.api.outline import Outline
@@ -31,13 +31,15 @@ class Budget:
             ends whose rate is chosen too. A tied end is one matrix, also where rounding makes it two.
         size: bytes of all tensors.
 
-    ends: of "model.embed_tokens" and "lm_head" those whose rate is to be chosen as well.
+    ends: of "model.embed_tokens" and "lm_head" those whose rate is to be chosen as well. per_linear: linears that share
+    an input may have different rates.
     """
 
     format: str = "e8p"
     bits: float | None = None
     size: int | None = None
     ends: frozenset[str] = frozenset()
+    per_linear: bool = False
 
     def __str__(self) -> str:
         return f"{self.bits:g} bits on average" if self.size is None else f"at most {human_bytes(self.size)}"
@@ -114,8 +116,12 @@ class Layers:
             alone = [(prefix + name,) for name, shape in names.items() if len(shape) != 3]
             for parts in (*alone, *pairs):
                 if not any(name in self.fixed for name in parts):
-                    costs[parts] = float(sum(math.prod(self.found.shapes[name]) for name in parts))
-        return costs | {(end,): float(self._weights(end)) for end, rate in self.ends.items() if rate is None}
+                    costs[parts] = self._alike(sum(math.prod(self.found.shapes[name]) for name in parts))
+        return costs | {(end,): self._alike(self._weights(end)) for end, rate in self.ends.items() if rate is None}
+
+    def _alike(self, weights: int) -> Cost:
+        """Of a part with so many weights."""
+        return Cost(ERRORS[self.budget.format][LOWEST], (0.5 * weights, 1.0 * weights))
 
     def choose(self, costs: Costs, rest: int) -> Chosen:
         """The rates of the parts of `costs` within the budget.
@@ -182,23 +188,23 @@ class Layers:
             return [*parts, list(self._end_options(ends))]
         return parts + [list(self._end_options({end: cost})) for end, cost in ends.items()]
 
-    def _options(self, names: Parts, cost: float) -> list[Option]:
+    def _options(self, names: Parts, cost: Cost) -> list[Option]:
         return [
             Option(
                 dict.fromkeys(names, rate),
                 sum(self._bits(name, rate) for name in names),
-                cost * self._error(rate),
+                cost.loss(ERRORS[self.budget.format][rate]),
             )
             for rate in self._rates
         ]
 
-    def _end_options(self, costs: Mapping[str, float]) -> Iterator[Option]:
+    def _end_options(self, costs: Mapping[str, Cost]) -> Iterator[Option]:
         """Of one end, or of both where they are tied: kept together they are one matrix."""
         ends = [end for end in ENDS if end in costs or (self.tied and self.ends[end] is not None)]
         allowed = [(*self._rates, KEEP) if end in costs else (self.ends[end] or KEEP,) for end in ends]
         for rates in product(*allowed):
             chosen = dict(zip(ends, rates, strict=True))
-            loss = sum(cost * self._error(chosen[end]) for end, cost in costs.items())
+            loss = sum(cost.loss(ERRORS[self.budget.format][chosen[end]]) for end, cost in costs.items())
             counted = [end for end in ends if end in costs or self.budget.size is not None]
             if self.tied and set(rates) == {KEEP}:
                 counted = counted[:1]
@@ -208,13 +214,8 @@ class Layers:
 
     @property
     def _rates(self) -> list[int]:
-        """Rates to choose from: what costs are measured at, and above."""
+        """Rates to choose from."""
         return [rate for rate in OWN[self.budget.format].formats if rate >= LOWEST]
-
-    def _error(self, rate: int) -> float:
-        """Of a rate, relative to the one that costs are measured at."""
-        errors = ERRORS[self.budget.format]
-        return errors[rate] / errors[LOWEST]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name not in ENDS:

@@ -21,7 +21,7 @@ from onegraph.quant.result import EMBED, HEAD
 
 RECIPES = {"cpu": "quick", "cuda": "good"}  # where none is asked for
 TOKENS = {"quick": 24_576, "good": 196_608, "best": 196_608}  # of calibration: all of the corpus
-PROBED = {"cpu": 1024, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
+PROBED = {"cpu": 2048, "cuda": 4096}  # tokens that a layer's cost is measured on, where rates are chosen
 
 AUTO = "auto"  # a format that is chosen by what the others would lose and take (`api/auto.py`)
 PREFER = ("quality", "speed")
@@ -116,6 +116,7 @@ def _choose(
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
+    per_linear: bool = False,
     seed: int = 0,
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
@@ -130,6 +131,7 @@ def _choose(
     require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
     check(calibration)
     require_flag("self_generate", self_generate, none="False")
+    require_flag("per_linear", per_linear)
     require("expert_prior", expert_prior, expert_prior is None or is_number(expert_prior), "a number, or None")
     require("seed", seed, is_index(seed), "a whole number")
     fine = activation_memory is None or (is_index(activation_memory) and activation_memory >= 0)
@@ -156,7 +158,9 @@ def _choose(
     if bits is not None and size is not None:
         raise ValueError(f"bits and size: got {bits!r} and {size!r}, which are two budgets; give one of them")
     bits = 4 if bits is None else bits
-    budget = _budget(format, bits, size, coded, {HEAD: lm_head, EMBED: embed_tokens})
+    if per_linear and format == "nvfp4":
+        raise ValueError("per_linear: got True, and nvfp4 has one rate; leave it out")
+    budget = _budget(format, bits, size, coded, {HEAD: lm_head, EMBED: embed_tokens}, per_linear)
     recipe_options: dict[str, Any] = {"format": format} if format in OWN else {}
     recipe_options |= {"bits": bits if budget is None else int(bits), "seed": seed}
     recipe_options |= {"lm_head": _kept(lm_head), "embed_tokens": _kept(embed_tokens)}
@@ -177,19 +181,21 @@ def _choose(
 
 
 def _budget(
-    format: str, bits: float, size: int | None, rates: tuple[int, ...], ends: Mapping[str, End]
+    format: str, bits: float, size: int | None, rates: tuple[int, ...], ends: Mapping[str, End], per_linear: bool
 ) -> Budget | None:
-    """What rates are to be chosen within; None where `bits` is a rate. Of a size both ends are part, unless the user
-    has set their rates."""
+    """What rates are to be chosen within; None where `bits` is the rate of all. Of a size both ends are part, unless
+    the user has set their rates."""
     low, high = rates[0], rates[-1]
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not (math.isfinite(bits) and low <= bits <= high):
         raise ValueError(f"bits: got {bits!r}; allowed is a number from {low} to {high}")
     auto = frozenset(end for end, rate in ends.items() if rate == "auto")
     if size is None:
-        return Budget(format=format, bits=bits, ends=auto) if auto or bits != int(bits) else None
+        chosen = auto or per_linear or bits != int(bits)
+        return Budget(format=format, bits=bits, ends=auto, per_linear=per_linear) if chosen else None
     if type(size) is not int or size < 1:
         raise ValueError(f"size: got {size!r}; it is a number of bytes")
-    return Budget(format=format, size=size, ends=auto | {end for end, rate in ends.items() if rate is None})
+    ends_too = auto | {end for end, rate in ends.items() if rate is None}
+    return Budget(format=format, size=size, ends=ends_too, per_linear=per_linear)
 
 
 def _kept(rate: End) -> int | None:

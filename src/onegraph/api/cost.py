@@ -24,6 +24,7 @@ from onegraph.quant.layer import quantize_group
 from onegraph.quant.nvfp4 import quantize_weight
 from onegraph.quant.precision import tensor_cores
 from onegraph.quant.recipe import Recipe
+from onegraph.quant.sensitivity import NODES
 
 # A GPU's rounding waits for launches, at any rate: seconds for each step of eight columns, and where it is under two
 # factors for each wave and each vector of eight weights in it (H200). A CPU's encoder is probed as it will run.
@@ -45,7 +46,7 @@ class Work:
         block: weights of a block, of `blocks`. tokens: of calibration, in rows of `sequence`; sampled: by the model
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
-        parts: whose cost is measured before, alone and at 2 bits, on `probed` tokens.
+        parts: whose cost is measured before, on `probed` tokens.
         written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
@@ -229,12 +230,13 @@ def _rounding(bits: int, rate: float, recipe_options: Recipe, device: torch.devi
 
 
 def _measuring(work: Work, rate: float, device: torch.device, probe: float) -> float:
-    """Hessians of the unquantized model, one quick pass of rounding at 2 bits, and for each part half of the blocks and
-    the head, which all parts' streams go through."""
-    each = 2.0 * work.probed * (work.block * work.blocks / 2 + work.vocab * work.hidden)
+    """Hessians of the unquantized model, one quick pass of rounding, and what `sensitivity.measure` takes the probed
+    tokens through: the model as it is, and for each size of errors forward, and forward and backward again."""
+    passes = 1 + 4 * len(NODES)
+    gradients = 2.0 * work.probed * passes * (work.block * work.blocks + work.vocab * work.hidden)
     rounded = [(n, k, 2) for n, k, _ in (*work.groups, *work.experts)]
     once = replace(work, groups=rounded, experts=(), parts=0, sampled=False)
-    return work.parts * each / rate + _seconds(once, Recipe.preset("quick"), device, probe)
+    return gradients / rate + _seconds(once, Recipe.preset("quick"), device, probe)
 
 
 def _normal(rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -257,8 +259,9 @@ def _timed(run: Callable[[], object], device: torch.device, probe: float) -> flo
 
 
 def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
-    """Embedding, one block (two beside an unquantized one), the text's residual streams as far as they may lie in
-    memory, and the larger one of what gathering and rounding hold besides; on a CPU also a file of the result."""
+    """Embedding, one block (two beside an unquantized one, four where costs are measured), the text's residual streams
+    as far as they may lie in memory, and the larger one of what gathering and rounding hold besides; on a CPU also a
+    file of the result."""
     batch = min(recipe_options.batch_tokens, work.tokens)
     both = 2 if recipe_options.correct else 1
     squares = [k * k for _, k, _ in work.groups[:4]] or [0]
@@ -273,12 +276,13 @@ def _memory(work: Work, recipe_options: Recipe, device: torch.device) -> int:
     if work.experts:  # inputs of an expert that all tokens chose, and of the shared ones, before and after gate-up
         widest = max(k for _, k, _ in work.experts) + max(n for n, _, _ in work.experts)
         rounding += 4 * both * widest * (work.tokens + min(work.tokens, SHARED_ROWS)) + work.block // 2
-    if recipe_options.fisher:  # a block's activations with what its backward passes read, and sums of its factors
+    if recipe_options.fisher or work.parts:  # a block's activations with what backward passes read, sums of its factors
         scores = 3 * work.hidden // 64 * work.sequence
         at_once = min(work.tokens, max(batch_tokens(device, work.hidden), work.sequence))
         graph = 4 * at_once * (8 * work.inner + 16 * work.hidden + scores)
         gathering = max(gathering, graph + 4 * sum(work.squares) // max(work.blocks, 1) + 4 * most)
     kept = 2 if recipe_options.correct or recipe_options.tune else 1
+    kept = max(kept, 4 if work.parts else 1)  # with its twin, the difference and its gradient
     base = 4 * work.vocab * work.hidden + 4 * work.block * kept + work.streams - work.spilled
     if work.spilled:  # batches on their way from and to the disk
         base += 4 * 4 * batch * work.hidden

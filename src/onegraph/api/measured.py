@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,10 +12,11 @@ from onegraph.api import Progress
 from onegraph.api.choices import Choices
 from onegraph.api.plan import budget_layers
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.rotated import KEEP
 from onegraph.quant.activation_offload import ActivationOffload
 from onegraph.quant.calibrate import QuantizableModel
 from onegraph.quant.resumable import SPILLED, ResumableWork, key_of
-from onegraph.quant.sensitivity import Costs, measure, quick
+from onegraph.quant.sensitivity import LOWEST, Cost, Costs, base_rate, measure, quick
 
 
 def measured(
@@ -26,16 +27,23 @@ def measured(
     outer: Callable[[str], torch.Tensor],
     partial: ResumableWork,
     say: Progress,
+    rates: Mapping[str, int],
 ) -> Costs:
-    """KL of each part whose rate the budget of `choices` leaves open, alone at the lowest rate; rows: int [N, T] of
-    calibration text. From `partial` where an earlier job measured the same."""
-    free, probed = budget_layers(checkpoint, choices).free, max(1, choices.probed // rows.shape[1])
-    recipe = quick(choices.recipe_options)
-    key = key_of(rows, probed, sorted(free.items()), recipe.to_dict())
+    """The cost of each part whose rate the budget of `choices` leaves open; rows: int [N, T] of calibration text;
+    rates: those that the budget buys where all weights matter alike. From `partial` where an earlier job measured the
+    same."""
+    layers, probed = budget_layers(checkpoint, choices), max(1, choices.probed // rows.shape[1])
+    free = layers.free
+    average = layers.budget.bits or layers.common(
+        {name: rates[name] for name in layers.found.shapes if rates.get(name, KEEP) != KEEP}
+    )
+    recipe = quick(choices.recipe_options, base_rate(average or LOWEST, choices.format))
+    key = key_of(rows, probed, sorted(free.items()), recipe.to_dict(), layers.budget.per_linear)
     kept = partial.load("costs", key)
     if kept is not None:
-        return {tuple(names.split(" ")): cost.item() for names, cost in kept.items()}
-    say("measuring", 0, model.num_blocks)
+        found = {tuple(names.split(" ")): cost.tolist() for names, cost in kept.items()}
+        return {parts: Cost(error, (near, far)) for parts, (error, near, far) in found.items()}
+    say("measuring", 0, 2 * model.num_blocks)
     costs = measure(
         model,
         rows,
@@ -43,10 +51,11 @@ def measured(
         free,
         probed=probed,
         outer=outer,
+        per_linear=layers.budget.per_linear,
         progress=lambda done, total: say("measuring", done, total),
         spill=ActivationOffload(partial.path / SPILLED, choices.held),
     )
-    partial.save("costs", key, {" ".join(names): torch.tensor(cost).double() for names, cost in costs.items()})
+    partial.save("costs", key, {" ".join(names): cost.numbers for names, cost in costs.items()})
     return costs
 
 

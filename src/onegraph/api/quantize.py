@@ -55,7 +55,7 @@ class Quantization:
     """What `quantize` made. `source` is the path, or org/name@commit of the hub; sizes are of the checkpoints on disk;
     `config` is the quantization_config that was written; `recipe`, `seed` and `calibration_tokens` are None for a
     format that is not calibrated. `bits` is the rate, or the average of rates that were chosen; `curve` then the KL
-    (nats per token, what layers cost alone added up) that other averages would have. `left` are the layers that stay as
+    (nats per token, what layers cost added up) that other averages would have. `left` are the layers that stay as
     they were, and why; `experts` the calibration tokens that chose each expert, by layer."""
 
     source: str
@@ -94,6 +94,7 @@ def quantize(
     embed_tokens: End = None,
     experts: int | None = None,
     expert_prior: float | None = None,
+    per_linear: bool = False,
     seed: int = 0,
     activation_memory: int | None = None,
     device: str | torch.device = "auto",
@@ -131,6 +132,8 @@ def quantize(
             only transformers runs.
         experts: bits of routed experts, 16 keeps them; None is `bits`, but experts published in MXFP4 (gpt-oss) stay.
         expert_prior: see `quant/experts.py`; None for the recipe's.
+        per_linear: choose a rate for each linear, with `bits` as the average or within `size`, also where linears share
+            an input: less loss at the same size, more launches per step.
         seed: the same seed gives the same bytes.
         activation_memory: bytes of activations in memory, the rest goes to disk; None: an eighth of free memory.
         device: "cpu", "cuda", "cuda:N", or "auto" for the GPU if there is one.
@@ -160,6 +163,7 @@ def quantize(
         embed_tokens=embed_tokens,
         experts=experts,
         expert_prior=expert_prior,
+        per_linear=per_linear,
         seed=seed,
         activation_memory=activation_memory,
         device=device,
@@ -267,14 +271,14 @@ class _Run:
         told: dict[str, Any] = {}
         curve: list[tuple[float, float]] = []
         if choices.budget is not None:
-            costs = measured(checkpoint, choices, model, rows, outer, partial, self.say)
+            costs = measured(checkpoint, choices, model, rows, outer, partial, self.say, found.rates)
             asked = {"bits": choices.budget.bits, "size": choices.budget.size}
             found, choices, chosen = allotted(checkpoint, found.source, choices, costs)
             for line in chosen.lines:
                 self.tell(line)
             self.tell(f"quantizing {found}")
-            alone = {" ".join(parts): round(cost, 6) for parts, cost in costs.items()}
-            told, curve = {"allocation": asked | {"costs": alone}}, chosen.curve
+            shares = {" ".join(parts): round(cost.loss(cost.error), 6) for parts, cost in costs.items()}
+            told, curve = {"allocation": asked | {"costs": shares}}, chosen.curve
         for line in found.notes:
             self.tell(line)
         recipe = replace(choices.recipe_options, layers=found.rates)

@@ -44,8 +44,9 @@ last match wins.
 
 --bits takes any number from 2 to 4 (--format trellis: 2 to 8); --size limits the bytes of all tensors. Then the cost of
 rounding each layer is measured as KL of the whole model, and each layer gets one of the format's rates at the least
-total cost; linears that share an input get one rate. A plot shows the cost of other averages. --size also chooses the
-rates of head and embedding, as 'auto' does with --bits; 16 keeps them. --layer fixes a rate.
+total cost; linears that share an input get one rate unless --per-linear is given. A plot shows the cost of other
+averages. --size also chooses the rates of head and embedding, as 'auto' does with --bits; 16 keeps them. --layer fixes
+a rate.
 
 Models of onegraph's own decoder (docs/reference/models.md) need nothing else. Other causal language models are
 quantized through transformers, if it is installed, and run in transformers only. Routed experts are quantized with the
@@ -108,6 +109,11 @@ def add_parser(commands: Any) -> None:
     )
     amount.add_argument(
         "--size", type=byte_count, metavar="SIZE", help="maximum size of all tensors, e.g. 3.2GB, with automatic rates"
+    )
+    parser.add_argument(
+        "--per-linear",
+        action="store_true",
+        help="choose a rate for each linear, also where linears share an input: less loss at equal size, more launches",
     )
     parser.add_argument(
         "--layer",
@@ -280,6 +286,7 @@ def run(args: argparse.Namespace) -> int:
         "lm_head": args.lm_head,
         "embed_tokens": args.embed_tokens,
         "experts": args.experts,
+        "per_linear": args.per_linear,
         "activation_memory": None if args.activation_memory is None else args.activation_memory * 10**6,
         "seed": args.seed,
         "device": pick_device(args.device),

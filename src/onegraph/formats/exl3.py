@@ -19,13 +19,14 @@ and inputs of the tile run backwards. Output i is then 15 - i, which is i with f
 that flips the signs of each row whose number has an odd count of those bits. So loading reverses words and flips signs
 of scales; the codes keep their K bits, and nothing is rounded.
 
-exllamav3 pads n and k to multiples of 128. Padded layers are refused.
+exllamav3 pads n and k with zeros to multiples of 128, the bias too. Padded linears are decoded at load and cut
+(`Loader`); padded experts are refused.
 
 Sources, read November 2026: exllamav3 1.4.1 modules/quant/exl3.py, modules/quant/exl3_lib/quantize.py,
 exllamav3_ext/quant/codebook.cuh, pack.cu and reconstruct.cu, conversion/compile.py.
 """
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,15 +91,15 @@ class EXL3Format(TrellisFormat):
     def names(self, file: Container[str], layer: str) -> dict[str, str]:
         return {key: name for key, (name, _) in self._fields(file, layer).items()}
 
+    def stored_size(self, file: File, layer: str, n: int, k: int) -> tuple[int, int]:
+        """exllamav3 pads both with zeros to multiples of 128."""
+        name, tiles = self._fields(file, layer)["codes"]
+        padded = -(-n // MAX_BLOCK) * MAX_BLOCK, -(-k // MAX_BLOCK) * MAX_BLOCK
+        return padded if name in file and tuple(file.info(name).shape) == tiles.shape(*padded) else (n, k)
+
     def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
         fields = self._fields(file, layer)
-        name, tiles = fields["codes"]
-        padded = tuple(-(-size // MAX_BLOCK) * MAX_BLOCK for size in (n, k))
-        if padded != (n, k) and name in file and tuple(file.info(name).shape) == tiles.shape(*padded):
-            raise CheckpointError(
-                f"tensor {quote(name)} is padded from {n} x {k} to {padded[0]} x {padded[1]}; padded EXL3 layers are "
-                "not read, take a model whose sizes are multiples of 128"
-            )
+        n, k = self.stored_size(file, layer, n, k)
         self.check_size(n, k)
         found: Expected = {name: (field.shape(n, k), field.allowed) for name, field in fields.values()}
         return found | ({f"{layer}.bias": ((n,), FLOATS)} if bias else {})
@@ -116,6 +117,24 @@ class EXL3Format(TrellisFormat):
         words = found["codes"].transpose(0, 1).contiguous().view(torch.int32).flip(-1)
         scales = {key: _scale(found[key]) for key in ("in_scale", "out_scale")}
         return {"codes": words.view(torch.int16).flatten(1), **scales}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Of `paired` experts in_scale is [E, 2, k]."""
+        codes, in_scale = tensors.get("codes"), tensors.get("in_scale")
+        if codes is not None and in_scale is not None and in_scale.dim() == codes.dim() == 3 and in_scale.shape[1] == 2:
+            tensors = {**tensors, "in_scale": in_scale[:, 0]}
+        return super().check(tensors)
+
+    def paired(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+        """exllamav3 scales the inputs of gate and of up each for itself."""
+        if len(parts) != 2 or len(parts[0]["out_scale"]) != len(parts[1]["out_scale"]):
+            return None
+        return {
+            key: torch.stack([part[key] for part in parts])
+            if key == "in_scale"
+            else torch.cat([part[key] for part in parts])
+            for key in self.fields
+        }
 
     def fill(self, stored: Mapping[str, Tensor], k: int, generator: torch.Generator) -> None:
         WeightFormat.fill(self, stored, k, generator)

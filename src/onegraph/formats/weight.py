@@ -142,6 +142,10 @@ class WeightFormat:
         """Field of `stored` -> name of its tensor in the file."""
         return {suffix: f"{layer}.{suffix}" for suffix in self.stored}
 
+    def stored_size(self, file: File, layer: str, n: int, k: int) -> tuple[int, int]:
+        """Outputs and inputs that the file has of a layer of n x k: more where it is padded."""
+        return n, k
+
     def expected(self, file: File, layer: str, n: int, k: int, bias: bool = False) -> Expected:
         """The tensors of `layer` that must be in the file. Raises ValueError where n x k cannot be stored."""
         self.check_size(n, k)
@@ -270,6 +274,10 @@ class WeightFormat:
             key: torch.cat([part[key] for part in parts], dim=field.row_dim) if field.rows else parts[0][key]
             for key, field in self.fields.items()
         }
+
+    def paired(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensors | None:
+        """Gate and up of an expert as one matrix where `join` makes none of them; None where ops have no such form."""
+        return None
 
 
 class Quantization(Protocol):

@@ -76,6 +76,10 @@ def read_experts(
                 f"{layer} is {loader.format_of(layer)} and other experts of its layer are {format}; they must be of "
                 "one kind"
             )
+        if loader.is_padded(layer):
+            raise CheckpointError(
+                f"{layer} is padded in the file; padded experts are not read, load another form of it"
+            )
     rows, columns = _parts(loader, gate_up[0][0], share)
     front, behind = last or (None, None)
     return Experts(
@@ -177,7 +181,7 @@ def _stacked(
 
 
 def _joined(format: WeightFormat, name: str, parts: Sequence[Tensors]) -> Tensors:
-    one = format.join(parts)
+    one = format.join(parts) or format.paired(parts)
     if one is None:
         raise CheckpointError(
             f"{name} cannot be one layer of {format}: the parts differ in what its rows share, or one ends within a "

@@ -28,7 +28,7 @@ from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
 from onegraph.models.stream import Stream
 from onegraph.nn.embedding import Embedding
-from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, PackedLinear, join
+from onegraph.nn.linear import ConcatLinear, GroupedLinear, Linear, PackedLinear, dense, join
 from onegraph.nn.lora import Adapters, LoraLinear
 from onegraph.ops.cpu.packed import packs
 from onegraph.ops.weight import weight_ops
@@ -173,7 +173,7 @@ class Loader:
             wide = torch.promote_types(info.dtype, self.dtype) if info.dtype in FLOATS else info.dtype
             found[name] = info.nbytes // info.dtype.itemsize * wide.itemsize
         for layer, (n, k, bias) in self.layers().items():
-            format = DENSE if layer in self.decoded else self.format_of(layer)
+            format = DENSE if layer in self.decoded or self.is_padded(layer) else self.format_of(layer)
             found[layer] = format.device_bytes(n, k, self.dtype, bias)
         for name, (experts, n, k, _, bias) in self.parts.stacks.items():
             format = self.stack(name)[0]
@@ -200,7 +200,7 @@ class Loader:
         found = []
         for layer, (n, k, _) in self.layers().items():
             format = self.format_of(layer)
-            if layer in self.parts.linears and format.coded:
+            if layer in self.parts.linears and format.coded and not self.is_padded(layer):
                 reads = weight_ops(format).reads
                 if reads is not None and not reads(format, n, k, self.dtype, index):
                     found.append(layer)
@@ -273,7 +273,8 @@ class Loader:
         return self.tensor(name, device, torch.float32)
 
     def weight(self, layer: str, device: torch.device, part: Part = WHOLE) -> tuple[WeightFormat, Tensors]:
-        """The tensors of a layer, or of a part of it, in its format. Raises ValueError where the part is no layer."""
+        """The tensors of a layer, or of a part of it, in its format; of a padded one those of the file. Raises
+        ValueError where the part is no layer."""
         format = self.format_of(layer)
         if part != WHOLE:
             n, k, _ = self.layers()[layer]
@@ -285,6 +286,11 @@ class Loader:
             self.require(zero, lambda: f"{spare} is not zero, and config.json gives {layer} no bias")
         format.check_dtype(layer, tensors, self.dtype, self.require)
         return format, tensors
+
+    def is_padded(self, layer: str) -> bool:
+        """Whether the file has more outputs or inputs of a linear than the model."""
+        n, k, _ = self.parts.linears.get(layer, (0, 0, False))
+        return self.format_of(layer).stored_size(self, layer, n, k) != (n, k)
 
     def forget(self) -> None:
         """A layer is done: drops the maps of the files read so far, whose pages count as this process's memory. Raises
@@ -363,6 +369,8 @@ class Loader:
 
     def _linear(self, layer: str, device: torch.device, part: Part) -> Linear:
         """`linear` as it may be joined to others."""
+        if self.is_padded(layer):
+            return self._unpadded(layer, device, part)
         format, tensors = self.weight(layer, device, part)
         bias = None
         if self.parts.linears[layer][2] and (part.columns is None or part.columns[0] == 0):
@@ -372,6 +380,17 @@ class Loader:
         if self.held == "int8" and layer != self.parts.head:
             return made.int8()
         return made.dense(self.dtype) if format.coded and self._decodes(layer) else made
+
+    def _unpadded(self, layer: str, device: torch.device, part: Part) -> Linear:
+        """`_linear` of a padded layer: decoded, since rotations mix what is padded with the rest."""
+        n, k, biased = self.parts.linears[layer]
+        padded = Linear(*self.weight(layer, device)).dense(self.dtype).tensors["weight"]
+        bias = self.tensor(f"{layer}.bias", device, self.dtype)[:n].clone() if biased else None
+        made = dense(padded[:n, :k].clone(), bias)
+        if part != WHOLE:
+            first = part.columns is None or part.columns[0] == 0
+            made = made.part(rows=part.rows, columns=part.columns, keep_bias=first)
+        return made.int8() if self.held == "int8" and layer != self.parts.head else made
 
     def _decodes(self, layer: str) -> bool:
         return self.decode or self.held is not None or layer in self.decoded

@@ -164,13 +164,13 @@ class DenseExperts:
 
     def __init__(self, names: tuple[str, str], module: Experts) -> None:
         self.names, self.module, self.count = names, module, module.count
-        self._weights = module.gate_up.tensors["weight"], module.down.tensors["weight"]
+        self.stacks = module.gate_up.tensors["weight"], module.down.tensors["weight"]
 
     def weight(self, which: int, expert: int) -> Tensor:
-        return self._weights[which][expert].float()
+        return self.stacks[which][expert].float()
 
     def put(self, which: int, expert: int, weight: Tensor) -> None:
-        self._weights[which][expert].copy_(weight)
+        self.stacks[which][expert].copy_(weight)
 
     def inner(self, expert: int, x: Tensor) -> Tensor:
         weight, biases = self.weight(0, expert), self.module.biases

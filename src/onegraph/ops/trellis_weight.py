@@ -28,6 +28,9 @@ def _run(
 
 def _dense(format: TrellisFormat, weight: KernelArgs) -> Tensor:
     codes, in_scale, out_scale = _stored(weight)
+    if in_scale.dim() == 2:  # gate and up, each with its own
+        halves = zip(codes.chunk(2), in_scale, out_scale.chunk(2), strict=True)
+        return torch.cat([_dense(format, {"codes": c, "in_scale": i, "out_scale": o}) for c, i, o in halves])
     n, k = out_scale.shape[0], in_scale.shape[0]
     dense = torch.empty(n, k, device=codes.device)
     for first in range(0, n, ROWS_AT_ONCE):

@@ -62,7 +62,7 @@ class _File:
     def __init__(self, path: Path, tensor: Tensor) -> None:
         self.path, self.shape, self.dtype, self.device = path, tensor.shape, tensor.dtype, tensor.device
         with writing(path):
-            tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tofile(path)
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(path)
 
     def read(self) -> Tensor:
         """The values, mapped: pages are read as they are touched, and the kernel may take them back."""

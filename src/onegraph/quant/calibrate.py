@@ -21,6 +21,10 @@ class ExpertLayer(Protocol):
     @property
     def count(self) -> int: ...
 
+    @property
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """The weights of both as the module holds them, whose values `put` replaces."""
+
     def weight(self, which: int, expert: int) -> Tensor:
         """float32 gate-up [2F, D], gate rows first (`which` 0), or down [D, F] (1)."""
 

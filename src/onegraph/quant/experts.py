@@ -10,15 +10,16 @@ gate-up makes of them (units of two experts have nothing to do with each other).
 goes with inputs / n, so m grows with the inputs; the factor is measured (docs/log.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onegraph.formats.fused import stacked
 from onegraph.formats.weight import Tensors
-from onegraph.quant.calibrate import ExpertLayer
+from onegraph.quant.calibrate import ExpertLayer, QuantizableModel
 from onegraph.quant.code import CODES
 from onegraph.quant.hessian import Moments, Seen, corrected, drift
 from onegraph.quant.layer import dequantize, generator, quantize_group
@@ -116,3 +117,21 @@ def put_stacks(layer: ExpertLayer, prefix: str, stacks: Mapping[str, Tensors], b
                 device = layer.weight(which, expert).device
                 one = {key: tensor[expert].to(device) for key, tensor in stack.items()}
                 layer.put(which, expert, dequantize(one, bits, format))
+
+
+def put_layers(
+    model: QuantizableModel,
+    prefix: str,
+    block: Any,
+    layers: Mapping[str, Tensors],
+    bits_of: Callable[[str], int],
+    format: str,
+) -> None:
+    """Replace the weights of a block by what `layers`, by full name, stand for."""
+    for layer in model.expert_layers(block):
+        put_stacks(layer, prefix, layers, bits_of(prefix + layer.names[0]), format)
+    for group in model.linear_groups(block):
+        for name, module in group:
+            if (tensors := layers.get(prefix + name)) is not None:
+                on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
+                module.weight.copy_(dequantize(on_device, bits_of(prefix + name), format))

@@ -129,7 +129,7 @@ def kl_factors(
             for at in range(len(stream)):
                 stream[at] = model.run_block(block, stream[at])
     source = generator(seed, "fisher")
-    _begin_backward(first.device)
+    begin_backward(first.device)
     gradients = [spill.batches(_at_the_end(model, batch, source) for batch in stream) for _ in range(draws)]
     stream.clear()
     for i in reversed(range(model.num_blocks)):
@@ -140,7 +140,7 @@ def kl_factors(
         each.clear()
 
 
-def _begin_backward(device: torch.device) -> None:
+def begin_backward(device: torch.device) -> None:
     """A backward pass without a product: torch runs them on a thread of its own, which warns where cuBLAS is the first
     thing that it calls."""
     with torch.enable_grad():

@@ -20,7 +20,7 @@ from onegraph.formats.rotated import KEEP, resolve_rates
 from onegraph.formats.weight import Tensors
 from onegraph.quant.activation_offload import ActivationOffload, Batches
 from onegraph.quant.calibrate import QuantizableModel
-from onegraph.quant.experts import put_stacks, quantize_experts
+from onegraph.quant.experts import put_layers, quantize_experts
 from onegraph.quant.fisher import LARGEST, Factors, kl_factors
 from onegraph.quant.hessian import Moments, Seen, corrected, drift, gather
 from onegraph.quant.layer import dequantize, generator, quantize_embedding, quantize_group
@@ -369,15 +369,7 @@ class _Job:
 
     def put(self, prefix: str, block: nn.Module, layers: Mapping[str, Tensors]) -> None:
         """Replace the block's weights by what `layers` stand for."""
-        for layer in self.model.expert_layers(block):
-            bits = self.config.bits_of(prefix + layer.names[0])
-            put_stacks(layer, prefix, layers, bits, self.config.format)
-        for group in self.model.linear_groups(block):
-            for name, module in group:
-                if (tensors := layers.get(prefix + name)) is not None:
-                    bits = self.config.bits_of(prefix + name)
-                    on_device = {key: tensor.to(module.weight.device) for key, tensor in tensors.items()}
-                    module.weight.copy_(dequantize(on_device, bits, self.config.format))
+        put_layers(self.model, prefix, block, layers, self.config.bits_of, self.config.format)
 
     def ends(self, stream: Batches) -> None:
         """Head and embedding, if asked for."""

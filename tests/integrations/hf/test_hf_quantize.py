@@ -97,6 +97,15 @@ def logits(model: Any) -> torch.Tensor:
     return model(TOKENS).logits[0]
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Olmoe", "Bamba"])
+def test_rates_are_chosen_by_gradients_through_their_modules(family: str, tmp_path: Path) -> None:
+    source(family, tmp_path / "model")
+    told = made(tmp_path, bits=2.6)
+    assert len(set(told.config["layers"].values()) | {told.config["bits"]}) > 1
+    costs = json.loads((tmp_path / "out" / "onegraph.json").read_text())["allocation"]["costs"]
+    assert sum(cost > 0 for cost in costs.values()) > 0.8 * len(costs)
+
+
 @pytest.mark.parametrize("family", ["StableLm", "GPT2", "Olmoe"])
 def test_the_best_recipe_takes_them_too(family: str, tmp_path: Path) -> None:
     """Gradients through the model's own blocks and head: closer than the quick recipe's rounding."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,13 +17,22 @@ from on_cpu import compile_run, flags, launch_on_cpu
 from onegraph.formats.rotated import hadamard_block
 from onegraph.formats.trellis import TILE, UNIT, decode
 from onegraph.ops import e8p, trellis
-from onegraph.ops.cuda import build, rotated_portable, trellis_batch, trellis_dequantize, trellis_portable
+from onegraph.ops.cuda import (
+    build,
+    rotated_portable,
+    trellis_batch,
+    trellis_dequantize,
+    trellis_experts,
+    trellis_portable,
+)
 from onegraph.ops.cuda.trellis_common import Linear
 from onegraph.ops.hadamard import hadamard, rotate_rows
+from onegraph.ops.trellis_experts import TrellisExperts
+from onegraph.ops.trellis_experts import trellis_experts as experts
 
 FOLDER = Path(sys.argv[1])
 SMALL = replace(H200, sms=6, shared=build.PORTABLE_SHARED, clusters=(6,) + (0,) * 15)  # as sums meet there
-counters = torch.zeros(4096, dtype=torch.int32)
+counters = torch.zeros(1 << 14, dtype=torch.int32)
 step = 1  # in which blocks come
 
 
@@ -90,6 +100,9 @@ DENSE += [(192, 320, 3, False, 0), (320, 256, 4, True, 0), (256, 384, 3, False, 
 DENSE += [(128, 256, 4, True, 3)]
 
 
+SOURCES = trellis_portable.KERNELS, trellis_dequantize.KERNEL, trellis_batch.KERNELS, trellis_experts.KERNELS
+
+
 @cache
 def library(defines: tuple[str, ...]) -> ctypes.CDLL:
     path = FOLDER / f"host-{abs(hash(defines))}.so"
@@ -98,7 +111,7 @@ def library(defines: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def compiled(source: build.Source, made: dict[str, int]) -> ctypes.CDLL:
-    kind = (trellis_portable.KERNELS, trellis_dequantize.KERNEL, trellis_batch.KERNELS).index(source)
+    kind = SOURCES.index(source)
     return library(flags(made | {"START": 1024, "FOLLOWS": made.get("TOKENS", 1) % 2, "KIND": kind}))
 
 
@@ -127,7 +140,8 @@ def kernels(source: build.Source, device: None, *defines: tuple[str, int]) -> di
 
 build.device = lambda index: SMALL
 launch_on_cpu(kernels)
-rotated_portable.ARRIVED = Counters
+rotated_portable.ARRIVED = trellis_experts.ARRIVED = Counters
+Counters.size = len(counters)
 
 
 def scales(n: int, k: int, g: torch.Generator, code: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +198,28 @@ def check_dense(n: int, k: int, bits: int, half: bool, code: int) -> None:
     print(f"{bits} bits, dense, code {code}, {error:.1e}", flush=True)
 
 
+def check_experts(case: Any, dtype: torch.dtype) -> None:
+    global step
+    arguments = case.make(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+    call = TrellisExperts(*arguments)
+    if not trellis_experts.supports_input(call):
+        return
+    truth = experts.reference(arguments[0].float(), *arguments[1:])
+    results = []
+    for order in (1, 7919):
+        step = order
+        got = trellis_experts.compute(call)
+        assert got is not None
+        assert got.dtype == dtype
+        assert not counters.any(), case.name
+        results.append(got)
+    assert torch.equal(*results), case.name
+    rounding = float((truth.to(dtype).float() - truth).norm() / truth.norm())
+    error = float((results[0].float() - truth).norm() / truth.norm())
+    assert error < math.hypot(rounding, 6e-4), (case.name, error)
+    print(f"{call.bits} bits, experts, {case.name}, code {call.code}, {error:.1e}", flush=True)
+
+
 with ThreadPoolExecutor(2) as pool:
     wanted = [(case.source, case.defines()) for case in CASES]
     wanted += [
@@ -195,3 +231,5 @@ for each in CASES:
     check(each)
 for dense in DENSE:
     check_dense(*dense)
+for i, each in enumerate(experts.cases):
+    check_experts(each, (torch.bfloat16, torch.float16)[i % 3 == 0])

@@ -52,16 +52,16 @@ class HeldExperts:
         self.module, self.count = module, module.num_experts
         first, second = stack_names(module)
         self.names = f"{name}.{first}", f"{name}.{second}"
-        self._held = getattr(module, first), getattr(module, second)
+        self.stacks = getattr(module, first), getattr(module, second)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """[E, n, k] of both stacks."""
-        found = ((p.transpose(1, 2) if self.module.is_transposed else p).shape for p in self._held)
+        found = ((p.transpose(1, 2) if self.module.is_transposed else p).shape for p in self.stacks)
         return {name: tuple(shape) for name, shape in zip(self.names, found, strict=True)}
 
     def _rows(self, which: int, expert: int) -> Tensor:
-        one = self._held[which][expert]
+        one = self.stacks[which][expert]
         return one.t() if self.module.is_transposed else one
 
     def weight(self, which: int, expert: int) -> Tensor:

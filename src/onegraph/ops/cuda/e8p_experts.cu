@@ -71,14 +71,7 @@ struct Arguments {
 __device__ __forceinline__ int expert_of(const Arguments& a, int pair) {
   return min(max(a.experts[pair], 0), a.matrices - 1);
 }
-#ifndef GELU  // 1: gelu by tanh in place of gate * sigmoid(alpha * gate)
-#define GELU 0
-#endif
-__device__ __forceinline__ float swiglu(float gate, float up, const Arguments& a) {
-  gate = fminf(gate, a.limit), up = fminf(fmaxf(up, -a.limit), a.limit);
-  if (GELU) return gate / (1.f + __expf(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate))) * (up + a.shift);
-  return gate / (1.f + __expf(-a.alpha * gate)) * (up + a.shift);
-}
+#include "experts_common.cuh"
 
 // ------------------------------------------------------------------------------------------------------------- chunks
 
@@ -284,23 +277,8 @@ __device__ __forceinline__ float4 added(const Arguments& a, size_t at) {
   return make_float4(low.x, low.y, high.x, high.y);
 }
 
-// Four columns of a token a thread.
 extern "C" __global__ void e8p_experts_combine(const __grid_constant__ Arguments a) {
-  const int column = (blockIdx.x * 256 + threadIdx.x) * 4, token = blockIdx.y;
-  pdl_wait();
-  pdl_trigger();
-  if (column >= N) return;
-  const float4 rest = added(a, (size_t)token * N + column);
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int slot = 0; slot < a.top_k; slot++) {
-    const int pair = token * a.top_k + slot;
-    const float4 v = *(const float4*)((const float*)a.x + (size_t)pair * N + column);
-    const float weight = a.weights[pair];
-    sum.x = fmaf(weight, v.x, sum.x), sum.y = fmaf(weight, v.y, sum.y);
-    sum.z = fmaf(weight, v.z, sum.z), sum.w = fmaf(weight, v.w, sum.w);
-  }
-  add_to(sum, rest);
-  *(uint2*)((u16*)a.y + (size_t)token * N + column) = make_uint2(narrow<HALF>(sum.x, sum.y), narrow<HALF>(sum.z, sum.w));
+  combine(a, [&](size_t at) { return added(a, at); });
 }
 
 // -------------------------------------------------------------------------------------------------------------- product

@@ -15,11 +15,29 @@
 //
 // Few tokens are rotated by the block itself (TURNS). More come from e8p_portable_turn, a warp a slice and token.
 //
+// EXPERTS: of many matrices blockIdx.y takes one, for a chunk of up to TOKENS pairs of a token and an expert. A format's source
+// defines before this file what that adds: EXPERT_FIELDS and EXPERT_COUNTS of Arguments; `enter`, which moves pointers to the expert's matrix and
+// to places of the chunk's own; and `Asked`, `ask`, `take_asked` and `row_of`, where x and y of a pair are.
+//
 // Set when compiled: BITS (2, 3, 4), TOKENS (1, 4, 8 or 16 at most), TURNS, HALF (1: x and y are float16, 0: bfloat16),
 // AHEAD, HOLD, ACROSS, DOWN, PARTS, STRIPS, UNIT (row tiles that stay in one strip), START (where shared memory begins,
 // another place before compute capability 9.0), and what `Shape` is made of.
 
 #pragma once
+
+#ifndef EXPERTS
+#define EXPERTS 0
+#endif
+#if !EXPERTS
+#define EXPERT_FIELDS
+#define EXPERT_COUNTS
+typedef Raw Asked;
+template <class A> __device__ __forceinline__ Asked ask(const A& p, int token, int column, bool inside) {
+  return ask_x(p, p.silu, token, column, inside);
+}
+template <class A> __device__ __forceinline__ void take_asked(float (&v)[8], const Asked& asked, const A& p) { take_x(v, asked, p.silu); }
+__device__ __forceinline__ int row_of(int token) { return token; }
+#endif
 
 struct Shape {
   static constexpr int n = N, k = K;
@@ -42,10 +60,12 @@ struct Arguments : Shape {
   float* squares;         // [slices, tokens]: of x, if normed
   float* sums;            // [PARTS, tokens, n], unless WHOLE
   u32* arrived;           // blocks, by 128 rows; zero between launches
+  EXPERT_FIELDS
   float norm;             // of both Hadamard transforms
   float eps;              // of the RMSNorm in front
   float inverse_k;        // 1 / k
   int tokens;             // 1 to TOKENS
+  EXPERT_COUNTS
 };
 
 constexpr int WARPS = ACROSS * DOWN, GROUPS = (TOKENS + GROUP_TOKENS - 1) / GROUP_TOKENS;
@@ -66,10 +86,10 @@ constexpr int SHARED_STRUCT = (sizeof(Shared) + 127) / 128 * 128;
 // ------------------------------------------------------------------------------------------------------------- activations
 
 // A slice of a token, rotated: its bytes, and what set_scale() makes a product's scale of.
-__device__ __forceinline__ uint4 turn(const Arguments& p, const Raw& raw, const float (&in_scale)[8], int slice, int token,
+__device__ __forceinline__ uint4 turn(const Arguments& p, const Asked& raw, const float (&in_scale)[8], int slice, int token,
                                       float2& scale, int lane) {
   float v[8];
-  take_x(v, raw, p.silu);
+  take_asked(v, raw, p);
   if (p.normed) {  // every strip finds the same, and writes it
     const float square = sum_of_squares(v);
     if (lane == 0) p.squares[slice * p.tokens + token] = square;
@@ -78,6 +98,7 @@ __device__ __forceinline__ uint4 turn(const Arguments& p, const Raw& raw, const 
   return to_bytes(v, scale);
 }
 
+#if !EXPERTS
 extern "C" __global__ void __launch_bounds__(128, 1) TURN(const __grid_constant__ Arguments p) {
   const int lane = threadIdx.x % 32, job = blockIdx.x * 4 + threadIdx.x / 32, token = job % p.tokens, slice = job / p.tokens;
   const int column = slice * SLICE + lane * 8;
@@ -88,10 +109,11 @@ extern "C" __global__ void __launch_bounds__(128, 1) TURN(const __grid_constant_
   pdl_trigger();
   if (slice >= SLICES) return;
   float2 scale;
-  const uint4 bytes = turn(p, ask_x(p, p.silu, token, column, inside), in_scale, slice, token, scale, lane);
+  const uint4 bytes = turn(p, ask(p, token, column, inside), in_scale, slice, token, scale, lane);
   keep(p.kept + (size_t)job * KEPT, bytes, lane);
   if (lane == 0) p.scales[job] = scale;
 }
+#endif
 
 // --------------------------------------------------------------------------------------------------------------------- sums
 
@@ -107,7 +129,7 @@ __device__ __forceinline__ u32 contributors(int block) {
 template <class Total> __device__ __forceinline__ void finish(const Arguments& p, int block, int token, int lane, Total total) {
   const int row = block * ROWS + lane * 4;
   const bool own = row < p.n;
-  const size_t at = (size_t)token * p.n + row;
+  const size_t at = (size_t)row_of(token) * p.n + row;
   float4 s = make_float4(0.f, 0.f, 0.f, 0.f), c = s;
   if (own) s = *(const float4*)(p.out_scale + row);
   if (own && p.biased) c = *(const float4*)(p.bias + row);
@@ -160,7 +182,13 @@ __device__ __forceinline__ void finish_shared(const Arguments& p, Shared& beside
 
 // Grid: STRIPS * PARTS. Shared memory: tables, Shared, sums [ACROSS][TOKENS][PITCH], which rotated activations
 // [ACROSS][TOKENS][KEPT] stand in before them.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const __grid_constant__ Arguments p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const __grid_constant__ Arguments given) {
+#if EXPERTS
+  Arguments p = given;
+  if (!enter(p)) return;
+#else
+  const Arguments& p = given;
+#endif
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_warp = warp / ACROSS, column_warp = warp % ACROSS;
   const int strip = blockIdx.x / PARTS, part = blockIdx.x % PARTS, tokens = TOKENS == 1 ? 1 : p.tokens;
@@ -174,10 +202,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const __grid_
 
   // What comes from near first: it would queue behind codes.
   float in_scale[8];
-  Raw raw;
+  Asked raw;
   const bool inside = TURNS && column < p.k, mine = inside && row_warp < tokens;
   load8(in_scale, p.in_scale + column, inside);
-  if (!OVERLAPS) raw = ask_x(p, p.silu, row_warp, column, mine);
+  if (!OVERLAPS) raw = ask(p, row_warp, column, mine);
   const Tables tables(p, warp, WARPS, lane);
   Reader reader(p, slice, begin + row_warp, real ? end : begin, g, t);
   Codes ahead[AHEAD];
@@ -193,12 +221,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) KERNEL(const __grid_
   pdl_trigger();
 
   if (TURNS && real) {
-    if (OVERLAPS) raw = ask_x(p, p.silu, row_warp, column, mine);
+    if (OVERLAPS) raw = ask(p, row_warp, column, mine);
 #pragma unroll 1
     for (int token = row_warp; token < tokens; token += DOWN) {
       float2 scale;
       const uint4 bytes = turn(p, raw, in_scale, slice, token, scale, lane);
-      if (token + DOWN < tokens) raw = ask_x(p, p.silu, token + DOWN, column, inside);
+      if (token + DOWN < tokens) raw = ask(p, token + DOWN, column, inside);
       keep(kept + (column_warp * TOKENS + token) * KEPT, bytes, lane);
       if (lane == 0) beside.scales[token][column_warp] = scale;
     }

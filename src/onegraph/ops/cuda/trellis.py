@@ -29,12 +29,17 @@ FEW = 8  # tokens that trellis_portable computes; more are quicker by trellis_ba
 Kernel = Callable[[Linear], None]
 
 
+def runs(code: int) -> bool:
+    """Whether kernels compute a code of `formats/trellis.py` unless asked to: those of exllamav3 ran on a CPU only."""
+    return code == 0 or family.FORCED is not None  # 0: our own
+
+
 def choose(
     tokens: int, n: int, k: int, dtype: torch.dtype, device: int, code: int = 0, steady: bool = False
 ) -> Kernel | None:
     """What computes a shape in a code of `formats/trellis.py`; None where nothing here does. `steady`: with the sums of
     `invariant.AT_ONCE` tokens."""
-    if code and family.FORCED is None:  # 0: our own
+    if not runs(code):
         return None
     few = trellis_portable.supports_shape(tokens, n, k, dtype) and trellis_portable.KERNELS.is_built(device)
     if few and (steady or tokens <= FEW):
