@@ -626,6 +626,9 @@ class LatentWrite(Call):
     block_table: Tensor
     pool: Written
     interleaved: bool
+    bits: int
+    curve: Tensor | None
+    kind: str
 
 
 @dataclass(eq=False)
@@ -640,3 +643,5 @@ class LatentAttention(Call):
     counts: Tensor
     selected: Tensor | None
     scale: float
+    bits: int
+    curve: Tensor | None
