@@ -298,7 +298,7 @@ class LatentCache(SequenceState):
             return torch.zeros(pages, page_size, width, device=device, dtype=kind)
 
         bits = code_bits(kv, fp8, layers)
-        self.rows, self.pools = [held(each) for each in bits], [pool(each) for each in bits]
+        self.pools, self.rows = [pool(each) for each in bits], [held(each) for each in bits]
         chosen = indexers if indexers and pages_per_row * page_size > top_k else {}
         self.index_pools = {
             i: torch.zeros(pages, page_size, dim, device=device, dtype=dtype) for i, dim in chosen.items()
