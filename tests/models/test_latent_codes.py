@@ -150,7 +150,7 @@ def test_some_layers_stay_exact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv", CODES[:2])
 def test_codes_do_not_depend_on_chunks_and_tokens_are_taken_back(kv: str, tmp_path: Path) -> None:
-    """Why pages are shared by prefix: a page of codes follows from its tokens alone, up to the order of float32 sums."""
+    """Why pages are shared by prefix: a page follows from its tokens alone, up to the order of float32 sums."""
     save_hf("deepseek_v3", tmp_path, num_hidden_layers=1, first_k_dense_replace=1, kv_lora_rank=RANK)
     row, pools, sizes = tokens(20), [], (RANK, 8, 8 if kv == "fp8" else 4)
     for cuts in ([20], [7, 20], [1, 2, 16, 20]):
@@ -294,7 +294,7 @@ GPU_SETTINGS = ["exact", *CODES[:3]]
 @pytest.mark.parametrize("variant", ["deepseek_v3", "glm_moe_dsa", "mistral4"])
 def test_on_a_gpu_captured_text_is_eager_text(variant: str, kv: str, tmp_path: Path) -> None:
     save_hf(variant, tmp_path, kv_lora_rank=RANK)
-    prompts, params = [tokens(11), tokens(33, 1), tokens(33, 1)[:30] + [4]], SamplingParams(max_tokens=24)
+    prompts, params = [tokens(11), tokens(33, 1), [*tokens(33, 1)[:30], 4]], SamplingParams(max_tokens=24)
     written = []
     for capture in (False, True):
         made = Engine(
@@ -314,7 +314,9 @@ def test_on_a_gpu_the_kernels_give_the_logits(heads: int, kv: str, tmp_path: Pat
     rows = [tokens(21), tokens(9, 1), tokens(32, 2)]
     wanted = [truth(hf, row, kv) for row in rows]
     with torch.inference_mode():
-        half = hf_model("deepseek_v3", kv_lora_rank=RANK, num_attention_heads=heads, num_key_value_heads=heads).bfloat16()
+        half = hf_model(
+            "deepseek_v3", kv_lora_rank=RANK, num_attention_heads=heads, num_key_value_heads=heads
+        ).bfloat16()
         own = max(error(half(torch.tensor([r])).logits[0].float(), truth(hf, r)) for r in rows)
     for dtype, most in ((torch.float32, 2e-3), (torch.bfloat16, 3 * own)):
         with Checkpoint.open(tmp_path) as checkpoint:

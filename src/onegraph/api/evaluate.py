@@ -15,8 +15,8 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.ab import costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint
-from onegraph.formats.nvfp4 import GROUP
 from onegraph.formats.latent_kv import code_bits, token_bytes
+from onegraph.formats.nvfp4 import GROUP
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama

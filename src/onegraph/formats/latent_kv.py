@@ -12,9 +12,9 @@ DeepSeek-V3 (rank 512, rope 64) takes 656 bytes a token and layer in FP8, 400 at
 One factor a row serves FP8 as well as one for 64 codes: E4M3 has 18 binades, and a factor moves none of its three bits
 of mantissa. A kernel multiplies scores and weights by it, in place of every number.
 
-TurboQuant's codes are those of the rotated latent (`formats.turboquant.rotation`), in the order of their levels. A level
-is an odd polynomial of x = code - (2^b - 1) / 2 with three terms, which costs a kernel less than a table does. It fits
-Lloyd-Max's centroids; the squared error grows by 0.3 % at 4 bits, less at 3, and not at all at 1 and 2.
+TurboQuant's codes are those of the rotated latent (`formats.turboquant.rotation`), in the order of their levels. A
+level is an odd polynomial of x = code - (2^b - 1) / 2 with three terms, which costs a kernel less than a table does. It
+fits Lloyd-Max's centroids; the squared error grows by 0.3 % at 4 bits, less at 3, and not at all at 1 and 2.
 
 A plane of width w has B = rank w / 8 bytes; byte j holds dimensions j, j + B, j + 2 B, ... from bit 0 upwards, so that
 both halves of a latent come with one load. 3 bits are a plane of the two low bits, then one of the high bit.
@@ -110,8 +110,8 @@ def code_bits(kv: TurboQuantConfig | None, fp8: bool, layers: int) -> list[int]:
     wrong += sorted({f"k{k}v{v}" for k, v in rates if k != v})
     if wrong:
         raise ValueError(
-            f"turboquant: got {', '.join(wrong)} for a latent, which is key and value at once; allowed are one rate for "
-            "both and mode=full, like turboquant:4,mode=full, with first, last, edge, exact, scale and seed"
+            f"turboquant: got {', '.join(wrong)} for a latent, which is key and value at once; allowed are one rate "
+            "for both and mode=full, like turboquant:4,mode=full, with first, last, edge, exact, scale and seed"
         )
     return [0 if k == EXACT else k for k, _ in rates]
 

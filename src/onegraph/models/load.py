@@ -114,7 +114,8 @@ def load_decoder(
         gpus: use so many GPUs, from cuda:0 on; more than there are are a ValueError.
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
-        fp8_kv: keys or latents in FP8, for DeepSeek-V4 and models with latent attention. drafts: leave room for the draft layers that its checkpoint carries.
+        fp8_kv: keys or latents in FP8, for DeepSeek-V4 and models with latent attention. drafts: leave room for the
+            draft layers that its checkpoint carries.
         held, fused, adapters, expert_memory: of the Llama family, see there; the last two on one device.
         progress: called as progress(bytes read, bytes in all).
     """
@@ -165,6 +166,6 @@ def load_decoder(
             rank.fp8_kv = fp8_kv
         return ranks
     alone: dict[str, Any] = {"adapters": adapters, "expert_memory": expert_memory}
-    model = Llama.load(checkpoint, devices[0], dtype, **alone, **options)
-    model.fp8_kv = fp8_kv
-    return chained(model)
+    llama = Llama.load(checkpoint, devices[0], dtype, **alone, **options)
+    llama.fp8_kv = fp8_kv
+    return chained(llama)

@@ -166,10 +166,10 @@ class LatentAttention(nn.Module):
         """Makes `turned` for caches whose rotation has this seed: between steps, since it allocates."""
         if seed in self.turned:
             return
-        turn = rotation(self.rank, seed=seed).to(self.kv_norm.device)
-        to_latent, from_latent, norm = self.products
-        both = ((w.float() @ turn.T * self.rank**-0.5).to(w.dtype) for w in (to_latent, from_latent))
-        self.turned[seed] = Products(*both, norm * turn[0].to(norm.dtype))  # the signs are the first row
+        turn, own = rotation(self.rank, seed=seed).to(self.kv_norm.device), self.products
+        to_latent, from_latent = ((w.float() @ turn.T * self.rank**-0.5).to(w.dtype) for w in own[:2])
+        norm = own.norm * turn[0].to(own.norm.dtype)  # the matrix's first row is the signs
+        self.turned[seed] = Products(to_latent, from_latent, norm)
 
     def folded(self, q: Tensor, to_latent: Tensor) -> Tensor:
         """Queries [B, Q, heads, nope + rope] -> what scores latents [B, Q, heads, rank], each head a product."""

@@ -123,16 +123,16 @@ def _check_rows(op: str, like: Tensor, call: LatentWrite | LatentAttention, rank
     )  # fmt: skip
     if bits not in (0, *BITS, FP8) or (call.curve is None) != (bits in (0, FP8)):
         raise ValueError(
-            f"{op}: codes of {bits} bits with{'out' * (call.curve is None)} a curve; allowed are 0 and {FP8} without one, "
-            f"and {BITS[0]} to {BITS[-1]} with one"
+            f"{op}: codes of {bits} bits with{'out' * (call.curve is None)} a curve; allowed are 0 and {FP8} without "
+            f"one, and {BITS[0]} to {BITS[-1]} with one"
         )
     width = row_bytes(rank, rope, bits) if bits else rank + rope
     kind = torch.uint8 if bits else like.dtype
     fits = pool.dim() == 3 and pool.shape[2] == width and pool.device == like.device and pool.is_contiguous()
     if not fits or pool.dtype != kind:
         raise ValueError(
-            f"{op}: the pool is {pool.dtype} {tuple(pool.shape)}; for a latent of {rank} numbers and a key of {rope} it "
-            f"must be contiguous [pages, page_size, {width}] of {kind} on {like.device}"
+            f"{op}: the pool is {pool.dtype} {tuple(pool.shape)}; for a latent of {rank} numbers and a key of {rope} "
+            f"it must be contiguous [pages, page_size, {width}] of {kind} on {like.device}"
         )
 
 
@@ -205,7 +205,21 @@ def _write_case(
         q, latent = draw.randn(batch, tokens, heads, nope + rope), draw.randn(batch, tokens, rank + rope)
         pool, levels = _pool(draw, 1 + table.numel(), page_size, rank, rope, bits)
         turns = draw.turns(max(positions) + tokens, rope)
-        return q, latent, 1 + 0.2 * draw.randn(rank), 1e-6, *turns, at, count, table, pool, interleaved, bits, levels, kind
+        return (
+            q,
+            latent,
+            1 + 0.2 * draw.randn(rank),
+            1e-6,
+            *turns,
+            at,
+            count,
+            table,
+            pool,
+            interleaved,
+            bits,
+            levels,
+            kind,
+        )
 
     return Case(name=name, make=make)
 
@@ -272,11 +286,11 @@ latent_write = register(
 )  # fmt: skip
 """q [B, Q, heads, nope + rope] and latent [B, Q, rank + rope] as their linears give them -> the rotated parts of q
 [B, Q, heads, rope]; RMSNorm(latent's first rank) * norm | its rotated rest go to the paged `pool` [pages, page_size,
-rank + rope] of q's dtype (bits 0), or uint8 [pages, page_size, row_bytes] as rows of `formats/latent_kv.py`: of 8 bits in
-E4M3, of 1 to 4 in TurboQuant's codes of H latent / sqrt(rank), with the `curve` float32 [3] of their levels and the
+rank + rope] of q's dtype (bits 0), or uint8 [pages, page_size, row_bytes] as rows of `formats/latent_kv.py`: of 8 bits
+in E4M3, of 1 to 4 in TurboQuant's codes of H latent / sqrt(rank), with the `curve` float32 [3] of their levels and the
 factor that `kind` says (`formats.turboquant`: scale). H is Sylvester's Hadamard matrix; the random signs of the
-rotation are in `norm`. Token i of row b stands at positions[b] + i; the first counts[b] are real, others are not written. Pairs
-of the rotation are neighbours (`interleaved`) or lie half of the part apart."""
+rotation are in `norm`. Token i of row b stands at positions[b] + i; the first counts[b] are real, others are not
+written. Pairs of the rotation are neighbours (`interleaved`) or lie half of the part apart."""
 
 latent_attention = register(
     Op(
@@ -322,7 +336,8 @@ latent_attention = register(
             ),
             *(
                 _attention_case(
-                    f"{name}_v3_long", heads=64, rank=512, rope=64, positions=[4000], counts=[1], page_size=64, bits=bits
+                    f"{name}_v3_long", heads=64, rank=512, rope=64, positions=[4000], counts=[1], page_size=64,
+                    bits=bits,
                 )
                 for name, bits in (("fp8", FP8), ("4_bits", 4), ("3_bits", 3))
             ),

@@ -30,8 +30,8 @@ SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
 
 @triton.jit
 def _turned(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Sylvester's Hadamard matrix of 2^STEPS = SIZE times x, not normalised: each step takes the lowest bit of the index
-    and makes it the highest."""
+    """Sylvester's Hadamard matrix of 2^STEPS = SIZE times x, not normalised: each step takes the lowest bit of the
+    index and makes it the highest."""
     for _ in tl.static_range(STEPS):
         even, odd = tl.split(tl.reshape(x, (SIZE // 2, 2)))
         x = tl.reshape(tl.trans(tl.join(even + odd, even - odd)), (SIZE,))
@@ -185,7 +185,7 @@ def _planes(at, column, seen, FROM: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _halves(at, column, seen, one, three, five, RANK: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
-    """Rows of the pool: the latents' first columns and those a half behind [KEYS, WIDE / 2], of codes without factor."""
+    """Rows of the pool, codes without factor: the latents' first columns and those a half behind [KEYS, WIDE / 2]."""
     BEHIND: tl.constexpr = column.shape[0]
     if BITS == 0 or BITS == 8:
         near = seen[:, None] & (column < RANK)[None, :]
@@ -276,9 +276,9 @@ def _attend(
         rest = tl.dot(weight, more, rest * keep[:, None], input_precision="ieee")
         best = higher
     mine = (row * HEADS + head) * SPLITS + split
-    to = part + mine[:, None] * RANK + column[None, :]
-    tl.store(to, acc, mask=near)
-    tl.store(to + HALF, rest, mask=far)
+    to, some = part + mine[:, None] * RANK + column[None, :], stop > first  # of most splits of a short row: no
+    tl.store(to, acc, mask=near & some)
+    tl.store(to + HALF, rest, mask=far & some)
     tl.store(part_max + mine, best, mask=head < HEADS)
     tl.store(part_sum + mine, total, mask=head < HEADS)
 
@@ -300,7 +300,8 @@ def _finish(
     best = tl.load(part_max + at * SPLITS + split, mask=there, other=float("-inf"))
     total = tl.load(part_sum + at * SPLITS + split, mask=there, other=0.0)
     place = (at * SPLITS + split)[:, None] * RANK + column[None, :]
-    acc = tl.load(part + place, mask=there[:, None] & (column < RANK)[None, :], other=0.0)
+    some = (there & (best > float("-inf")))[:, None]
+    acc = tl.load(part + place, mask=some & (column < RANK)[None, :], other=0.0)
     highest = tl.max(best, axis=0)
     weight = tl.exp2(best - tl.where(highest == float("-inf"), 0.0, highest))
     whole = tl.sum(total * weight, axis=0)
