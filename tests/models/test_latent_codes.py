@@ -256,7 +256,10 @@ def test_other_ranks_have_no_codes(tmp_path: Path) -> None:
 
 def test_fp8_is_for_latents(tmp_path: Path) -> None:
     save_hf("llama", tmp_path)
-    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(ValueError, match="fp8 is for DeepSeek-V4 and models"):
+    with (
+        Checkpoint.open(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match="fp8 is a way to keep keys for DeepSeek"),
+    ):
         load_decoder(checkpoint, "cpu", torch.float32, fp8_kv=True)
 
 

@@ -20,7 +20,7 @@ from onegraph.models.adapters import adapter_bytes
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.expert_memory import ExpertMemory
-from onegraph.models.llama import Llama, attention_cache, unread_layers
+from onegraph.models.llama import Llama, attention_cache, turned_bytes, unread_layers
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import GB, free_cache_memory
@@ -265,4 +265,4 @@ def _cache_bytes(
         ).nbytes  # fmt: skip
 
     page = nbytes(pages + 1) - nbytes(pages)
-    return -(-page // size), nbytes(pages) - pages * page
+    return -(-page // size), nbytes(pages) - pages * page + turned_bytes(config, kv, dtype) // gpus

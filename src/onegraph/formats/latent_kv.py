@@ -7,7 +7,7 @@
     | 4          | what all codes of the row are multiplied by, float32                  |
     | to 16      | padding, so that every row begins at a multiple of 16                 |
 
-DeepSeek-V3 (rank 512, rope 64) takes 656 bytes a token and layer in FP8, 400 at 4 bits, and 1152 in bfloat16.
+DeepSeek-V3 (rank 512, rope 64) takes 656 bytes per token and layer in FP8, 400 at 4 bits, and 1152 in bfloat16.
 
 One factor a row serves FP8 as well as one for 64 codes: E4M3 has 18 binades, and a factor moves none of its three bits
 of mantissa. A kernel multiplies scores and weights by it, in place of every number.

@@ -263,6 +263,7 @@ class Llama(nn.Module):
             make = partial(self._hybrid, make)
         sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row}
         needed = make(**sizes, dtype=self.dtype, device="meta").nbytes
+        needed += turned_bytes(self.config, kv, self.dtype) // share_of(self.peer).ranks
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
         if kv is not None:
             for block in self.blocks:
@@ -299,6 +300,13 @@ def attention_cache(
     shapes = [(last - first, dim) for (first, last), dim in spans]
     sizes |= {"layers": len(shapes), "kv_heads": shapes[0][0], "head_dim": shapes[0][1], "shapes": shapes}
     return PagedCache(fused=fused, **sizes) if kv is None else TurboQuantCache(kv, **sizes)
+
+
+def turned_bytes(config: LlamaConfig, kv: TurboQuantConfig | None, dtype: torch.dtype) -> int:
+    """Of the up-projections in the coordinates of codes, which latent attention has beside its own."""
+    if config.latent is None or kv is None:
+        return 0
+    return config.attention_layers * config.latent.products * dtype.itemsize
 
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:

@@ -153,7 +153,7 @@ def load_decoder(
     kind = checkpoint.config.get("model_type")
     if fp8_kv and config_of(checkpoint).latent is None:
         raise ValueError(
-            f"kv fp8 is for DeepSeek-V4 and models with one latent for all heads; this model is {kind!r}: take "
+            f"kv fp8 is a way to keep keys for DeepSeek-V4 and for latent attention; this model is {kind!r}: take "
             "turboquant:4, a quarter of the memory, or leave it out"
         )
     if split == "layer":
