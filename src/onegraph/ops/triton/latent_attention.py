@@ -6,10 +6,11 @@ scores and weights.
 
 Programs of one split read the same tokens, each for some heads. With 16 heads a program, 128 heads read every token
 eight times from the L2, which at 64k tokens took six times as long as memory does; 64 heads read it twice, and fill
-Hopper's tile of 64 rows. They need more shared memory than other GPUs have.
+Hopper's tile of 64 rows.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,8 +24,7 @@ from onegraph.ops.triton.launch import let_next_start, on_device, options, wait_
 
 TILE = 128  # columns whose splits a program merges
 MOST = 64  # splits of a query
-WIDE_SHARED = 227 * 1024  # bytes of shared memory that a program of 64 heads takes
-H200 = 132, WIDE_SHARED  # as the interpreter cuts
+H200 = 132, True  # as the interpreter cuts
 SCALES = {"norm": 0, "matched": 1, "unbiased": 2}
 
 
@@ -310,20 +310,32 @@ def _finish(
     tl.store(out + at * RANK + column, result.to(out.dtype.element_ty), mask=column < RANK)
 
 
+class Tiling(NamedTuple):
+    """Heads of a program, tokens of its step, its warps and stages of loads; programs that a decode step is split into
+    if it has tokens enough."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
 @lru_cache(maxsize=64)
-def _limits(device: int) -> tuple[int, int]:
-    """(SMs, bytes of shared memory of a program)."""
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_block_optin
+def _device(index: int) -> tuple[int, bool]:
+    """How many SMs, and whether they are Hopper's."""
+    found = torch.cuda.get_device_properties(index)
+    return found.multi_processor_count, found.major == 9
 
 
-def tiling(heads: int, rank: int, itemsize: int, limits: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Heads of a program, tokens of its step, its warps, and programs that a decode step is split into if it has tokens
-    enough."""
-    sms, shared = limits
-    if heads <= 16 or itemsize > 2 or shared < WIDE_SHARED:
-        return 16, 32, 4, 2 * sms
-    return (64, 64, 8, sms) if heads > 32 else (32, 32 if rank > 256 else 64, 8, sms)
+def tiling(heads: int, rank: int, itemsize: int, sms: int, hopper: bool) -> Tiling:
+    """Of three stages two hold keys, and one what says where they lie. Blackwell's tile of 64 rows takes more shared
+    memory than there is."""
+    if itemsize > 2:
+        return Tiling(16, 16, 8, 2, 2 * sms)
+    if heads <= 16 or not hopper:
+        return Tiling(16, 32, 4, 3, 2 * sms)
+    return Tiling(64, 64, 8, 3, sms) if heads > 32 else Tiling(32, 32 if rank > 256 else 64, 8, 3, sms)
 
 
 def latent_attention(call: LatentAttention) -> Tensor:
@@ -336,11 +348,10 @@ def latent_attention(call: LatentAttention) -> Tensor:
     q = q if q.stride(0) == length * q.stride(1) else q.contiguous()
     top_k = 0 if selected is None else selected.shape[2]
     capacity = block_table.shape[1] * page_size
-    limits = _limits(q.device.index) if q.is_cuda else H200
-    rows, keys, warps, programs = tiling(heads, rank, q.element_size(), limits)
-    tiles = triton.cdiv(heads, rows)
+    cut = tiling(heads, rank, q.element_size(), *(_device(q.device.index) if q.is_cuda else H200))
+    tiles = triton.cdiv(heads, cut.rows)
     span = min(top_k or capacity, capacity)
-    splits = max(1, min(programs // (tiles * batch * length), triton.cdiv(span, keys), MOST))
+    splits = max(1, min(cut.programs // (tiles * batch * length), triton.cdiv(span, cut.keys), MOST))
     part = torch.empty((batch * length * heads, splits, rank), dtype=torch.float32, device=q.device)
     sums = torch.empty((2, batch * length * heads, splits), dtype=torch.float32, device=q.device)
     with on_device(q):
@@ -351,8 +362,8 @@ def latent_attention(call: LatentAttention) -> Tensor:
             block_table.stride(0), capacity, pool.shape[0],
             HEADS=heads, RANK=rank, WIDE=max(32, triton.next_power_of_2(rank)), ROPE=rope,
             TURNED=max(16, triton.next_power_of_2(rope)), PAGE=page_size, ROW=pool.shape[2],
-            BITS=bits, TOP_K=top_k, ROWS=rows, KEYS=keys, SPLITS=splits, num_warps=warps,
-            num_stages=1 if span <= splits * keys else 3, **opts,  # two of them keys, one of what says where they are
+            BITS=bits, TOP_K=top_k, ROWS=cut.rows, KEYS=cut.keys, SPLITS=splits, num_warps=cut.warps,
+            num_stages=1 if span <= splits * cut.keys else cut.stages, **opts,
         )  # fmt: skip
         _finish[(batch * length * heads, triton.cdiv(rank, TILE))](
             part, sums[0], sums[1], counts, out, length,
