@@ -304,24 +304,26 @@ def test_on_a_gpu_captured_text_is_eager_text(variant: str, kv: str, tmp_path: P
             load(tmp_path, kv, "cuda:0"), max_batch=4, max_context=96, chunk=16, capture=capture,
             kv=None if kv in ("fp8", "exact") else kv,
         )  # fmt: skip
-        written += [made.generate(prompts, params) for _ in range(2)]  # again, of shared pages
-    assert written[1:] == written[:1] * 3
+        written.append([made.generate(prompts, params) for _ in range(2)])  # again, of shared pages
+    assert written[0] == written[1]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", GPU_SETTINGS)
 @pytest.mark.parametrize("heads", [6, 32, 64])
 def test_on_a_gpu_the_kernels_give_the_logits(heads: int, kv: str, tmp_path: Path) -> None:
-    """In float32 against transformers with rounded latents, and in bfloat16 no further away than bfloat16 itself."""
+    """In float32 those of rounded latents. In bfloat16, whose latents round to other codes, they are as far from exact
+    ones as bfloat16 and codes are by themselves."""
     hf = save_hf("deepseek_v3", tmp_path, kv_lora_rank=RANK, num_attention_heads=heads, num_key_value_heads=heads)
     rows = [tokens(21), tokens(9, 1), tokens(32, 2)]
-    wanted = [truth(hf, row, kv) for row in rows]
+    wanted, exact = [truth(hf, row, kv) for row in rows], [truth(hf, row) for row in rows]
+    codes = max(error(*pair) for pair in zip(wanted, exact, strict=True))
     with torch.inference_mode():
         half = hf_model(
             "deepseek_v3", kv_lora_rank=RANK, num_attention_heads=heads, num_key_value_heads=heads
         ).bfloat16()
-        own = max(error(half(torch.tensor([r])).logits[0].float(), truth(hf, r)) for r in rows)
-    for dtype, most in ((torch.float32, 2e-3), (torch.bfloat16, 3 * own)):
+        own = max(error(half(torch.tensor([r])).logits[0].float(), t) for r, t in zip(rows, exact, strict=True))
+    for dtype, right, most in ((torch.float32, wanted, 2e-3), (torch.bfloat16, exact, 3 * own + 1.5 * codes)):
         with Checkpoint.open(tmp_path) as checkpoint:
             model = Llama.load(checkpoint, "cuda:0", dtype)
         model.fp8_kv = kv == "fp8"
@@ -330,4 +332,4 @@ def test_on_a_gpu_the_kernels_give_the_logits(heads: int, kv: str, tmp_path: Pat
         for first, last in [(0, 13), (13, 17), (17, 18), (18, 32)]:
             for mine, logits in zip(got, made.feed([row[first:last] for row in rows]), strict=True):
                 mine.append(logits)
-        assert most_rows(got, wanted) < most
+        assert most_rows(got, right) < most
