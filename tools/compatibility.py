@@ -82,7 +82,7 @@ def row(file: Path) -> tuple[str, int, str]:
     memory = (f"{size / 1e9:.3g} GB" for size in sizes.values())
     cells = [
         file.stem, f"`{outer}`", published(config), ", ".join(map(str, gpus)), *memory,
-        "no: " + what if (what := parsed.exact_cache) else "yes",
+        "no: " + what if (what := parsed.exact_cache) else "yes" if parsed.latent is None else "`mode=full`, FP8",
         "yes" if kind in in_vllm() else "", tested(kind),
     ]  # fmt: skip
     return kind, sizes[4], "| " + " | ".join(cells) + " |"

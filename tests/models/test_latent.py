@@ -15,7 +15,6 @@ from onegraph.engine.draft import NgramDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
-from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.source import LlamaSource
@@ -186,12 +185,6 @@ def test_draft_layers_are_passed_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "n", source.config | {"num_nextn_predict_layers": 0}, tensors.items())
     with pytest.raises(CheckpointError, match=r"unexpected: 'model.layers.3.eh_proj.weight'"):
         load(tmp_path / "n")
-
-
-def test_a_cache_in_codes_is_refused(tmp_path: Path) -> None:
-    save_hf("deepseek_v3", tmp_path)
-    with pytest.raises(ValueError, match="has one latent for all heads, which a cache in codes does not know"):
-        Decoder(load(tmp_path), rows=1, max_context=64, kv=TurboQuantConfig(k_bits=4, v_bits=4))
 
 
 @pytest.mark.parametrize(

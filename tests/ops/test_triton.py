@@ -72,6 +72,7 @@ HEAVY = {"2x3x11008/128", "1x11008->256@4", "smollm2_chunk", "2x1x28672", "130x1
 HEAVY |= {"llama3-vocabulary"}
 HEAVY |= {"2x1024->16384@2", "2x1024->16384@3", "2x1024->16384@4", "1x192->40960@4+bias"}
 HEAVY |= {"flash_window", "flash_csa", "flash_hca", "flash_index", "v3", "v3_long"}
+HEAVY |= {"fp8_v3_long", "4_bits_v3_long", "3_bits_v3_long"}
 HEAVY |= {"1x576->576@2", "1x576->576@3", "4x192->1536@4"}
 HEAVY |= {"1 tokens, 2 of 4, 1088x640@2 with biases", "3 tokens, 2 of 5, 576x256@3"}
 HEAVY |= {"5x576->3072@4+bias", "3x576->1000@2+bias", "3x576->1000@3+bias", "3x576->1000@4+bias"}
@@ -141,6 +142,11 @@ def real_tokens(op: Op, args: tuple, outputs: list[Tensor]) -> list[Tensor]:
         real = torch.arange(args[0].shape[1]) < args[7].cpu().unsqueeze(1)
         kept = outputs[1][real] if len(outputs[1]) else outputs[1]
         return [outputs[0][real], kept, *vectors, *(ring[1:] for ring in outputs[3:])]
+    if op.name == "latent_write" and outputs[1].dtype == torch.uint8:
+        call = op.call(*args)
+        levels = None if call.curve is None else call.curve.cpu()
+        rows = latent_attention.held(outputs[1].cpu(), call.norm.shape[0], 2 * call.cos.shape[1], call.bits, levels)
+        return [outputs[0], rows]
     if op.name not in ("rope_cache_write", "paged_decode") or args[7] is None or args[0].shape[1] == 1:
         return outputs
     counts = args[7].cpu()

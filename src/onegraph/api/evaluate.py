@@ -15,6 +15,7 @@ from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.ab import costs, exchanged, in_nvfp4
 from onegraph.engine.evaluate import evaluate
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.latent_kv import code_bits, token_bytes
 from onegraph.formats.nvfp4 import GROUP
 from onegraph.formats.turboquant import parse_kv
 from onegraph.models.config import LlamaConfig
@@ -105,7 +106,10 @@ def evaluate_checkpoint(
     )
     hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
     size_of_token = None
-    if setting is not None:
+    if setting is not None and config.latent is not None:
+        bits = code_bits(setting, False, config.attention_layers)
+        size_of_token = float(token_bytes(bits, config.latent.rank, config.latent.rope, 2))
+    elif setting is not None:
         size_of_token = setting.token_bytes_of(config.cached) + setting.sequence_bytes_of(config.cached) / window
     exact = 2 * sum(kv_heads * dim for kv_heads, dim in config.cached)
     exact = exact if config.latent is None else config.attention_layers * config.latent.width

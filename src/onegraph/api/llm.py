@@ -92,7 +92,7 @@ class LLM:
         max_model_len: maximum number of tokens of a prompt and its answer (default: the model's, at most 4096).
         max_num_seqs: maximum number of sequences in a batch; further prompts wait.
         kv_cache_dtype: "exact", "turboquant:4", "turboquant:k3v4", ... (docs/guides/long-context.md), or "fp8" for
-            DeepSeek-V4.
+            DeepSeek-V4 and models with one latent for all heads.
         kv_cache_tokens: number of tokens in the KV cache, which is allocated now (default: max_num_seqs x
             max_model_len, and more for short sequences of a quantized cache; fewer, at least max_model_len, where
             those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).

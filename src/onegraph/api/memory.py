@@ -20,7 +20,7 @@ from onegraph.models.adapters import adapter_bytes
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.expert_memory import ExpertMemory
-from onegraph.models.llama import Llama, attention_cache, unread_layers
+from onegraph.models.llama import Llama, attention_cache, turned_bytes, unread_layers
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import GB, free_cache_memory
@@ -110,7 +110,8 @@ def plan_load(
         )
     if kv_offloading_size is not None:
         own = isinstance(config, LlamaConfig)
-        without = kv or ("batch_invariant" if batch_invariant else None if own else "DeepSeek-V4")
+        codes = None if isinstance(config, LlamaConfig) and config.latent is not None else kv  # latents are shared
+        without = codes or ("batch_invariant" if batch_invariant else None if own else "DeepSeek-V4")
         if without is not None:
             raise ValueError(
                 f"kv_offloading_size: got {kv_offloading_size:g}; {NOT_SHARED.format(without)}: leave it out"
@@ -118,7 +119,7 @@ def plan_load(
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
         gpus=gpus, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
-        experts=size_bytes(expert_memory), speculative=speculative,
+        experts=size_bytes(expert_memory), speculative=speculative, fp8=kv_cache_dtype == "fp8",
     )  # fmt: skip
     return LoadPlan(found, held, kv, max_model_len, memory)
 
@@ -143,6 +144,7 @@ def needed_memory(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     experts: int | None = None,
     speculative: str | None = None,
+    fp8: bool = False,
 ) -> Memory | None:
     """What loading will take, with adapters and what drafts; None for DeepSeek-V4, whose cache has kinds of state of
     its own.
@@ -152,7 +154,7 @@ def needed_memory(
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
     offloaded: bytes of host memory for what the prefix cache evicts; ValueError where fewer are free.
-    experts: bytes on the device that routed experts may take; None for all of them.
+    experts: bytes on the device that routed experts may take; None for all of them. fp8: latents in the cache are.
     """
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
@@ -162,7 +164,7 @@ def needed_memory(
     if device.type == "cpu":
         free -= offloaded
     drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
-    each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus)
+    each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus, fp8=fp8)
     stacks = None if experts is None else ExpertMemory(Loader(checkpoint, config, dtype), config, experts, device)
     pinned = 0 if stacks is None or stacks.fits else stacks.host_bytes
     if offloaded > (host := free_cache_memory(torch.device("cpu")) - pinned):
@@ -285,6 +287,7 @@ def _cache_bytes(
     rows: int,
     context: int,
     gpus: int,
+    fp8: bool = False,
 ) -> tuple[int, int]:
     """Bytes of a token in the cache of a rank, and of what it has besides its pages: of the cache itself, made on the
     meta device."""
@@ -296,8 +299,8 @@ def _cache_bytes(
     def nbytes(pages: int) -> int:
         return attention_cache(
             config, TPShard(0, gpus), kv, rows=rows, pages=pages, page_size=size, pages_per_row=-(-context // size),
-            dtype=dtype, device="meta",
+            dtype=dtype, device="meta", fp8=fp8,
         ).nbytes  # fmt: skip
 
     page = nbytes(pages + 1) - nbytes(pages)
-    return -(-page // size), nbytes(pages) - pages * page
+    return -(-page // size), nbytes(pages) - pages * page + turned_bytes(config, kv, dtype) // gpus

@@ -108,7 +108,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         default="exact",
         metavar="DTYPE",
-        help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; for DeepSeek-V4 exact or fp8 [exact]",
+        help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; with latent attention (DeepSeek) also fp8 [exact]",
     )
     parser.add_argument(
         "--expert-memory",

@@ -254,8 +254,6 @@ class LlamaConfig:
     @property
     def exact_cache(self) -> str | None:
         """What of its attention a KV cache in codes does not know; None: nothing."""
-        if self.latent is not None:
-            return "one latent for all heads"
         if self.traits.sinks:
             return "attention sinks"
         if any(heads.source is not None for heads in self.attention):

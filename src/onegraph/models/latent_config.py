@@ -127,6 +127,11 @@ class Latent:
         return self.rank + self.rope
 
     @property
+    def products(self) -> int:
+        """Numbers of the up-projection of a layer, of all heads."""
+        return self.heads * (self.nope + self.value) * self.rank
+
+    @property
     def front(self) -> tuple[str, ...]:
         """Linears of x."""
         return (Q_A if self.q_rank else Q), KV_A
@@ -163,7 +168,7 @@ class Latent:
         else:
             yield Q, (queries, hidden, False)
         yield KV_A, (self.width, hidden, self.bias)
-        yield KV_B, (self.heads * (self.nope + self.value), self.rank, False)
+        yield KV_B, (self.products // self.rank, self.rank, False)
         yield OUT, (hidden, self.heads * self.value, self.bias)
 
     @property

@@ -29,7 +29,7 @@ from onegraph.nn.attention import Attend, Attention, CausalAttention, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.hybrid_cache import HybridCache
-from onegraph.nn.latent import LatentCache, link_indexers
+from onegraph.nn.latent import LatentAttention, LatentCache, link_indexers
 from onegraph.nn.linear import Linear
 from onegraph.nn.lora import Adapters
 from onegraph.nn.peers import Peer
@@ -52,6 +52,7 @@ class Llama(nn.Module):
         config: what config.json says, validated.
         fused: False where norms, SwiGLU, sums and attention's parts run as ops of their own, for A/B comparison.
         device, dtype: where the weights lie, and the dtype of activations and KV cache.
+        fp8_kv: whether caches of latents made from now on hold them in FP8.
         max_context: positions that the rotary tables cover; an engine must not go beyond.
         page_size: tokens of a page of the KV cache, unless the caller asks otherwise.
         dense_attention: attends over whole sequences without a cache.
@@ -62,6 +63,7 @@ class Llama(nn.Module):
 
     norm: Tensor
     page_size = 16
+    fp8_kv = False
     peers = None  # see `engine.decoder.Decoder`
     dense_attention = CausalAttention()
 
@@ -265,12 +267,17 @@ class Llama(nn.Module):
             )
         kv = self.settled(kv)
         make: Callable[..., AttentionCache | HybridCache]
-        make = partial(attention_cache, self.config, share_of(self.peer), kv, fused=self.fused)
+        make = partial(attention_cache, self.config, share_of(self.peer), kv, fused=self.fused, fp8=self.fp8_kv)
         if self.recurrent:
             make = partial(self._hybrid, make)
         sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row}
         needed = make(**sizes, dtype=self.dtype, device="meta").nbytes
+        needed += turned_bytes(self.config, kv, self.dtype) // share_of(self.peer).ranks
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
+        if kv is not None:
+            for block in self.blocks:
+                if isinstance(block.attention, LatentAttention):
+                    block.attention.turn_products(kv.seed)
         return make(**sizes, dtype=self.dtype, device=self.device)
 
     @property
@@ -285,20 +292,30 @@ class Llama(nn.Module):
 
 
 def attention_cache(
-    config: LlamaConfig, share: TPShard, kv: TurboQuantConfig | None, *, fused: bool = True, **sizes: Any
-) -> AttentionCache:
+    config: LlamaConfig, share: TPShard, kv: TurboQuantConfig | None, *, fused: bool = True, fp8: bool = False,
+    **sizes: Any,
+) -> AttentionCache:  # fmt: skip
     """What a rank keeps of the layers that attend: its share of the heads of keys and values, or latents, which each
-    rank has whole. kv: settled (`Llama.settled`). sizes: rows, pages, page_size, pages_per_row, device, dtype."""
+    rank has whole. kv: settled (`Llama.settled`); fp8: of latents. sizes: rows, pages, page_size, pages_per_row,
+    device, dtype."""
     if config.latent is not None:
         latent, index = config.latent, config.latent.index
+        sizes |= {"rank": latent.rank, "rope": latent.rope, "kv": kv, "fp8": fp8}
         if index is not None:
             own = {i: index.dim for i, full in enumerate(index.full) if full}
             sizes |= {"indexers": own, "top_k": index.top_k}
-        return LatentCache(layers=config.attention_layers, width=latent.width, **sizes)
+        return LatentCache(layers=config.attention_layers, **sizes)
     spans = ((share.span(kv_heads), dim) for kv_heads, dim in config.cached)
     shapes = [(last - first, dim) for (first, last), dim in spans]
     sizes |= {"layers": len(shapes), "kv_heads": shapes[0][0], "head_dim": shapes[0][1], "shapes": shapes}
     return PagedCache(fused=fused, **sizes) if kv is None else TurboQuantCache(kv, **sizes)
+
+
+def turned_bytes(config: LlamaConfig, kv: TurboQuantConfig | None, dtype: torch.dtype) -> int:
+    """Of the up-projections in the coordinates of codes, which latent attention has beside its own."""
+    if config.latent is None or kv is None:
+        return 0
+    return config.attention_layers * config.latent.products * dtype.itemsize
 
 
 def unread_layers(config: LlamaConfig, device: str) -> list[int]:
@@ -306,6 +323,8 @@ def unread_layers(config: LlamaConfig, device: str) -> list[int]:
     from codes in torch's ops takes milliseconds per layer on a GPU."""
     from onegraph.ops.cuda.turboquant_attention import MAX_DIM
 
+    if config.latent is not None:
+        return []
     return [i for i, (_, dim) in enumerate(config.cached) if device == "cuda" and dim > MAX_DIM]
 
 

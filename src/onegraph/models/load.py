@@ -114,7 +114,8 @@ def load_decoder(
         gpus: use so many GPUs, from cuda:0 on; more than there are are a ValueError.
         split: "tensor": each GPU has its share of every layer (`models/ranks.py`); "layer": some of the layers, for
             DeepSeek-V4 alone, where it is the default.
-        fp8_kv: keys in FP8, for DeepSeek-V4 alone. drafts: leave room for the draft layers that its checkpoint carries.
+        fp8_kv: keys or latents in FP8, for DeepSeek-V4 and models with latent attention. drafts: leave room for the
+            draft layers that its checkpoint carries.
         held, fused, adapters, expert_memory: of the Llama family, see there; the last two on one device.
         progress: called as progress(bytes read, bytes in all).
     """
@@ -150,16 +151,21 @@ def load_decoder(
         model.fp8_kv = fp8_kv
         return model
     kind = checkpoint.config.get("model_type")
-    if fp8_kv:
+    if fp8_kv and config_of(checkpoint).latent is None:
         raise ValueError(
-            f"kv fp8 is a way to keep keys for DeepSeek-V4; this model is {kind!r}: take turboquant:4, a quarter of "
-            "the memory, or leave it out"
+            f"kv fp8 is a way to keep keys for DeepSeek-V4 and for latent attention; this model is {kind!r}: take "
+            "turboquant:4, a quarter of the memory, or leave it out"
         )
     if split == "layer":
         raise ValueError(f"split: layers are placed for DeepSeek-V4 alone; this model is {kind!r}: leave it out")
     options: dict[str, Any] = {"max_context": max_context, "held": held, "fused": fused}
     options["progress"] = progress
     if len(devices) > 1:
-        return Ranks.load(checkpoint, devices, dtype, **options)
+        ranks = Ranks.load(checkpoint, devices, dtype, **options)
+        for rank in ranks.ranks:
+            rank.fp8_kv = fp8_kv
+        return ranks
     alone: dict[str, Any] = {"adapters": adapters, "expert_memory": expert_memory}
-    return chained(Llama.load(checkpoint, devices[0], dtype, **alone, **options))
+    llama = Llama.load(checkpoint, devices[0], dtype, **alone, **options)
+    llama.fp8_kv = fp8_kv
+    return chained(llama)

@@ -113,7 +113,8 @@ class HybridCache(SequenceState):
 
     def as_decoded(self) -> HybridCache:
         """As `TurboQuantCache.as_decoded`; a recurrent layer computes the same either way."""
-        return self._over(self._coded.as_decoded())
+        assert not isinstance(self.attention, PagedCache)
+        return self._over(self.attention.as_decoded())
 
     def encode(self, pages: Tensor, slots: Tensor, tokens: Tensor) -> None:
         """As `TurboQuantCache.encode`."""
@@ -133,7 +134,7 @@ class HybridCache(SequenceState):
         result: Tensor = seen.attend(layer, *inputs)
         return result
 
-    def _over(self, attention: TurboQuantCache) -> HybridCache:
+    def _over(self, attention: TurboQuantCache | LatentCache) -> HybridCache:
         other = self.view()
         other.attention = attention
         return other

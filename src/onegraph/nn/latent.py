@@ -8,10 +8,14 @@ calibration and evaluation, go through the up-projection as the model was traine
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from onegraph.formats.latent_kv import code_bits, curve, row_bytes
+from onegraph.formats.turboquant import TurboQuantConfig, rotation
 from onegraph.nn.block import Normed, Stream
 from onegraph.nn.latent_index import Indexer, IndexInputs
 from onegraph.nn.linear import Linear
@@ -68,6 +72,15 @@ class LatentInputs(nn.Module):
         return ((q, latent) if x is None or self.indexer is None else (q, latent, *self.indexer.inputs(x, low))), total
 
 
+class Products(NamedTuple):
+    """What queries are multiplied by to score latents [heads, nope, rank], and what makes heads of sums of latents
+    [heads, value, rank]; the norm of the latent [rank]."""
+
+    to_latent: Tensor
+    from_latent: Tensor
+    norm: Tensor
+
+
 class LatentAttention(nn.Module):
     """One layer's attention: `cache.attend(attention, queries, latents)`.
 
@@ -84,6 +97,7 @@ class LatentAttention(nn.Module):
 
     Attributes:
         before: the last layer before this one that has an indexer, for a layer without; empty where a block is alone.
+        turned: the products in the coordinates of TurboQuant's codes, by the seed of the rotation (`turn_products`).
     """
 
     kv_norm: Tensor
@@ -121,6 +135,7 @@ class LatentAttention(nn.Module):
         self.top_k, self.indexer = top_k, indexer
         self.before: list[LatentAttention] = []
         self._last: Tensor | None = None
+        self.turned: dict[int, Products] = {}
         self.kv_b = None if absorbed else kv_b
         up = (kv_b.dense(dtype) if kv_b.format.coded else kv_b).tensors["weight"]
         split = up.unflatten(0, (heads, nope + value)) if absorbed else None
@@ -139,18 +154,33 @@ class LatentAttention(nn.Module):
         at = at.unsqueeze(0) if positions is None else positions.unsqueeze(1) + at
         return q * self.query_scale[at.clamp(max=len(self.query_scale) - 1)].to(q.dtype).unsqueeze(2)
 
-    def folded(self, q: Tensor) -> Tensor:
-        """Queries [B, Q, heads, nope + rope] -> what scores latents [B, Q, heads, rank], each head a product."""
+    @property
+    def products(self) -> Products:
+        """In the latent's own coordinates."""
         assert self.to_latent is not None
+        assert self.from_latent is not None
+        return Products(self.to_latent, self.from_latent, self.kv_norm)
+
+    @torch.no_grad()
+    def turn_products(self, seed: int) -> None:
+        """Makes `turned` for caches whose rotation has this seed: between steps, since it allocates."""
+        if seed in self.turned:
+            return
+        turn, own = rotation(self.rank, seed=seed).to(self.kv_norm.device), self.products
+        to_latent, from_latent = ((w.float() @ turn.T * self.rank**-0.5).to(w.dtype) for w in own[:2])
+        norm = own.norm * turn[0].to(own.norm.dtype)  # the matrix's first row is the signs
+        self.turned[seed] = Products(to_latent, from_latent, norm)
+
+    def folded(self, q: Tensor, to_latent: Tensor) -> Tensor:
+        """Queries [B, Q, heads, nope + rope] -> what scores latents [B, Q, heads, rank], each head a product."""
         by_head = q[..., : self.nope].flatten(0, 1).transpose(0, 1)
-        folded: Tensor = (by_head @ self.to_latent).transpose(0, 1).unflatten(0, q.shape[:2])
+        folded: Tensor = (by_head @ to_latent).transpose(0, 1).unflatten(0, q.shape[:2])
         return folded
 
-    def unfolded(self, sums: Tensor) -> Tensor:
+    def unfolded(self, sums: Tensor, from_latent: Tensor) -> Tensor:
         """Sums of latents [B, Q, heads, rank] -> what heads give [B, Q, heads value]."""
-        assert self.from_latent is not None
         by_head = sums.flatten(0, 1).transpose(0, 1)
-        heads: Tensor = (by_head @ self.from_latent.transpose(1, 2)).transpose(0, 1)
+        heads: Tensor = (by_head @ from_latent.transpose(1, 2)).transpose(0, 1)
         given: Tensor = heads.flatten(1).unflatten(0, sums.shape[:2])
         return given
 
@@ -199,9 +229,7 @@ class LatentAttention(nn.Module):
         if self.kv_b is not None:
             up: Tensor = self.kv_b(c)
             return up
-        assert self.to_latent is not None
-        assert self.from_latent is not None
-        return c @ torch.cat((self.to_latent, self.from_latent), dim=1).flatten(0, 1).T
+        return c @ torch.cat(self.products[:2], dim=1).flatten(0, 1).T
 
 
 def link_indexers(layers: Iterable[nn.Module]) -> None:
@@ -213,23 +241,41 @@ def link_indexers(layers: Iterable[nn.Module]) -> None:
             layer.before = [last] if last is not None and layer.indexer is None else []
 
 
+class LatentRows(NamedTuple):
+    """How a layer's pool holds latents: see `ops.latent_attention.latent_write` for bits, curve and kind. seed: of the
+    rotation that they are in, None for their own coordinates."""
+
+    bits: int = 0
+    curve: Tensor | None = None
+    kind: str = "norm"
+    seed: int | None = None
+
+
 class LatentCache(SequenceState):
     """One latent and one rotated key a token and layer, in pages: see `PagedCache`, whose attributes it has but for
-    keys and values.
+    keys and values. What a query sees of a token is the same whether they come in one call or not, in codes too.
+
+    Args:
+        rank, rope: numbers of a latent and of a rotated key.
+        kv: TurboQuant's codes of latents; layers may stay exact. fp8: latents in E4M3.
+        indexers: numbers of an index key, by the layers that have an indexer; top_k: see `LatentAttention`.
 
     Attributes:
-        pools: per layer [pages, page_size, rank + rope].
+        pools: per layer [pages, page_size, rank + rope], or uint8 rows of `formats/latent_kv.py`.
+        rows: per layer how its pool holds them.
         index_pools: the indexers' keys by layer, [pages, page_size, dim], where a row may hold more tokens than a query
-            attends to; the choice is every token else.
+            attends to; the choice is every token else. In the model's dtype.
+
+    Raises ValueError for sizes too small, and for codes that latents do not have (`formats.latent_kv.code_bits`).
     """
 
-    prefix_cacheable, setting = True, "exact"  # see `engine.decoder.Cache`
+    prefix_cacheable = True
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, width: int, rows: int, pages_per_row: int,
+        self, *, layers: int, pages: int, page_size: int, rank: int, rope: int, rows: int, pages_per_row: int,
         device: torch.device | str, dtype: torch.dtype, indexers: Mapping[int, int] | None = None, top_k: int = 0,
+        kv: TurboQuantConfig | None = None, fp8: bool = False,
     ) -> None:  # fmt: skip
-        """indexers: numbers of an index key, by the layers that have an indexer; top_k: see `LatentAttention`."""
         least = (
             ("layers", layers, 1),
             ("page_size", page_size, 1),
@@ -239,8 +285,20 @@ class LatentCache(SequenceState):
         for name, value, bound in (*least, ("pages", pages, 2)):
             if value < bound:
                 raise ValueError(f"{name} is {value}; it must be at least {bound}")
-        self.page_size = page_size
-        self.pools = [torch.zeros(pages, page_size, width, device=device, dtype=dtype) for _ in range(layers)]
+        self.page_size, self.setting = page_size, "fp8" if fp8 else "exact" if kv is None else str(kv)
+
+        @cache
+        def held(bits: int) -> LatentRows:
+            if kv is None or not bits:
+                return LatentRows(bits)
+            return LatentRows(bits, curve(rank, bits).to(device), kv.scale, kv.seed)
+
+        def pool(bits: int) -> Tensor:
+            width, kind = (row_bytes(rank, rope, bits), torch.uint8) if bits else (rank + rope, dtype)
+            return torch.zeros(pages, page_size, width, device=device, dtype=kind)
+
+        bits = code_bits(kv, fp8, layers)
+        self.pools, self.rows = [pool(each) for each in bits], [held(each) for each in bits]
         chosen = indexers if indexers and pages_per_row * page_size > top_k else {}
         self.index_pools = {
             i: torch.zeros(pages, page_size, dim, device=device, dtype=dtype) for i, dim in chosen.items()
@@ -271,23 +329,29 @@ class LatentCache(SequenceState):
     def view(self, rows: slice = slice(None), pages: int | None = None) -> LatentCache:
         """The same storage seen through some rows, as `PagedCache.view`."""
         other = object.__new__(LatentCache)
-        other.page_size, other.pools = self.page_size, self.pools
-        other.index_pools, other._chosen = self.index_pools, None
+        other.__dict__.update(self.__dict__)
+        other._chosen = None
         other.block_table = self.block_table[rows, :pages]
         other.positions, other.counts = self.positions[rows], self.counts[rows]
         return other
 
+    def as_decoded(self) -> LatentCache:
+        """A chunk reads its tokens as decoding does: see `TurboQuantCache.as_decoded`."""
+        return self
+
     def attend(self, attention: LatentAttention, q: Tensor, latent: Tensor, *index: Tensor) -> Tensor:
         """q [B, Q, heads (nope + rope)], latent [B, Q, rank + rope] -> [B, Q, heads value]; the tokens' latents are
         written. index: the `IndexInputs` of a layer with an indexer."""
-        a, pool = attention, self.pools[attention.index]
+        a, pool, (bits, levels, kind, seed) = attention, self.pools[attention.index], self.rows[attention.index]
+        products = a.products if seed is None else a.turned[seed]
         heads = a.scaled(q, self.positions).unflatten(2, (a.heads, -1))
-        rows = self.positions, self.counts, self.block_table
-        turned = latent_write(heads, latent, a.kv_norm, a.eps, a.cos, a.sin, *rows, pool, a.interleaved)
-        folded = a.folded(heads)
+        rows, coded = (self.positions, self.counts, self.block_table), (bits, levels)
+        tokens = heads, latent, products.norm, a.eps, a.cos, a.sin
+        turned = latent_write(*tokens, *rows, pool, a.interleaved, *coded, kind)
+        folded = a.folded(heads, products.to_latent)
         chosen = self._choice(a, IndexInputs(*index) if index else None, q.shape[1])
-        sums = latent_attention(folded, turned, pool, self.block_table, *rows[:2], chosen, a.scale)
-        return a.unfolded(sums)
+        sums = latent_attention(folded, turned, pool, self.block_table, *rows[:2], chosen, a.scale, *coded)
+        return a.unfolded(sums, products.from_latent)
 
     def _choice(self, a: LatentAttention, given: IndexInputs | None, length: int) -> Tensor | None:
         """The tokens that this layer's queries attend to; None for all."""

@@ -657,6 +657,9 @@ class LatentWrite(Call):
     block_table: Tensor
     pool: Written
     interleaved: bool
+    bits: int
+    curve: Tensor | None
+    kind: str
 
 
 @dataclass(eq=False)
@@ -671,3 +674,5 @@ class LatentAttention(Call):
     counts: Tensor
     selected: Tensor | None
     scale: float
+    bits: int
+    curve: Tensor | None

@@ -31,6 +31,27 @@ def turn_by(value, c, s, BACK: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3(value):
+    """Float32 to the nearest code, int32; what exceeds 448 becomes that."""
+    # E4M3's exponent and mantissa are float32's with another bias: round to the three bits that stay.
+    magnitude = tl.minimum(tl.abs(value), 448.0)
+    coarse = (magnitude + 0.0).to(tl.int32, bitcast=True)
+    normal = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) >> 20
+    normal -= (127 - 7) << 3
+    # Below 2^-6 the steps are 2^-9: adding 2^14 leaves them as the last bits, rounded to nearest even.
+    steps = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return tl.where(magnitude < 0.015625, steps, normal) | tl.where(value < 0, 128, 0)
+
+
+@triton.jit
+def from_e4m3(code):
+    """Codes int32 as float32."""
+    # The bits in float32's places stand for 2^-120 of the number, subnormals too.
+    bits = ((code & 127) << 20) | ((code & 128) << 24)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
 def store_row(to, value, column, inside, DIM: tl.constexpr, ROPE: tl.constexpr):
     """value float32 [N] at `to`: a row of to's type, or of FP8 where that is uint8 (formats/deepseek_kv.py)."""
     if to.dtype.element_ty == tl.uint8:
@@ -44,14 +65,7 @@ def store_row(to, value, column, inside, DIM: tl.constexpr, ROPE: tl.constexpr):
         exponent = tl.minimum(tl.maximum(exponent, 1), 254)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         small = tl.reshape(tl.reshape(value, (BLOCKS, BLOCK)) / scale[:, None], (value.shape[0],))
-        # E4M3's exponent and mantissa are float32's with another bias: round to the three bits that stay.
-        magnitude = tl.minimum(tl.abs(small), 448.0)
-        coarse = (magnitude + 0.0).to(tl.int32, bitcast=True)
-        normal = (coarse + 0x7FFFF + ((coarse >> 20) & 1)) >> 20
-        normal -= (127 - 7) << 3
-        # Below 2^-6 the steps are 2^-9: adding 2^14 leaves them as the last bits, rounded to nearest even.
-        steps = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        code = tl.where(magnitude < 0.015625, steps, normal) | tl.where(small < 0, 128, 0)
+        code = to_e4m3(small)
         tl.store(to + column, code.to(tl.uint8), mask=plain)
         wide = (to + PLAIN).to(tl.pointer_type(tl.bfloat16))
         tl.store(wide + column - PLAIN, value.to(tl.bfloat16), mask=inside & (column >= PLAIN))
@@ -69,9 +83,7 @@ def load_rows(at, column, valid, DIM: tl.constexpr, ROPE: tl.constexpr, kind: tl
         plain = valid & (column < PLAIN)[None, :]
         code = tl.load(at[:, None] + column[None, :], mask=plain, other=0).to(tl.int32)
         exponent = tl.load(at[:, None] + PLAIN + 2 * ROPE + (column // 64)[None, :], mask=plain, other=127).to(tl.int32)
-        # The bits in float32's places stand for 2^-120 of the number, subnormals too.
-        bits = ((code & 127) << 20) | ((code & 128) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = from_e4m3(code)
         value = value * (exponent << 23).to(tl.float32, bitcast=True)
         wide = (at + PLAIN).to(tl.pointer_type(tl.bfloat16))
         turned = tl.load(wide[:, None] + (column - PLAIN)[None, :], mask=valid & (column >= PLAIN)[None, :], other=0.0)
