@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from onegraph.models.qwen_mtp import DraftConfig, DraftLayer
 from step import SHAPES, RandomCheckpoint, random_model
 
 from onegraph.api.draft_head import tapped, unseen
@@ -43,7 +44,6 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.eagle_net import EagleNet, head_config, head_tensors
 from onegraph.models.loader import Loader
-from onegraph.models.qwen_mtp import DraftConfig, QwenDraft
 
 
 def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:
@@ -147,12 +147,12 @@ def random_head(model: Any, size: int, folder: Path) -> EagleHead:
         return EagleHead.load(checkpoint, model)
 
 
-def random_mtp(model: Any, shape: dict[str, Any]) -> QwenDraft:
+def random_mtp(model: Any, shape: dict[str, Any]) -> DraftLayer:
     """A draft layer of the model's, dense as `onegraph quantize` leaves it."""
     checkpoint = RandomCheckpoint(shape, 16, device=model.device)
     loader = Loader(checkpoint, DraftConfig.of(model.config, {}), model.dtype)
     checkpoint.add({name: (size, kinds[0]) for name, (size, kinds) in loader.expected().items()})
-    return QwenDraft.load(checkpoint, model)
+    return DraftLayer.load(checkpoint, model)
 
 
 def real_rows(args: argparse.Namespace, alike: bool) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 from onegraph.models.loader import Held
-from onegraph.models.qwen_mtp import QwenDraft, has_draft
+from onegraph.models.mtp import DraftLayer, has_draft
 from onegraph.models.ranks import Ranks, one_progress
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ def check_name(name: str) -> None:
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
-    """The draft layer that a model's own checkpoint carries: DeepSeek-V4's (`mtp.0`), Qwen3.5's (`mtp.layers.0`)."""
+    """The draft layer that a model's own checkpoint carries."""
     if not isinstance(model, DeepseekV4):
         if not has_draft(model.config):
             raise ValueError(
-                f"speculative: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
+                f"speculative: {MTP!r} are the draft layers of DeepSeek, GLM, Qwen3-Next and Qwen3.5; a "
                 f"{model.config.model_type!r} has none that run here: use {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
             )
         with Checkpoint.open(locate(path).path) as checkpoint, told():
-            return partial(HeadDrafter, QwenDraft.load(checkpoint, model))
+            return partial(HeadDrafter, DraftLayer.load(checkpoint, model))
     if not model.config.drafts:
         raise ValueError(f"speculative: {path} has no draft layers (num_nextn_predict_layers is 0): use {NGRAM!r}")
     with Checkpoint.open(path) as checkpoint, told():

@@ -169,7 +169,9 @@ def build_block(
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
         at = config.attention_index(i)
-        heads, latent = build_latent(loader, config.latent, i, own, *place, index=at, joined=joined, fused=fused)
+        heads, latent = build_latent(
+            loader, config.latent, i, prefix, own, *place, index=at, joined=joined, fused=fused
+        )
         return whole(heads, latent, out)
     attention, after = build_attention(loader, config, i, tables, device, share)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)

@@ -186,7 +186,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
     """Every layer that a rank has a part of: name, format, outputs, inputs, part."""
     sizes = loader.layers()
     for i in range(config.layers):
-        prefix, routed = f"model.layers.{i}.", config.routed_at(i)
+        prefix, routed = config.prefix(i), config.routed_at(i)
         parts, mixer = list[tuple[str, Part]](), config.mixers[i]
         if mixer is None:
             parts = attention_parts(config, share, i)

@@ -194,7 +194,7 @@ def block_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """What `quantize` may round of block `i`, by the name within it: linears [n, k], stacks of experts [E, n, k].
     linears: those of `config.parts`."""
-    prefix, routed, mixer, own = f"model.layers.{i}.", config.routed_at(i), config.mixers[i], config.traits.names
+    prefix, routed, mixer, own = config.prefix(i), config.routed_at(i), config.mixers[i], config.traits.names
     half = (
         (*config.gate_up, own.down)[: None if config.feeds(i) else 0]
         if routed is None
