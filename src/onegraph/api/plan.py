@@ -235,6 +235,7 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
     if not found.own:
         _refuse_foreign(choices, found.why)
     found.check(checkpoint)
+    choices, found = with_draft(choices, found)
     choices = with_experts(choices, found)
     shapes = found.shapes
     own = OWN[choices.format].formats
@@ -361,6 +362,18 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
     asked = dict(choices.layers)  # a pattern of its own keeps its place there: the last match wins
     patterns = {pattern: rate for local in stacks.values() if (pattern := f"*.{local}") not in asked}
     return replace(choices, recipe_options=replace(choices.recipe_options, layers=patterns | asked))
+
+
+def with_draft(choices: Choices, found: Outline) -> tuple[Choices, Outline]:
+    """The choices with a rate for the draft layer, in front of what `layers` says, and the outline with that layer,
+    where it is to be rounded. Raises ValueError where there is none."""
+    if choices.draft_layers is None:
+        return choices, found
+    if not found.draft:
+        raise ValueError(f"draft_layers: got {choices.draft_layers}, and this checkpoint has no draft layer")
+    patterns = {f"{root}*": choices.draft_layers for root in found.draft} | dict(choices.layers)
+    choices = replace(choices, recipe_options=replace(choices.recipe_options, layers=patterns))
+    return choices, replace(found, blocks={**found.blocks, **found.draft})
 
 
 def _why_none(found: Outline) -> str:

@@ -93,6 +93,7 @@ def quantize(
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
+    draft_layers: int | None = None,
     expert_prior: float | None = None,
     seed: int = 0,
     activation_memory: int | None = None,
@@ -130,6 +131,8 @@ def quantize(
             are chosen; 16 keeps them), "auto" chooses the rate and counts it in `bits`. Unsupported for models that
             only transformers runs.
         experts: bits of routed experts, 16 keeps them; None is `bits`, but experts published in MXFP4 (gpt-oss) stay.
+        draft_layers: bits of the linears of the layer that only predicts further tokens (MTP, `--speculative mtp`);
+            None and 16 keep it as it is.
         expert_prior: see `quant/experts.py`; None for the recipe's.
         seed: the same seed gives the same bytes.
         activation_memory: bytes of activations in memory, the rest goes to disk; None: an eighth of free memory.
@@ -159,6 +162,7 @@ def quantize(
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         experts=experts,
+        draft_layers=draft_layers,
         expert_prior=expert_prior,
         seed=seed,
         activation_memory=activation_memory,
@@ -257,7 +261,7 @@ class _Run:
     ) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
-        model = model_of(checkpoint, choices.device, sequence, own=found.own)
+        model = model_of(checkpoint, choices.device, sequence, own=found.own, draft=choices.draft_layers is not None)
         tokenizer = Tokenizer(checkpoint)
         rows, counts, sampled = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
 

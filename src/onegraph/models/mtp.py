@@ -29,6 +29,7 @@ from onegraph.models.config import EMBED, HEAD, LlamaConfig
 from onegraph.models.families import DraftNames
 from onegraph.models.llama import Llama, attention_cache
 from onegraph.models.loader import Loader
+from onegraph.models.memory import decode_unread
 from onegraph.models.parts import Parts
 from onegraph.models.shares import check_ranks, share_of
 from onegraph.models.wrapper import text_config
@@ -36,6 +37,7 @@ from onegraph.nn.attention import Attend, PagedCache
 from onegraph.nn.block import Stream
 from onegraph.nn.latent import LatentCache
 from onegraph.nn.linear import Linear
+from onegraph.nn.peers import Peer
 from onegraph.nn.turboquant import TurboQuantCache
 from onegraph.ops.norm import rms_norm
 
@@ -129,36 +131,63 @@ class DraftConfig(LlamaConfig):
         return not name.startswith(self.root) or name.startswith(copies)
 
 
-class DraftLayer(nn.Module):
-    """The draft layer of a loaded decoder, or a rank's share of it. Build it with `load`.
+class DraftBlock(nn.Module):
+    """What a draft layer has of its own: two norms, the projection, the block, the norm behind it."""
 
-    Attributes:
-        config, dtype: the decoder's. vocab_size: its. layers, vocabulary: no hidden states are needed but the last, and
-            every token may be named (`engine.draft_heads.Head`).
-    """
-
-    layers: tuple[int, ...] = ()
-    vocabulary = None
     embedding_norm: Tensor
     hidden_norm: Tensor
     norm: Tensor
 
     def __init__(
-        self,
-        *,
-        target: Llama | ChainedLlama,
-        config: DraftConfig,
-        projection: Linear,
-        block: Block | HalfBlock,
-        norms: list[Tensor],
+        self, *, config: DraftConfig, projection: Linear, block: Block | HalfBlock, norms: list[Tensor]
     ) -> None:
         super().__init__()
-        self.config, self.dtype, self.vocab_size = config, target.dtype, config.vocab_size
-        self.projection, self.block = projection, block
-        self._target = [target]  # whose weights are not this module's
+        self.config, self.projection, self.block = config, projection, block
         for name, norm in zip(("embedding_norm", "hidden_norm", "norm"), norms, strict=True):
             self.register_buffer(name, norm)
         self.eval()
+
+    @staticmethod
+    def parts(
+        loader: Loader, config: DraftConfig, positions: int, device: torch.device, *, joined: bool = True,
+        peer: Peer | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What this is made of, from a checkpoint; positions: of the rotary tables; else as for `build_block`."""
+        tables = rotary_tables(config, positions, device)
+        return {
+            "config": config,
+            "projection": loader.linear(config.projection, device),
+            "block": build_block(loader, config, 0, tables, device, joined=joined, peer=peer),
+            "norms": [norm_weight(loader, config, name, device) for name in config.norms],
+        }
+
+    def inputs(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """Embeddings of tokens and features of those before them, [B, Q, D] -> [B, Q, 2 D] for the projection."""
+        eps = self.config.eps
+        both = rms_norm(embedded, self.embedding_norm, eps), rms_norm(features, self.hidden_norm, eps)
+        return torch.cat(both, dim=-1)
+
+    def run(self, x: Tensor, cache: Attend) -> Stream:
+        """`inputs` -> the residual stream behind the block."""
+        found: Stream = self.block(Stream(self.projection(x)), cache)
+        return found
+
+
+class DraftLayer(DraftBlock):
+    """The draft layer of a loaded decoder, or a rank's share of it. Build it with `load`.
+
+    Attributes:
+        dtype, vocab_size: the decoder's. layers, vocabulary: no hidden states are needed but the last, and every token
+            may be named (`engine.draft_heads.Head`).
+    """
+
+    layers: tuple[int, ...] = ()
+    vocabulary = None
+
+    def __init__(self, *, target: Llama | ChainedLlama, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.dtype, self.vocab_size = target.dtype, target.config.vocab_size
+        self._target = [target]  # whose weights are not this module's
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: Llama | ChainedLlama) -> "DraftLayer":
@@ -178,15 +207,9 @@ class DraftLayer(nn.Module):
         loader.check()
         if peer is not None:
             check_ranks(loader, config, peer.count)
-        tables = rotary_tables(config, target.max_context, device)
+        decode_unread(loader, device, 1 if peer is None else peer.count)
         with loader.reading():
-            return cls(
-                target=target,
-                config=config,
-                projection=loader.linear(config.projection, device),
-                block=build_block(loader, config, 0, tables, device, peer=peer),
-                norms=[norm_weight(loader, config, name, device) for name in config.norms],
-            )
+            return cls(target=target, **cls.parts(loader, config, target.max_context, device, peer=peer))
 
     def features(self, stream: Any, hidden: Mapping[int, Tensor | None]) -> Tensor:
         """What this goes on from: the decoder's hidden states behind its final norm [B, Q, D]."""
@@ -201,11 +224,8 @@ class DraftLayer(nn.Module):
 
         Returns features [B, Q, D].
         """
-        eps = self.config.eps
-        embedded = rms_norm(self._target[0].embed(tokens), self.embedding_norm, eps)
-        x = self.projection(torch.cat((embedded, rms_norm(features, self.hidden_norm, eps)), dim=-1))
-        out: Stream = self.block(Stream(x), cache)
-        return out.normed(self.norm, eps)[0]
+        x = self.inputs(self._target[0].embed(tokens), features)
+        return self.run(x, cache).normed(self.norm, self.config.eps)[0]
 
     def leave(self, features: Tensor) -> Tensor:
         """What `forward` returned is what the output head reads."""

@@ -14,6 +14,7 @@ from onegraph.models.blocks import Block, HalfBlock, build_block, norm_weight, r
 from onegraph.models.config import EMBED, LlamaConfig
 from onegraph.models.llama import bounded, config_of, embed_scale, table_positions
 from onegraph.models.loader import Loader
+from onegraph.models.mtp import DraftBlock, DraftConfig
 from onegraph.nn.attention import CausalAttention
 from onegraph.nn.block import Stream
 from onegraph.nn.embedding import Embedding
@@ -38,14 +39,19 @@ class LlamaSource:
         dtype: torch.dtype = torch.float32,
         *,
         max_context: int | None = None,
+        draft: bool = False,
     ) -> None:
+        """draft: the draft layer is rounded too, as one more block behind the others."""
         self.config = checkpoint.config
         self.device, self.dtype = torch.device(device), dtype
         self.parsed = config_of(checkpoint)
         refuse_quantized(checkpoint, self.parsed)
         self._loader = Loader(checkpoint, self.parsed, dtype, decode_experts=True)
         self._loader.check()
-        self._tables = rotary_tables(self.parsed, table_positions(self.parsed, max_context), self.device)
+        self._positions = table_positions(self.parsed, max_context)
+        self._tables = rotary_tables(self.parsed, self._positions, self.device)
+        self.draft = DraftConfig.read(self.parsed, checkpoint) if draft else None
+        self._draft_loader = None if self.draft is None else draft_loader(checkpoint, self.draft, dtype)
         self._causal = CausalAttention()
 
     @property
@@ -53,12 +59,19 @@ class LlamaSource:
         return self.parsed.layers
 
     @property
+    def num_drafts(self) -> int:
+        """Draft layers that are rounded, numbered behind the blocks."""
+        return 0 if self.draft is None else 1
+
+    @property
     def kept(self) -> tuple[str, ...]:
         """Linears that stay as they are: those of beta and decay (`models/mixers.py`)."""
-        return tuple(self.parsed.steady)
+        return (*self.parsed.steady, *(() if self.draft is None else self.draft.steady))
 
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Linears of block `i` [n, k] and its stacks of experts [E, n, k], by the name within it."""
+        if self.draft is not None and i == self.num_blocks:
+            return draft_shapes(self.draft)
         return block_shapes(self.parsed, self._loader.parts.linears, i)
 
     def end_name(self, name: str) -> str:
@@ -69,16 +82,24 @@ class LlamaSource:
         """The linear or stack of experts whose weight the tensor `name` of the checkpoint is, or is a part of."""
         return layer_of(self.parsed, name)
 
-    def expert_layers(self, block: Block | HalfBlock) -> list["DenseExperts"]:
+    def expert_layers(self, block: Block | HalfBlock | DraftBlock) -> list["DenseExperts"]:
         """The routed experts of the block."""
-        routed = self.parsed.routed
-        if routed is None or not isinstance(block.mlp, MoE):
+        routed, within = self.parsed.routed, block.config.names.block if isinstance(block, DraftBlock) else ""
+        mlp = block.block.mlp if isinstance(block, DraftBlock) else block.mlp
+        if routed is None or not isinstance(mlp, MoE):
             return []
-        assert isinstance(block.mlp.experts, Experts)  # none is loaded with a cache
-        return [DenseExperts(routed.whole, block.mlp.experts)]
+        assert isinstance(mlp.experts, Experts)  # none is loaded with a cache
+        gate_up, down = routed.whole
+        return [DenseExperts((within + gate_up, within + down), mlp.experts)]
 
     def block_prefix(self, i: int) -> str:
-        return f"model.layers.{i}."
+        return self.parsed.prefix(i) if self.draft is None or i < self.num_blocks else self.draft.root
+
+    @torch.no_grad()
+    def draft_inputs(self, block: DraftBlock, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """What the draft layer is run on: tokens int [B, T], the residual stream behind the last block [B, T, D] ->
+        [B, T - 1, 2 D]."""
+        return block.inputs(self.embed(tokens[:, 1:]), self.final_norm(hidden)[:, :-1].contiguous())
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
@@ -90,23 +111,39 @@ class LlamaSource:
         found: Tensor = embedding(tokens.to(self.device))
         return found
 
-    def load_block(self, i: int) -> Block | HalfBlock:
+    def load_block(self, i: int) -> Block | HalfBlock | DraftBlock:
         """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
         self._loader.checkpoint.forget()
+        if self.draft is not None and self._draft_loader is not None and i == self.num_blocks:
+            return DraftBlock(
+                **DraftBlock.parts(self._draft_loader, self.draft, self._positions, self.device, joined=False)
+            )
         return build_block(self._loader, self.parsed, i, self._tables, self.device, joined=False)
 
-    def run_block(self, block: Block | HalfBlock, hidden: Tensor) -> Tensor:
-        """Residual stream before the block -> after it, [B, T, D], causal over the whole sequence; input untouched.
+    def run_block(self, block: Block | HalfBlock | DraftBlock, hidden: Tensor) -> Tensor:
+        """Residual stream before the block, or `draft_inputs` -> after it, [B, T, D], causal over the whole sequence;
+        input untouched.
 
         Nothing is written in place, so that autograd can follow it where ops run their references.
         """
+        if isinstance(block, DraftBlock):
+            return block.run(hidden, self._causal).total()
         result: Tensor = block(Stream(hidden), self._causal).total()
         return result
 
-    def linear_groups(self, block: Block | HalfBlock) -> list[list[tuple[str, nn.Module]]]:
+    def linear_groups(self, block: Block | HalfBlock | DraftBlock) -> Groups:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
-        mixer, latent, names = self.parsed.mixers[block.layer], self.parsed.latent, self.parsed.traits.names
-        sides, out = (self.parsed.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
+        if not isinstance(block, DraftBlock):
+            return self._groups(self.parsed, block)
+        names = block.config.names
+        inside = self._groups(block.config, block.block)
+        within: Groups = [[(names.block + name, module) for name, module in group] for group in inside]
+        return [[(names.projection, block.projection)], *within]
+
+    @staticmethod
+    def _groups(config: LlamaConfig, block: Block | HalfBlock) -> Groups:
+        mixer, latent, names = config.mixers[block.layer], config.latent, config.traits.names
+        sides, out = (config.qkv_at(block.layer), names.out) if mixer is None else (mixer.inputs, mixer.out)
         attention: Groups = []
         if block.qkv is not None and block.out is not None:
             attention = [_siblings(sides, block.qkv.linear), [(out, block.out.linear)]]
@@ -120,10 +157,10 @@ class LlamaSource:
         if not isinstance(block.mlp, MoE):
             return [
                 *attention,
-                _siblings(self.parsed.gate_up, block.mlp.gate_up.linear),
+                _siblings(config.gate_up, block.mlp.gate_up.linear),
                 [(names.down, block.mlp.down.linear)],
             ]
-        routed, shared = self.parsed.routed, block.mlp.shared
+        routed, shared = config.routed, block.mlp.shared
         if routed is None or routed.shared is None or shared is None:
             return attention
         *front, down = routed.shared.linears
@@ -208,9 +245,25 @@ def block_shapes(
     return shapes | {name: (stack.experts, stack.n, stack.k) for name, stack in stacks.items()}
 
 
+def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Likewise of the draft layer, by the name behind `root`."""
+    linears = config.parts.linears
+    inside = block_shapes(config, linears, 0)
+    return {config.names.projection: linears[config.projection][:2]} | {
+        config.names.block + name: shape for name, shape in inside.items()
+    }
+
+
+def draft_loader(checkpoint: Checkpoint, config: DraftConfig, dtype: torch.dtype) -> Loader:
+    """Of an unquantized draft layer. Raises CheckpointError where something of it is missing or wrong."""
+    loader = Loader(checkpoint, config, dtype, decode_experts=True)
+    loader.check()
+    return loader
+
+
 def layer_of(config: LlamaConfig, name: str) -> str | None:
     """The linear or stack of experts whose weight the tensor `name` of an unquantized checkpoint is (a part of)."""
-    found = re.fullmatch(r"(model\.layers\.\d+\.)(.*)", name)
+    found = re.fullmatch(r"((?:model|mtp)\.layers\.\d+\.)(.*)", name)
     local = None if found is None or config.routed is None else config.routed.owner(found[2])
     if found is not None and local is not None:
         return found[1] + local
