@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft import MakeDrafter, ModelDrafter, NgramDrafter
+from onegraph.engine.draft_assistant import AssistantDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.assistant import Assistant, is_assistant
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
@@ -120,6 +122,13 @@ def told() -> Iterator[None]:
         raise ValueError(says if says.startswith("speculative: ") else f"speculative: {says}") from None
 
 
+def assistant(checkpoint: Checkpoint, model: Rank) -> Assistant:
+    """Loads an assistant, which reads the model's own cache."""
+    if isinstance(model, DeepseekV4):
+        raise ValueError("speculative: assistants are for Gemma 4; DeepSeek-V4 has its own layers, 'mtp'")
+    return Assistant.load(checkpoint, model)
+
+
 def second(
     name: str,
     tokenizer: Tokenizer,
@@ -129,9 +138,11 @@ def second(
     max_context: int,
     progress: Progress | None,
 ) -> list[MakeDrafter]:
-    """Another, smaller model of the same tokens, whole on each rank."""
+    """Another, smaller model of the same tokens, whole on each rank; or an assistant of this one."""
     vocabulary = ranks[0].config.vocab_size
     with second_checkpoint(name) as checkpoint:
+        if is_assistant(checkpoint.config):
+            return [partial(AssistantDrafter, assistant(checkpoint, rank)) for rank in ranks]
         config = parse_config(checkpoint.config)
         found = config.vocab_size
         if found != vocabulary:

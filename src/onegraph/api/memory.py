@@ -17,6 +17,7 @@ from onegraph.engine.offload import GIB, NOT_SHARED
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.adapters import adapter_bytes
+from onegraph.models.assistant import AssistantConfig, is_assistant
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.expert_memory import ExpertMemory
@@ -229,6 +230,11 @@ def _draft_bytes(
             layer = EagleConfig.from_dict(found.config).layer
             return sum(loader.device_bytes().values()), 2 * layer.kv_heads * layer.head_dim * dtype.itemsize, 0
     with second_checkpoint(speculative) as found:
+        if is_assistant(found.config):
+            own = AssistantConfig.of(found.config, config)
+            lent = [config.cached[i] for i in set(own.sources)] if kv is not None else []  # which stay exact for it
+            exact = sum(2 * kv_heads * dim * dtype.itemsize for kv_heads, dim in lent)
+            return sum(Loader(found, own, dtype).device_bytes().values()), exact, 0
         other = checkpoint_config(found)
         if not isinstance(other, LlamaConfig):
             return 0, 0, 0
