@@ -12,10 +12,12 @@ from models import SIZES, VARIANTS, save_hf
 from onegraph import LLM
 from onegraph.api.memory import Memory
 from onegraph.engine.draft_assistant import AssistantDrafter
+from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.assistant import Assistant
 from onegraph.models.llama import Llama
+from onegraph.models.ranks import Ranks
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
 from test_wrapper import save_tokenizer
@@ -145,6 +147,22 @@ def test_its_drafts_are_those_of_transformers(variant: str, tmp_path: Path, monk
                 wanted.append(int(token))
         assert engine.executor.speculation is not None
         assert engine.executor.speculation.state.drafts[1].tolist() == wanted
+
+
+def test_ranks_share_it(tmp_path: Path) -> None:
+    """Text and drafts of two ranks are those of one device."""
+    save("gemma4", tmp_path)
+    one, alone = load(tmp_path)
+    with Checkpoint.open(tmp_path / "target") as checkpoint:
+        two = Ranks.load(checkpoint, ["cpu"] * 2)
+    with Checkpoint.open(tmp_path / "assistant") as checkpoint:
+        makes = [partial(AssistantDrafter, Assistant.load(checkpoint, rank)) for rank in two.ranks]
+    sizes: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 16, "draft_tokens": 3}
+    engines = Engine(one, **sizes, draft=partial(AssistantDrafter, alone)), Engine(two, **sizes, draft=makes)
+    texts = [engine.generate(PROMPTS, PARAMS) for engine in engines]
+    assert texts[0] == texts[1] == Engine(one, max_batch=2, max_context=64, page_size=16).generate(PROMPTS, PARAMS)
+    waiting = [engine.executor.speculation.state.drafts[1:] for engine in engines]  # type: ignore[union-attr]
+    assert torch.equal(*waiting)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder, block_launches, hf_model, save_hf
+from engines import maker
+from models import Decoder, block_launches, hf_model, save_e8p, save_hf
 from onegraph.api.outline import outline
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
@@ -20,6 +22,7 @@ from onegraph.models.llama import Llama, unread_layers
 from onegraph.models.ranks import Ranks
 from onegraph.models.source import LlamaSource
 from onegraph.nn.turboquant import TurboQuantCache
+from test_ranks import of_ranks
 
 SIZES: dict[str, Any] = {"head_dim": 64, "global_head_dim": 128}  # which there are codebooks for
 
@@ -108,10 +111,38 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
     assert sum(layer.codes[0].numel() for layer in cache.layers if layer is not None) == page
 
 
-def test_ranks_do_not_share_it(tmp_path: Path) -> None:
-    save_hf("gemma4", tmp_path)
-    with pytest.raises(ValueError, match=r"gpus is 2: gemma4_text has layers of several kinds.*use 1$"):
+@pytest.mark.parametrize(
+    ("variant", "kv"), [("gemma4", None), ("gemma4", "turboquant:4,window=16"), ("gemma4_moe", None)]
+)
+def test_ranks_draw_the_tokens_of_one_device(
+    variant: str, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured graphs; logits are compared with transformers' in tests/engine/test_ranks.py."""
+    save_hf(variant, tmp_path, **SIZES)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        models = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
+    params = [SamplingParams(max_tokens=20, temperature=i * 0.8, seed=4) for i in range(2)]
+    made = (maker("captured", model, monkeypatch, max_batch=2, page_size=16, kv=kv)() for model in models)
+    one, two = (engine.generate([tokens(23), tokens(4, 1)], params) for engine in made)
+    assert one == two
+
+
+def test_ranks_that_cannot_share_its_heads_are_refused(tmp_path: Path) -> None:
+    """Of the layers with a window three heads, of the others one, which each of three ranks may have."""
+    save_hf("gemma4", tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(ValueError, match=r"gpus is 2: 3 KV heads cannot be split evenly or replicated evenly; use 1"):
         Ranks.load(Checkpoint.open(tmp_path), ["cpu", "cpu"])
+
+
+def test_ranks_cut_its_codes(tmp_path: Path) -> None:
+    """E8P: of the wide layers each rank has the one head of keys whole."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128, "global_head_dim": 256}
+    hf = save_e8p("gemma4", tmp_path / "m", rates={"bits": 4}, **sizes)
+    row = tokens(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
+        (got,) = of_ranks(model, [row])
+    assert (got - truth(hf, row)).abs().max() < 1e-4 * truth(hf, row).abs().max()
 
 
 def test_heads_that_no_kernel_reads_codes_of_stay_exact_on_a_gpu() -> None:

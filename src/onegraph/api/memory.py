@@ -231,10 +231,10 @@ def _draft_bytes(
             return sum(loader.device_bytes().values()), 2 * layer.kv_heads * layer.head_dim * dtype.itemsize, 0
     with second_checkpoint(speculative) as found:
         if is_assistant(found.config):
-            own = AssistantConfig.of(found.config, config)
-            lent = [config.cached[i] for i in set(own.sources)] if kv is not None else []  # which stay exact for it
+            its = AssistantConfig.of(found.config, config)
+            lent = [config.cached[i] for i in set(its.sources)] if kv is not None else []  # which stay exact for it
             exact = sum(2 * kv_heads * dim * dtype.itemsize for kv_heads, dim in lent)
-            return sum(Loader(found, own, dtype).device_bytes().values()), exact, 0
+            return sum(Loader(found, its, dtype).device_bytes().values()), exact, 0
         other = checkpoint_config(found)
         if not isinstance(other, LlamaConfig):
             return 0, 0, 0

@@ -25,6 +25,7 @@ from onegraph.models.fields import short
 from onegraph.models.llama import Llama, embed_scale
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
+from onegraph.models.shares import check_ranks
 from onegraph.nn.attention import Attend
 from onegraph.nn.block import Stream
 from onegraph.nn.linear import Linear
@@ -120,7 +121,8 @@ def _source(target: LlamaConfig, windowed: bool) -> int:
 
 
 class Assistant(nn.Module):
-    """An assistant of a loaded target, on its device and in its dtype. Build it with `load`."""
+    """An assistant of a loaded target, on its device and in its dtype. Build it with `load`. Of several ranks each has
+    its share of the layers, as of the target's, and all of what is around them."""
 
     norm: Tensor
     centroids: Tensor | None
@@ -158,11 +160,12 @@ class Assistant(nn.Module):
 
         Raises ValueError (CheckpointError among them) that names what is missing, wrong or another model's.
         """
-        if target.peer is not None:
-            raise ValueError("an assistant runs on one GPU; run the model on one, or draft with 'ngram'")
         config, device = AssistantConfig.of(checkpoint.config, target.config), target.device
-        loader = Loader(checkpoint, config, target.dtype, decode=device.type == "cpu")
+        peer = target.peer
+        loader = Loader(checkpoint, config, target.dtype, decode=device.type == "cpu", ahead=peer is None)
         loader.check()
+        if peer is not None:
+            check_ranks(loader, config, peer.count)
         # Queries are at the newest token's position; the last one that has a key is the one before.
         tables = {
             key: (None if cos is None else cos[1:], None if sin is None else sin[1:], factors)
@@ -173,7 +176,7 @@ class Assistant(nn.Module):
             made = cls(
                 config=config,
                 target=target,
-                blocks=[build_block(loader, config, i, tables, device) for i in range(config.layers)],
+                blocks=[build_block(loader, config, i, tables, device, peer=peer) for i in range(config.layers)],
                 projections=(loader.linear(PRE, device), loader.linear(POST, device)),
                 norm=norm_weight(loader, config, config.norm, device),
                 head=loader.head(embedding, device),

@@ -137,8 +137,10 @@ class MoE(RoutedAndShared):
         x, *others = normed.unbind()
         routed, flat = (each.flatten(0, -2) for each in others)
         chosen = self.choose(linear(routed, self.gate, True), scales=around.scales)
-        routed = self.experts(flat, *chosen).view_as(x)
-        return Stream(total, routed, around.out, beside=self.shared(x))
+        routed, dense = self.experts(flat, *chosen).view_as(x), self.shared(x)
+        if self.peer is not None:  # each has a norm of its own, so they are summed apart: in one exchange
+            routed, dense = self.peer.all_reduce(torch.stack((routed, dense))).unbind()
+        return Stream(total, routed, around.out, beside=dense)
 
     def choose(self, logits: Tensor, shared: bool = False, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """float32 [T, E], or [T, E + 1] where `gated` -> which experts each token uses, int32 [T, k], and their
