@@ -239,6 +239,31 @@ def test_transformers_reads_the_same_layer_from_the_same_file(variant: str, tmp_
     assert got.argmax(-1).tolist() == told[0].tolist()
 
 
+@torch.inference_mode()
+def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
+    """DeepSeek's form: linears of the block in blocks of 128 x 128 with a scale, the projection not."""
+    hf, reference = save("deepseek_v3", tmp_path)
+    with Checkpoint.open(tmp_path / "model") as source:
+        tensors = {name: source.tensor(name) for name in source.names}
+        told = source.config
+    kept = "eh_proj", "embed_tokens", "shared_head", "mlp.gate."
+    for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+        if tensors[name].dim() == 2 and not any(part in name for part in kept):
+            scale = tensors[name].abs().amax() / 448
+            tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale.view(1, 1)
+    form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    write_checkpoint(tmp_path / "fp8", told | {"quantization_config": form}, tensors.items())
+    model, draft = load(tmp_path / "fp8")
+    assert draft.config.quantization is not None
+    text = torch.randint(0, 131, (1, 20), generator=torch.Generator().manual_seed(2))
+    hidden = hf.model(text[:, :-1], use_cache=False).last_hidden_state
+    x = draft.inputs(model.embed(text[:, 1:]), hidden)
+    got = draft.run(x, model.dense_attention).normed(draft.norm, draft.config.eps)[0]
+    want = reference(hf, hidden, text[:, 1:])
+    assert 1e-4 < (got - want).norm() / want.norm() < 0.15
+
+
 @pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3"])
 def test_ranks_share_the_layer(variant: str, tmp_path: Path) -> None:
     """Text and drafts of two ranks are those of one device."""

@@ -14,6 +14,7 @@ import torch
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.formats.fused import BlocksConfig
+from onegraph.models.carried import CarriedStream
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import config_of
 from onegraph.models.load import CONFIGS, parse_config
@@ -62,7 +63,8 @@ class Outline:
     published: stacks that the checkpoint has in MXFP4 already.
     check: raises CheckpointError where tensors do not fit config.json.
     draft: prefix of the draft layer and what of it may be rounded, as in `blocks`; empty without one.
-    hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache.
+    hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache. carried: that
+        it has in the calibration stream besides its hidden states.
     weights: parameters of the largest block.
     """
 
@@ -79,6 +81,7 @@ class Outline:
     left: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
     published: frozenset[str] = frozenset()
+    carried: int = 0
     draft: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     check: Callable[[Checkpoint], None]
 
@@ -105,6 +108,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
         blocks=blocks,
         layer_of=lambda name: layer_of(config, name),
         hidden=config.hidden_size,
+        carried=CarriedStream(config).carried,
         inner=config.intermediate_size if config.routed is None else max(config.intermediate_size, config.routed.size),
         vocab=config.vocab_size,
         positions=config.max_positions,

@@ -479,6 +479,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
         block=found.weights,
         blocks=len(found.blocks),
         hidden=found.hidden,
+        carried=found.carried,
         inner=found.inner,
         vocab=found.vocab,
         tokens=choices.tokens,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import BlocksConfig
-from onegraph.models.blocks import Block, HalfBlock, build_block, norm_weight, rotary_tables
+from onegraph.models.blocks import Block, HalfBlock, build_block, build_per_layer, norm_weight, rotary_tables
+from onegraph.models.carried import CarriedStream
 from onegraph.models.config import EMBED, LlamaConfig
 from onegraph.models.llama import bounded, config_of, embed_scale, table_positions
 from onegraph.models.loader import Loader
@@ -21,6 +22,7 @@ from onegraph.nn.embedding import Embedding
 from onegraph.nn.experts import Experts
 from onegraph.nn.linear import ConcatLinear, Linear, dense
 from onegraph.nn.moe import MoE
+from onegraph.nn.per_layer import PerLayer
 
 Groups = list[list[tuple[str, nn.Module]]]
 
@@ -52,7 +54,7 @@ class LlamaSource:
         self._tables = rotary_tables(self.parsed, self._positions, self.device)
         self.draft = DraftConfig.read(self.parsed, checkpoint) if draft else None
         self._draft_loader = None if self.draft is None else draft_loader(checkpoint, self.draft, dtype)
-        self._causal = CausalAttention()
+        self._causal, self._carried = CausalAttention(), CarriedStream(self.parsed)
 
     @property
     def num_blocks(self) -> int:
@@ -103,13 +105,14 @@ class LlamaSource:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
-        """tokens int [B, T] -> [B, T, D]; table [V, D]: to look up in instead of the embedding."""
+        """tokens int [B, T] -> the stream in front of the first block, [B, T, D] (`CarriedStream`: and more); table
+        [V, D]: to look up in instead of the embedding."""
         embedding = self._embedding
         if table is not None:
             given = {"weight": table.to(self.device, self.dtype)}
             embedding = Embedding(DENSE, given, self.dtype, scale=embedding.factor)
-        found: Tensor = embedding(tokens.to(self.device))
-        return found
+        tokens = tokens.to(self.device)
+        return self._carried.enter(tokens, embedding(tokens), self._per_layer)
 
     def load_block(self, i: int) -> Block | HalfBlock | DraftBlock:
         """Block `i`, read from disk now, its linears apart and dense; the pages of blocks before it are given back."""
@@ -128,6 +131,8 @@ class LlamaSource:
         """
         if isinstance(block, DraftBlock):
             return block.run(hidden, self._causal).total()
+        if self._carried.needed:
+            return self._carried.run(block, hidden)
         result: Tensor = block(Stream(hidden), self._causal).total()
         return result
 
@@ -170,7 +175,7 @@ class LlamaSource:
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Residual stream after the last block [..., D] -> input of the head."""
-        return Stream(hidden.contiguous()).normed(self._norm, self.parsed.eps)[0]
+        return Stream(self._carried.hidden(hidden)).normed(self._norm, self.parsed.eps)[0]
 
     def head(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
         """Residual stream after the last block [..., D] -> logits float32 [..., V]; weight [V, D]: the head's."""
@@ -184,6 +189,10 @@ class LlamaSource:
     @cached_property
     def _embedding(self) -> Embedding:
         return self._loader.embedding(self.device, embed_scale(self.parsed, self.dtype))
+
+    @cached_property
+    def _per_layer(self) -> PerLayer | None:
+        return build_per_layer(self._loader, self.parsed, self.device)
 
     @cached_property
     def _head(self) -> Linear:
@@ -216,11 +225,6 @@ class DenseExperts:
 
 def refuse_quantized(checkpoint: Checkpoint, parsed: object) -> None:
     """Raises ValueError for a checkpoint whose linears are in codes; gpt-oss's experts, published in MXFP4, may be."""
-    if isinstance(parsed, LlamaConfig) and (parsed.per_layer[0] or any(h.source is not None for h in parsed.attention)):
-        raise ValueError(
-            f"{checkpoint.path}: {parsed.model_type} with embeddings or keys and values that several layers share "
-            "(hidden_size_per_layer_input, num_kv_shared_layers) cannot be quantized; run it as it is"
-        )
     quantization = getattr(parsed, "quantization", None)
     if quantization is not None and not isinstance(quantization, BlocksConfig):
         raise ValueError(f"{checkpoint.path}: is quantized already; give the unquantized model")
