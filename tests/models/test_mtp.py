@@ -242,7 +242,9 @@ def test_transformers_reads_the_same_layer_from_the_same_file(variant: str, tmp_
 @torch.inference_mode()
 def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
     """DeepSeek's form: linears of the block in blocks of 128 x 128 with a scale, the projection not."""
-    hf, reference = save("deepseek_v3", tmp_path)
+    hf, reference = save(
+        "deepseek_v3", tmp_path, moe_intermediate_size=128, n_routed_experts=4, n_group=1, topk_group=1
+    )
     with Checkpoint.open(tmp_path / "model") as source:
         tensors = {name: source.tensor(name) for name in source.names}
         told = source.config
@@ -251,7 +253,8 @@ def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
         if tensors[name].dim() == 2 and not any(part in name for part in kept):
             scale = tensors[name].abs().amax() / 448
             tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = scale.view(1, 1)
+            n, k = tensors[name].shape
+            tensors[f"{name}_scale_inv"] = scale.repeat(-(-n // 128), -(-k // 128))
     form = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     write_checkpoint(tmp_path / "fp8", told | {"quantization_config": form}, tensors.items())
     model, draft = load(tmp_path / "fp8")
