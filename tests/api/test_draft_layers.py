@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import test_hybrid_llm
 from onegraph import LLM, SamplingParams, quantize
 from onegraph.api.plan import plan
 from onegraph.formats.checkpoint import Checkpoint
@@ -101,6 +102,17 @@ def test_a_draft_layer_is_rounded(variant: str, recipe: str, tmp_path: Path) -> 
         want = reference(hf, hidden, text[:, 1:])
     got = outputs_of(tmp_path / "q", text[:, 1:], hidden)
     assert (got - want).norm() < 0.45 * want.norm()
+
+
+def test_a_draft_layer_beside_a_multimodal_model_is_rounded(tmp_path: Path) -> None:
+    """Under its own name, with the rate map and towers where they were."""
+    test_hybrid_llm.save("qwen3_5", tmp_path / "m")
+    quantize(tmp_path / "m", tmp_path / "q", **HOW, bits=2, draft_layers=3)
+    with Checkpoint.open(tmp_path / "q") as checkpoint:
+        assert checkpoint.config["quantization_config"]["layers"]["mtp.layers.0.mlp.up_proj"] == 3
+        assert {"mtp.fc.codes", "mtp.norm.weight"} <= {*checkpoint.names}
+        assert any(name.startswith("model.visual.") for name in checkpoint.names)
+    drafts_the_same_text(tmp_path / "q")
 
 
 @pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3"])

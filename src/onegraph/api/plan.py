@@ -181,6 +181,9 @@ def build_plan(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     else:
         found = _survey_own(checkpoint, name, choices, outline(checkpoint))
     rest = checkpoint.rest_bytes if isinstance(checkpoint, TextCheckpoint) else 0
+    if found.own:  # draft layers, which sizes leave out
+        unread = checkpoint_config(checkpoint).parts.ignored
+        rest += sum(checkpoint.info(name).nbytes for name in checkpoint.names if unread(name))
     return replace(found, disk=found.disk + rest)
 
 
