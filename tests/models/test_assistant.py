@@ -1,5 +1,6 @@
 """Gemma 4's assistants against transformers', and in the engine over the target's own cache."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from engines import maker
 from models import SIZES, VARIANTS, save_hf
 from onegraph import LLM
 from onegraph.api.memory import Memory
+from onegraph.check import check_step
 from onegraph.engine.draft_assistant import AssistantDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
@@ -20,6 +22,8 @@ from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.registry import reference_ops
+from test_speculate import round_inputs
 from test_wrapper import save_tokenizer
 
 PROMPTS = [[7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9], [2], [100, 0, 3], [5] * 20]
@@ -147,6 +151,31 @@ def test_its_drafts_are_those_of_transformers(variant: str, tmp_path: Path, monk
                 wanted.append(int(token))
         assert engine.executor.speculation is not None
         assert engine.executor.speculation.state.drafts[1].tolist() == wanted
+
+
+def test_an_iteration_may_be_captured(tmp_path: Path) -> None:
+    """`onegraph check`, in simulation: replays equal eager runs, nothing is stale."""
+    save("gemma4", tmp_path)
+
+    def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
+        with Checkpoint.open(tmp_path / "target") as checkpoint:
+            model = Llama.load(checkpoint, "cuda:0", max_context=256)
+        with Checkpoint.open(tmp_path / "assistant") as checkpoint:
+            draft = partial(AssistantDrafter, Assistant.load(checkpoint, model))
+        engine = Engine(model, max_batch=2, max_context=128, page_size=64, draft=draft, draft_tokens=2, capture=False)
+        runner = engine.executor.step("decode", drafts=2)
+        rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
+        runner.load(**rows | {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % 131})
+
+        def step() -> Any:
+            with reference_ops():
+                return runner.replay(2)
+
+        return step, lambda index: ()
+
+    report = check_step(factory, steps=4)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
 
 
 def test_ranks_share_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Draft layers of Qwen3.5, Qwen3-Next, GLM and DeepSeek against transformers' own modules, and in the engine."""
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engines import maker
 from models import Decoder, hf_model
+from onegraph.check import check_step
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
@@ -21,6 +23,8 @@ from onegraph.models.mtp import DraftLayer
 from onegraph.models.ranks import Ranks
 from onegraph.nn.attention import PagedCache
 from onegraph.nn.latent import LatentCache
+from onegraph.ops.registry import reference_ops
+from test_speculate import round_inputs
 
 QWEN = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BEHIND = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # a layer behind the last
@@ -265,6 +269,31 @@ def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
     got = draft.run(x, model.dense_attention).normed(draft.norm, draft.config.eps)[0]
     want = reference(hf, hidden, text[:, 1:])
     assert 1e-4 < (got - want).norm() / want.norm() < 0.15
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "glm_moe_dsa"])
+def test_an_iteration_may_be_captured(variant: str, tmp_path: Path) -> None:
+    """`onegraph check`, in simulation: replays equal eager runs, nothing is stale."""
+    save(variant, tmp_path)
+
+    def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
+        with Checkpoint.open(tmp_path / "model") as checkpoint:
+            model = Llama.load(checkpoint, "cuda:0", max_context=256)
+            draft = partial(HeadDrafter, DraftLayer.load(checkpoint, model))
+        engine = Engine(model, max_batch=2, max_context=128, page_size=64, draft=draft, draft_tokens=2, capture=False)
+        runner = engine.executor.step("decode", drafts=2)
+        rows = round_inputs(torch.Generator().manual_seed(1), 60, torch.arange(1, 5).view(2, 2))
+        runner.load(**rows | {"limits": rows["positions"] + 60, "drawn": rows["drawn"] % 131})
+
+        def step() -> Any:
+            with reference_ops():
+                return runner.replay(2)
+
+        return step, lambda index: ()
+
+    report = check_step(factory, steps=4)
+    assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
+    assert report.facts["replay equals eager"]
 
 
 @pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3"])
