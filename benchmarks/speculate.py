@@ -6,7 +6,7 @@ Weights are random. The oracle knows the text and is right with a set chance for
 of its lines are synthetic. What it knows is the very text that the model writes with it, found by `settle`: `tries`
 says how often it was asked before, `same_text` that the timed run gave it again. The n-gram drafter, which finds little
 in such a text, shows what looking costs. --eagle adds a random EAGLE-3 head of the shape, and --mtp a random draft
-layer of Qwen3.5's kind: what these cost a round. Nothing that they draft is right; `synthetic_tokens_per_second` is
+layer, dense or in codes: what these cost a round. Nothing that they draft is right; `synthetic_tokens_per_second` is
 what the measured round gives where each draft is right with --chance.
 `round_us` is a replay of the round; prints JSON lines, --out appends them.
 
@@ -43,7 +43,7 @@ from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.eagle_net import EagleNet, head_config, head_tensors
 from onegraph.models.loader import Loader
-from onegraph.models.qwen_mtp import DraftConfig, QwenDraft
+from onegraph.models.mtp import DraftConfig, DraftLayer
 
 
 def timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], repeats: int) -> tuple[float, Any]:
@@ -124,12 +124,13 @@ def rows(args: argparse.Namespace, model: Any, drafting: Any, alike: bool) -> It
             engine = Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=count)
             engine.generate(prompts, short)
             yield row(engine, f"eagle, random, names {args.eagle}", count)["row"]
-    if args.mtp:
-        draft = random_mtp(model, SHAPES[args.shape])
+    for bits in args.mtp or ():
+        draft = random_mtp(model, SHAPES[args.shape], bits)
+        name = "mtp, random" if bits == 16 else f"mtp, random, {bits} bits"
         for count in args.drafts:
             engine = Engine(model, **sizes, draft=partial(HeadDrafter, draft), draft_tokens=count)
             engine.generate(prompts, short)
-            found = row(engine, "mtp, random", count)["row"]
+            found = row(engine, name, count)["row"]
             for chance in args.chance:
                 tokens = sum(chance**i for i in range(count + 1))
                 rate = round(1e6 * batch * tokens / found["us_per_round"], 1)
@@ -147,12 +148,15 @@ def random_head(model: Any, size: int, folder: Path) -> EagleHead:
         return EagleHead.load(checkpoint, model)
 
 
-def random_mtp(model: Any, shape: dict[str, Any]) -> QwenDraft:
-    """A draft layer of the model's, dense as `onegraph quantize` leaves it."""
-    checkpoint = RandomCheckpoint(shape, 16, device=model.device)
-    loader = Loader(checkpoint, DraftConfig.of(model.config, {}), model.dtype)
+def random_mtp(model: Any, shape: dict[str, Any], bits: int) -> DraftLayer:
+    """A draft layer of the model's, dense (16) as `onegraph quantize` leaves it, or as with its --draft-layers."""
+    checkpoint = RandomCheckpoint(shape, bits, device=model.device)
+    plain = DraftConfig.of(model.config, {})
+    layers = [*plain.parts.linears, *(plain.prefix(0) + name for name in (plain.routed.whole if plain.routed else ()))]
+    coded = DraftConfig.of(model.config, {f"{layer}.codes": () for layer in layers}, checkpoint.rates)
+    loader = Loader(checkpoint, coded, model.dtype)
     checkpoint.add({name: (size, kinds[0]) for name, (size, kinds) in loader.expected().items()})
-    return QwenDraft.load(checkpoint, model)
+    return DraftLayer.load(checkpoint, model)
 
 
 def real_rows(args: argparse.Namespace, alike: bool) -> Iterator[dict[str, Any]]:
@@ -205,7 +209,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--itself", action="store_true", help="also let the model draft for itself")
     parser.add_argument("--eagle", type=int, default=None, metavar="V", help="a random head that names V tokens")
-    parser.add_argument("--mtp", action="store_true", help="a random draft layer of a Qwen3.5 shape")
+    parser.add_argument(
+        "--mtp", type=int, nargs="*", default=None, metavar="BITS",
+        help="a random draft layer of a Qwen3.5 or GLM shape, at each of these bits [16: dense]",
+    )  # fmt: skip
     parser.add_argument("--model", default=None, help="a real checkpoint; needs --head, and is measured instead")
     parser.add_argument("--head", default=None, help="its EAGLE-3 head")
     parser.add_argument("--kv", default=None, help="as of `onegraph generate`")
@@ -213,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    args.mtp = [16] if args.mtp == [] else args.mtp
     if (args.model is None) != (args.head is None):
         parser.error("--model and --head go together")
     modes = [(False, {}), *([(True, {"batch_invariant": True})] if args.batch_invariant else [])]

@@ -554,7 +554,8 @@ def save_rotated(config: Any, variant: str, path: Path, *, share: bool = True, *
     untied = any(bits is not None for bits in (config.lm_head, config.embed_tokens))
     hf = hf_model(variant, **changes, **({"tie_word_embeddings": False} if untied else {}))
     parameters = dict(hf.named_parameters())
-    tensors: dict[str, Tensor] = {}
+    stays = {name: tensor for name, tensor in hf.named_buffers() if name in hf.state_dict()}
+    tensors: dict[str, Tensor] = {name: tensor.detach() for name, tensor in stays.items()}
     shared: dict[str, Tensor] = {}
     for seed, (name, parameter) in enumerate(parameters.items()):
         module, _, kind = name.rpartition(".")

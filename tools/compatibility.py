@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 PAGE, CONFIGS = ROOT / "docs" / "reference" / "models.md", ROOT / "tests" / "models" / "configs"
 BEGIN, END = "<!-- compatibility: python -m tools compatibility --write -->", "<!-- /compatibility -->"
-HEAD = "| model | `model_type` | as published | GPUs | 2 bits | 3 bits | 4 bits | TurboQuant | vLLM | tested |"
+HEAD = "| model | `model_type` | as published | GPUs | 2 bits | 3 bits | 4 bits | TurboQuant | drafts | vLLM | tested |"
 
 
 def add_parser(commands: Any) -> None:
@@ -83,6 +83,7 @@ def row(file: Path) -> tuple[str, int, str]:
     cells = [
         file.stem, f"`{outer}`", published(config), ", ".join(map(str, gpus)), *memory,
         "no: " + what if (what := parsed.exact_cache) else "yes" if parsed.latent is None else "`mode=full`, FP8",
+        "yes" if parsed.traits.draft is not None and parsed.drafts else "",
         "yes" if kind in in_vllm() else "", tested(kind),
     ]  # fmt: skip
     return kind, sizes[4], "| " + " | ".join(cells) + " |"

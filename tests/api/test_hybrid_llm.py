@@ -14,7 +14,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.models.llama import Llama
 from onegraph.nn.moe import MoE
-from test_qwen_mtp import Reference
+from test_mtp import Reference
 from test_wrapper import save_tokenizer, tokens, truth
 
 EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 128, "patch_size": 4}

@@ -7,15 +7,22 @@ import pytest
 import torch
 
 import deepseek_published as published
+import test_assistant
+import test_draft_layers
+import test_mtp
 from eagle import load_head, net_of, overfit, write_head
 from models import save_e8p, save_hf
 from onegraph.api.drafting import own_layers
+from onegraph.engine.draft_assistant import AssistantDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.e8p import E8P
+from onegraph.models.assistant import Assistant
 from onegraph.models.chain import ChainedLlama, chained
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
+from onegraph.models.mtp import DraftLayer
 from onegraph.runtime.prove import prove
 from test_eagle import GREEDY, LAYERS, PROMPTS, WARM, rate
 from test_speculate import CODES, TURNS, held, kept_and_not, round_inputs
@@ -119,6 +126,56 @@ def test_rounds_with_a_head_are_proven(eagle, sampling, kv):
     model, head = eagle
     sizes = SIZES | {"max_context": 96} | held(kv)
     proven(Engine(model, **sizes, draft=partial(HeadDrafter, head), draft_tokens=3), 131, 6, sampling)
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+LATENT = {
+    "num_key_value_heads": 4, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+}  # fmt: skip
+OWN = {
+    "qwen3_5": SMALL | {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"]},
+    "glm4_moe": SMALL | {"head_dim": 64},
+    "deepseek_v3": SMALL | LATENT,
+    "gemma4": {"head_dim": 64, "global_head_dim": 128},
+    "gemma4_e": {"head_dim": 64, "global_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("variant", OWN)
+@pytest.mark.parametrize("capture", [None, "split", False])
+def test_the_text_with_the_models_own_drafts_is_that_without(variant, capture, tmp_path):
+    """Layers behind the last, `mtp` layers, and assistants that read the model's own cache."""
+    save = test_assistant.save if variant.startswith("gemma4") else test_mtp.save
+    save(variant, tmp_path, **OWN[variant])
+    target = tmp_path / ("target" if variant.startswith("gemma4") else "model")
+    with Checkpoint.open(target) as checkpoint:
+        model = Llama.load(checkpoint, "cuda:0", max_context=64)
+        drafter = None if variant.startswith("gemma4") else partial(HeadDrafter, DraftLayer.load(checkpoint, model))
+    if drafter is None:
+        with Checkpoint.open(tmp_path / "assistant") as checkpoint:
+            drafter = partial(AssistantDrafter, Assistant.load(checkpoint, model))
+    for params in (GREEDY, WARM):
+        expected = Engine(model, **SIZES, capture=capture).generate(PROMPTS, params)
+        engine = Engine(model, **SIZES, capture=capture, draft=drafter, draft_tokens=3)
+        assert engine.generate(PROMPTS, params) == expected
+        assert engine.stats.drafted_tokens > 0
+
+
+def test_a_quantized_draft_layer_runs_in_its_codes(tmp_path):
+    """E8P in bfloat16, the projection and the block; it names what the layer decoded to dense names."""
+    test_draft_layers.made("qwen3_5", tmp_path, bits=2, draft_layers=4)
+    with Checkpoint.open(tmp_path / "q") as checkpoint:
+        model = Llama.load(checkpoint, "cuda:0", torch.bfloat16, max_context=64)
+        draft, dense = DraftLayer.load(checkpoint, model), DraftLayer.load(checkpoint, Llama.load(checkpoint))
+    assert draft.projection.format is E8P[4]
+    g = torch.Generator().manual_seed(0)
+    text, features = torch.randint(0, 131, (2, 9), generator=g), torch.randn(2, 9, 128, generator=g)
+    found = []
+    for layer, device in ((draft, "cuda:0"), (dense, "cpu")):
+        given = layer._target[0].embed(text.to(device)), features.to(device, layer.dtype)
+        found.append(layer.run(layer.inputs(*given), model.dense_attention).total().float().cpu())
+    assert (found[0] - found[1]).norm() < 0.03 * found[1].norm()
 
 
 @pytest.mark.parametrize("sampling", [False, True])

@@ -79,6 +79,10 @@ CASES = [
     ("qwen3_window_bias", 2, {}),
     ("phi3", 2, {}),
     ("gemma2", 2, {}),
+    ("gemma4", 2, {}),
+    ("gemma4", 4, {}),  # of two heads of keys two ranks share each, and all have the wide layers' one
+    ("gemma4_moe", 2, {}),
+    ("gemma4_e", 2, {}),
     ("granite", 2, {}),
     ("mixtral", 2, {}),
     ("qwen2_moe", 2, {}),

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from models import Decoder, block_launches, hf_model, save_hf
+from engines import maker
+from models import Decoder, block_launches, hf_model, save_e8p, save_hf
+from onegraph import quantize
 from onegraph.api.outline import outline
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.config import LlamaConfig
@@ -20,6 +23,9 @@ from onegraph.models.llama import Llama, unread_layers
 from onegraph.models.ranks import Ranks
 from onegraph.models.source import LlamaSource
 from onegraph.nn.turboquant import TurboQuantCache
+from onegraph.ops.registry import reference_ops
+from test_ranks import of_ranks
+from test_wrapper import save_tokenizer
 
 SIZES: dict[str, Any] = {"head_dim": 64, "global_head_dim": 128}  # which there are codebooks for
 
@@ -108,10 +114,38 @@ def test_a_cache_in_codes(variant: str, tmp_path: Path) -> None:
     assert sum(layer.codes[0].numel() for layer in cache.layers if layer is not None) == page
 
 
-def test_ranks_do_not_share_it(tmp_path: Path) -> None:
-    save_hf("gemma4", tmp_path)
-    with pytest.raises(ValueError, match=r"gpus is 2: gemma4_text has layers of several kinds.*use 1$"):
+@pytest.mark.parametrize(
+    ("variant", "kv"), [("gemma4", None), ("gemma4", "turboquant:4,window=16"), ("gemma4_moe", None)]
+)
+def test_ranks_draw_the_tokens_of_one_device(
+    variant: str, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured graphs; logits are compared with transformers' in tests/engine/test_ranks.py."""
+    save_hf(variant, tmp_path, **SIZES)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        models = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
+    params = [SamplingParams(max_tokens=20, temperature=i * 0.8, seed=4) for i in range(2)]
+    made = (maker("captured", model, monkeypatch, max_batch=2, page_size=16, kv=kv)() for model in models)
+    one, two = (engine.generate([tokens(23), tokens(4, 1)], params) for engine in made)
+    assert one == two
+
+
+def test_ranks_that_cannot_share_its_heads_are_refused(tmp_path: Path) -> None:
+    """Of the layers with a window three heads, of the others one, which each of three ranks may have."""
+    save_hf("gemma4", tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(ValueError, match=r"gpus is 2: 3 KV heads cannot be split evenly or replicated evenly; use 1"):
         Ranks.load(Checkpoint.open(tmp_path), ["cpu", "cpu"])
+
+
+def test_ranks_cut_its_codes(tmp_path: Path) -> None:
+    """E8P: of the wide layers each rank has the one head of keys whole."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128, "global_head_dim": 256}
+    hf = save_e8p("gemma4", tmp_path / "m", rates={"bits": 4}, **sizes)
+    row = tokens(9)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        model = Ranks.load(checkpoint, ["cpu"] * 2, decode=False)
+        (got,) = of_ranks(model, [row])
+    assert (got - truth(hf, row)).abs().max() < 1e-4 * truth(hf, row).abs().max()
 
 
 def test_heads_that_no_kernel_reads_codes_of_stay_exact_on_a_gpu() -> None:
@@ -130,11 +164,44 @@ def test_layers_that_share_keys_are_not_in_codes(tmp_path: Path) -> None:
     assert len(model.new_cache(rows=1, pages=9, page_size=16, pages_per_row=8).keys) == 3
 
 
-def test_what_shares_keys_is_not_quantized(tmp_path: Path) -> None:
-    save_hf("gemma4_e", tmp_path)
-    for quantized in (LlamaSource, outline):
-        with pytest.raises(ValueError, match="num_kv_shared_layers\\) cannot be quantized; run it as it is"):
-            quantized(Checkpoint.open(tmp_path))
+def test_the_calibration_stream_carries_what_layers_share(tmp_path: Path) -> None:
+    """Block by block it gives transformers' logits; gradients of late layers reach the keys that they read."""
+    hf, row = save_hf("gemma4_e", tmp_path), torch.tensor([tokens(30)])
+    source = LlamaSource(Checkpoint.open(tmp_path))
+    with reference_ops():
+        stream = source.embed(row)
+        assert stream.shape[2] + 2 * (32 + 64) == 72 + outline(Checkpoint.open(tmp_path)).carried
+        blocks = [source.load_block(i) for i in range(source.num_blocks)]
+        for block in blocks[:3]:
+            stream = source.run_block(block, stream)
+        lent = stream.detach().clone().requires_grad_()
+        made = lent
+        for block in blocks[3:]:
+            made = source.run_block(block, made)
+        logits = source.head(made)[0]
+    assert (logits - truth(hf, row[0].tolist())).abs().max() < 1e-4
+    (gradient,) = torch.autograd.grad(logits.square().sum(), lent)
+    assert gradient[..., -2 * (32 + 64) :].abs().sum() > 0
+
+
+@pytest.mark.parametrize("recipe", ["quick", "good", "best"])
+def test_what_shares_is_quantized(recipe: str, tmp_path: Path) -> None:
+    """4 bits of every linear of a block, of late layers the queries alone; what the model gives stays near."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    hf, row = save_hf("gemma4_e", tmp_path / "m", **sizes), tokens(30)
+    save_tokenizer(tmp_path / "m")
+    quantize(
+        tmp_path / "m", tmp_path / "q", bits=4, recipe=recipe, num_calibration_tokens=256, calibration_seq_len=32,
+        device="cpu", calibration=" ".join(str(i * 7 % 131) for i in range(600)),
+    )  # fmt: skip
+    with Checkpoint.open(tmp_path / "q") as checkpoint:
+        coded = {name.removesuffix(".codes") for name in checkpoint.names if name.endswith(".codes")}
+    late = {name.removeprefix("model.layers.5.") for name in coded if name.startswith("model.layers.5.")}
+    mlp = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert late == mlp | {"self_attn.q_proj", "self_attn.o_proj"}
+    assert len(coded) == 6 * 5 + 3 * 2
+    (got,), want = logits_of(tmp_path / "q", [row]), truth(hf, row)
+    assert (got - want).norm() < 0.5 * want.norm()
 
 
 # As transformers' conversion has them.

@@ -55,7 +55,7 @@ class Mix(nn.Module):
 
 
 class Tiny:
-    num_blocks = BLOCKS
+    num_blocks, num_drafts = BLOCKS, 0
 
     def __init__(self, kill_at: int = -1) -> None:
         source = torch.Generator().manual_seed(7)

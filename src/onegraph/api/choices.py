@@ -33,9 +33,10 @@ End = int | Literal["auto"] | None  # rate of the head or the embedding: "auto" 
 class Choices:
     """The options of `quantize`, checked, with what was left open filled in for the device.
 
-    extend: whether the model goes on with a text that is too short. budget: what rates are to be chosen within, None
-    where each is given. allotted: rates by layer that were chosen so. either: where the format is to be chosen, the
-    choices with each of those that the options suit; refused: why they do not suit the others; prefer: what counts.
+    draft_layers: rate of the draft layer, None to keep it. extend: whether the model goes on with a text that is too
+    short. budget: what rates are to be chosen within, None where each is given. allotted: rates by layer that were
+    chosen so. either: where the format is to be chosen, the choices with each of those that the options suit; refused:
+    why they do not suit the others; prefer: what counts.
     """
 
     device: torch.device
@@ -47,6 +48,7 @@ class Choices:
     sequence: int
     extend: bool
     experts: int | None
+    draft_layers: int | None
     activations: int | None
     budget: Budget | None = None
     allotted: Mapping[str, int] = field(default_factory=dict)
@@ -115,6 +117,7 @@ def _choose(
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
+    draft_layers: int | None = None,
     expert_prior: float | None = None,
     per_linear: bool = False,
     seed: int = 0,
@@ -147,6 +150,9 @@ def _choose(
         )
     if experts not in (None, *rates):
         raise ValueError(f"experts: got {experts!r}; allowed are {told}, and 16 to keep them as they are")
+    if draft_layers not in (None, KEEP) and (format == "nvfp4" or draft_layers not in rates):
+        allowed = "16 and None" if format == "nvfp4" else f"{told}, and 16 or None"
+        raise ValueError(f"draft_layers: got {draft_layers!r}; allowed are {allowed} to keep them as they are")
     if self_generate and (format == "nvfp4" or calibration == "self"):
         why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
         raise ValueError(f"self_generate lets the model continue a short text, and {why}; leave it out")
@@ -175,6 +181,7 @@ def _choose(
         sequence=calibration_seq_len,
         extend=bool(self_generate),
         experts=experts,
+        draft_layers=_kept(draft_layers),
         activations=activation_memory,
         budget=budget,
     )

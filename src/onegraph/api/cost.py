@@ -47,6 +47,7 @@ class Work:
             first, which has `parameters` and keeps `cached` numbers a token.
         experts: matrices that are rounded one by one, as `groups`; routed: layers that have some.
         parts: whose cost is measured before, on `probed` tokens.
+        carried: numbers of a token in its residual stream besides the `hidden` ones.
         written: bytes of the result. activations: bytes of residual streams that may lie in memory.
     """
 
@@ -57,6 +58,7 @@ class Work:
     block: int = 0
     blocks: int = 0
     hidden: int = 0
+    carried: int = 0
     inner: int = 0
     vocab: int = 0
     tokens: int = 0
@@ -100,7 +102,7 @@ class Work:
     @property
     def stream(self) -> int:
         """Bytes of the text's residual stream."""
-        return 4 * self.tokens * self.hidden
+        return 4 * self.tokens * (self.hidden + self.carried)
 
     @property
     def streams(self) -> int:

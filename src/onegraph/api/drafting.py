@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft import MakeDrafter, ModelDrafter, NgramDrafter
+from onegraph.engine.draft_assistant import AssistantDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.assistant import Assistant, is_assistant
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
@@ -20,7 +22,7 @@ from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder, parse_config
 from onegraph.models.loader import Held
-from onegraph.models.qwen_mtp import QwenDraft, has_draft
+from onegraph.models.mtp import DraftLayer, has_draft
 from onegraph.models.ranks import Ranks, one_progress
 
 if TYPE_CHECKING:
@@ -68,15 +70,15 @@ def check_name(name: str) -> None:
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
-    """The draft layer that a model's own checkpoint carries: DeepSeek-V4's (`mtp.0`), Qwen3.5's (`mtp.layers.0`)."""
+    """The draft layer that a model's own checkpoint carries."""
     if not isinstance(model, DeepseekV4):
         if not has_draft(model.config):
             raise ValueError(
-                f"speculative: {MTP!r} are the draft layers of DeepSeek-V4, Qwen3-Next and Qwen3.5; a "
+                f"speculative: {MTP!r} are the draft layers of DeepSeek, GLM, Qwen3-Next and Qwen3.5; a "
                 f"{model.config.model_type!r} has none that run here: use {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
             )
         with Checkpoint.open(locate(path).path) as checkpoint, told():
-            return partial(HeadDrafter, QwenDraft.load(checkpoint, model))
+            return partial(HeadDrafter, DraftLayer.load(checkpoint, model))
     if not model.config.drafts:
         raise ValueError(f"speculative: {path} has no draft layers (num_nextn_predict_layers is 0): use {NGRAM!r}")
     with Checkpoint.open(path) as checkpoint, told():
@@ -120,6 +122,13 @@ def told() -> Iterator[None]:
         raise ValueError(says if says.startswith("speculative: ") else f"speculative: {says}") from None
 
 
+def assistant(checkpoint: Checkpoint, model: Rank) -> Assistant:
+    """Loads an assistant, which reads the model's own cache."""
+    if isinstance(model, DeepseekV4):
+        raise ValueError("speculative: assistants are for Gemma 4; DeepSeek-V4 has its own layers, 'mtp'")
+    return Assistant.load(checkpoint, model)
+
+
 def second(
     name: str,
     tokenizer: Tokenizer,
@@ -129,9 +138,11 @@ def second(
     max_context: int,
     progress: Progress | None,
 ) -> list[MakeDrafter]:
-    """Another, smaller model of the same tokens, whole on each rank."""
+    """Another, smaller model of the same tokens, whole on each rank; or an assistant of this one."""
     vocabulary = ranks[0].config.vocab_size
     with second_checkpoint(name) as checkpoint:
+        if is_assistant(checkpoint.config):
+            return [partial(AssistantDrafter, assistant(checkpoint, rank)) for rank in ranks]
         config = parse_config(checkpoint.config)
         found = config.vocab_size
         if found != vocabulary:

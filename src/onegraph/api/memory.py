@@ -17,6 +17,7 @@ from onegraph.engine.offload import GIB, NOT_SHARED
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import TurboQuantConfig, parse_kv
 from onegraph.models.adapters import adapter_bytes
+from onegraph.models.assistant import AssistantConfig, is_assistant
 from onegraph.models.config import LlamaConfig
 from onegraph.models.eagle import EagleConfig, EagleHead
 from onegraph.models.expert_memory import ExpertMemory
@@ -24,7 +25,7 @@ from onegraph.models.llama import Llama, attention_cache, turned_bytes, unread_l
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import GB, free_cache_memory
-from onegraph.models.qwen_mtp import DraftConfig, has_draft, has_layer
+from onegraph.models.mtp import DraftConfig, has_layer
 from onegraph.models.shares import TPShard
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
@@ -163,7 +164,8 @@ def needed_memory(
     told = free < UNBOUNDED
     if device.type == "cpu":
         free -= offloaded
-    drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, rows=rows, context=context)
+    sizes = {"rows": rows, "context": context, "gpus": gpus}
+    drafting = _draft_bytes(speculative, checkpoint, config, device, dtype, held, kv, **sizes)
     each, fixed = _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=gpus, fp8=fp8)
     stacks = None if experts is None else ExpertMemory(Loader(checkpoint, config, dtype), config, experts, device)
     pinned = 0 if stacks is None or stacks.fits else stacks.host_bytes
@@ -249,33 +251,35 @@ def _draft_bytes(
     *,
     rows: int,
     context: int,
+    gpus: int,
 ) -> tuple[int, int, int]:
     """Of what drafts, on each device: bytes of its weights, and of its cache as `_cache_bytes`."""
     if speculative is None or speculative == NGRAM:
         return 0, 0, 0
     check_name(speculative)
     if speculative == MTP:
-        if not has_draft(config) or not has_layer(checkpoint):
+        if not has_layer(checkpoint, config):
             return 0, 0, 0  # which loading it refuses
-        own = DraftConfig.of(config, {name: checkpoint.shape(name) for name in checkpoint.names})
-        return _weights(checkpoint, own, device, dtype, None), _layer_bytes(own, dtype), 0
+        own = DraftConfig.read(config, checkpoint)
+        cache = _cache_bytes(own, device, dtype, None, rows=rows, context=context, gpus=gpus)
+        return (_weights(checkpoint, own, device, dtype, None) // gpus, *cache)
     if speculative.startswith(EAGLE):
         with head_checkpoint(speculative) as found:
             loader = EagleHead.loader(found, config, device, dtype)
             loader.check()
             layer = EagleConfig.from_dict(found.config).layer
-            return sum(loader.device_bytes().values()), _layer_bytes(layer, dtype), 0
+            return sum(loader.device_bytes().values()), 2 * layer.kv_heads * layer.head_dim * dtype.itemsize, 0
     with second_checkpoint(speculative) as found:
+        if is_assistant(found.config):
+            its = AssistantConfig.of(found.config, config)
+            lent = [config.cached[i] for i in set(its.sources)] if kv is not None else []  # which stay exact for it
+            exact = sum(2 * kv_heads * dim * dtype.itemsize for kv_heads, dim in lent)
+            return sum(Loader(found, its, dtype).device_bytes().values()), exact, 0
         other = checkpoint_config(found)
         if not isinstance(other, LlamaConfig):
             return 0, 0, 0
         cache = _cache_bytes(other, device, dtype, kv, rows=rows, context=context, gpus=1)
         return (_weights(found, other, device, dtype, held), *cache)
-
-
-def _layer_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
-    """Of a token's keys and values in one layer."""
-    return 2 * config.kv_heads * config.head_dim * dtype.itemsize
 
 
 def _cache_bytes(

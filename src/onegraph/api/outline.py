@@ -14,11 +14,13 @@ import torch
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.formats.fused import BlocksConfig
+from onegraph.models.carried import CarriedStream
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import config_of
 from onegraph.models.load import CONFIGS, parse_config
 from onegraph.models.loader import Loader
-from onegraph.models.source import LlamaSource, block_shapes, layer_of, refuse_quantized
+from onegraph.models.mtp import DraftConfig, has_layer
+from onegraph.models.source import LlamaSource, block_shapes, draft_shapes, layer_of, refuse_quantized
 from onegraph.models.wrapper import text_config
 
 if TYPE_CHECKING:  # it needs transformers
@@ -60,7 +62,9 @@ class Outline:
     layer_of: the linear or stack whose weight a tensor of the checkpoint is, or is a part of.
     published: stacks that the checkpoint has in MXFP4 already.
     check: raises CheckpointError where tensors do not fit config.json.
-    hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache.
+    draft: prefix of the draft layer and what of it may be rounded, as in `blocks`; empty without one.
+    hidden, inner, vocab, positions, cached: sizes; cached: numbers that a token leaves in the KV cache. carried: that
+        it has in the calibration stream besides its hidden states.
     weights: parameters of the largest block.
     """
 
@@ -77,6 +81,8 @@ class Outline:
     left: Mapping[str, str] = field(default_factory=dict)
     kept: frozenset[str] = frozenset()
     published: frozenset[str] = frozenset()
+    carried: int = 0
+    draft: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
     check: Callable[[Checkpoint], None]
 
     @property
@@ -102,6 +108,7 @@ def outline(checkpoint: Checkpoint) -> Outline:
         blocks=blocks,
         layer_of=lambda name: layer_of(config, name),
         hidden=config.hidden_size,
+        carried=CarriedStream(config).carried,
         inner=config.intermediate_size if config.routed is None else max(config.intermediate_size, config.routed.size),
         vocab=config.vocab_size,
         positions=config.max_positions,
@@ -111,8 +118,16 @@ def outline(checkpoint: Checkpoint) -> Outline:
         weights=max(sum(_count(shape) for shape in names.values()) for names in blocks.values()),
         published=frozenset(name for name in stacks if f"{name}_blocks" in checkpoint),
         left=dict.fromkeys((name for name in config.steady if ".indexer." in name), "chooses tokens: never rounded"),
+        draft=_draft(checkpoint, config),
         check=lambda checkpoint: Loader(checkpoint, config, torch.float32).check(),
     )
+
+
+def _draft(checkpoint: Checkpoint, config: LlamaConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    if not has_layer(checkpoint, config):
+        return {}
+    own = DraftConfig.read(config, checkpoint)
+    return {own.root: draft_shapes(own)}
 
 
 def foreign(config: Mapping[str, Any]) -> str:
@@ -155,10 +170,12 @@ def _refused(why: str) -> Iterator[None]:
         ) from None
 
 
-def model_of(checkpoint: Checkpoint, device: torch.device, sequence: int, *, own: bool) -> LlamaSource | ModulesSource:
-    """The model as the quantizer calibrates on it."""
+def model_of(
+    checkpoint: Checkpoint, device: torch.device, sequence: int, *, own: bool, draft: bool = False
+) -> LlamaSource | ModulesSource:
+    """The model as the quantizer calibrates on it. draft: with its draft layer."""
     if own:
-        return LlamaSource(checkpoint, device, max_context=sequence)
+        return LlamaSource(checkpoint, device, max_context=sequence, draft=draft)
     from onegraph.integrations.hf.source import ModulesSource
 
     return ModulesSource(checkpoint, device)

@@ -181,6 +181,9 @@ def build_plan(checkpoint: Checkpoint, name: str, choices: Choices) -> Plan:
     else:
         found = _survey_own(checkpoint, name, choices, outline(checkpoint))
     rest = checkpoint.rest_bytes if isinstance(checkpoint, TextCheckpoint) else 0
+    if found.own:  # draft layers, which sizes leave out
+        unread = checkpoint_config(checkpoint).parts.ignored
+        rest += sum(checkpoint.info(name).nbytes for name in checkpoint.names if unread(name))
     return replace(found, disk=found.disk + rest)
 
 
@@ -235,6 +238,7 @@ def _survey_own(checkpoint: Checkpoint, name: str, choices: Choices, found: Outl
     if not found.own:
         _refuse_foreign(choices, found.why)
     found.check(checkpoint)
+    choices, found = with_draft(choices, found)
     choices = with_experts(choices, found)
     shapes = found.shapes
     own = OWN[choices.format].formats
@@ -363,6 +367,18 @@ def with_experts(choices: Choices, found: Outline) -> Choices:
     return replace(choices, recipe_options=replace(choices.recipe_options, layers=patterns | asked))
 
 
+def with_draft(choices: Choices, found: Outline) -> tuple[Choices, Outline]:
+    """The choices with a rate for the draft layer, in front of what `layers` says, and the outline with that layer,
+    where it is to be rounded. Raises ValueError where there is none."""
+    if choices.draft_layers is None:
+        return choices, found
+    if not found.draft:
+        raise ValueError(f"draft_layers: got {choices.draft_layers}, and this checkpoint has no draft layer")
+    patterns = {f"{root}*": choices.draft_layers for root in found.draft} | dict(choices.layers)
+    choices = replace(choices, recipe_options=replace(choices.recipe_options, layers=patterns))
+    return choices, replace(found, blocks={**found.blocks, **found.draft})
+
+
 def _why_none(found: Outline) -> str:
     whys = dict.fromkeys(found.left.values())
     return "; ".join(whys) if whys and not found.shapes else "`layers` keeps all of them"
@@ -466,6 +482,7 @@ def _work(found: Outline, formats: Mapping[str, WeightFormat], before: Size, aft
         block=found.weights,
         blocks=len(found.blocks),
         hidden=found.hidden,
+        carried=found.carried,
         inner=found.inner,
         vocab=found.vocab,
         tokens=choices.tokens,

@@ -93,6 +93,7 @@ def quantize(
     lm_head: End = None,
     embed_tokens: End = None,
     experts: int | None = None,
+    draft_layers: int | None = None,
     expert_prior: float | None = None,
     per_linear: bool = False,
     seed: int = 0,
@@ -131,6 +132,8 @@ def quantize(
             are chosen; 16 keeps them), "auto" chooses the rate and counts it in `bits`. Unsupported for models that
             only transformers runs.
         experts: bits of routed experts, 16 keeps them; None is `bits`, but experts published in MXFP4 (gpt-oss) stay.
+        draft_layers: bits of the linears of the layer that only predicts further tokens (MTP, `--speculative mtp`);
+            None and 16 keep it as it is.
         expert_prior: see `quant/experts.py`; None for the recipe's.
         per_linear: choose a rate for each linear, with `bits` as the average or within `size`, also where linears share
             an input: less loss at the same size, more launches per step.
@@ -162,6 +165,7 @@ def quantize(
         lm_head=lm_head,
         embed_tokens=embed_tokens,
         experts=experts,
+        draft_layers=draft_layers,
         expert_prior=expert_prior,
         per_linear=per_linear,
         seed=seed,
@@ -261,7 +265,7 @@ class _Run:
     ) -> _Made:
         """Writes `out`."""
         sequence = min(choices.sequence, found.positions, choices.tokens)
-        model = model_of(checkpoint, choices.device, sequence, own=found.own)
+        model = model_of(checkpoint, choices.device, sequence, own=found.own, draft=choices.draft_layers is not None)
         tokenizer = Tokenizer(checkpoint)
         rows, counts, sampled = self.rows(checkpoint, choices, tokenizer, text, sequence, partial)
 

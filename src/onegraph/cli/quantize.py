@@ -134,6 +134,12 @@ def add_parser(commands: Any) -> None:
         help="bits of routed experts; 16 keeps them [as --bits; published MXFP4 experts are kept]",
     )
     parser.add_argument(
+        "--draft-layers",
+        type=int,
+        choices=(*range(1, 9), 16),
+        help="bits of the draft layer (MTP) that the checkpoint has for --speculative mtp; 16 keeps it [16]",
+    )
+    parser.add_argument(
         "--calibration",
         nargs="+",
         default=["bundled"],
@@ -287,6 +293,7 @@ def run(args: argparse.Namespace) -> int:
         "embed_tokens": args.embed_tokens,
         "experts": args.experts,
         "per_linear": args.per_linear,
+        "draft_layers": args.draft_layers,
         "activation_memory": None if args.activation_memory is None else args.activation_memory * 10**6,
         "seed": args.seed,
         "device": pick_device(args.device),

@@ -28,7 +28,8 @@ MOST = DRAFTS - 1  # drafts of a round: a cache in codes takes them with the new
 
 @dataclass(frozen=True, kw_only=True)
 class DraftState:
-    """What a drafter works on, of one engine: sizes of a cache like the target's, and the state of all slots.
+    """What a drafter works on, of one engine: sizes of a cache like the target's, the last stage's part of that cache,
+    and the state of all slots.
 
     history: int64 [slots, max_context], tokens by position, UNKNOWN behind the newest. drafts: int64 [slots, count],
     found: int32 [slots]: what a drafter writes, and how many of them count. Slot 0 belongs to no sequence.
@@ -36,6 +37,7 @@ class DraftState:
 
     sizes: Sizes
     kv: TurboQuantConfig | None
+    cache: Any
     device: torch.device
     history: Tensor
     drafts: Tensor

@@ -78,11 +78,8 @@ class Executor:
         self._pools = [[GraphPool(device) for device in rank.devices] for rank in model.ranks] if captured else []
         self.ahead = int(captured)
         self._compiling = Ahead() if model.devices[0].type == "cuda" else None
-        self.speculation = None
-        if draft is not None:
-            self.speculation = Speculation.of(model.ranks, draft, draft_tokens, sizes, kv)
-        self.ranks = []
-        for i, rank in enumerate(model.ranks):
+        caches = []
+        for rank in model.ranks:
             cache = rank.new_cache(
                 rows=sizes.rows, pages=sizes.pages, page_size=sizes.page_size, pages_per_row=sizes.per_row, kv=kv,
                 spare=0 if draft is None else MOST,
@@ -94,6 +91,12 @@ class Executor:
                 )
             if batch_invariant:
                 check_invariant(model, cache)
+            caches.append(cache)
+        self.speculation = None
+        if draft is not None:
+            self.speculation = Speculation.of(model.ranks, caches, draft, draft_tokens, sizes, kv)
+        self.ranks = []
+        for i, (rank, cache) in enumerate(zip(model.ranks, caches, strict=True)):
             rounds = None if self.speculation is None else self.speculation.ranks[i]
             counts = (0,) if self.speculation is None else self.speculation.counts
             split = mode == "split"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import draw
+from onegraph.engine.decoder import Cache
 from onegraph.engine.draft import UNKNOWN, Drafter, DraftState, MakeDrafter
 from onegraph.engine.exact_window import Sizes
 from onegraph.formats.turboquant import TurboQuantConfig
@@ -22,7 +23,7 @@ class RoundState:
     """Of one rank.
 
     Args:
-        make: the drafter, which works on the last stage's device. devices: of the rank's stages.
+        make: the drafter, which works on the last stage's device. cache: the target's. devices: of the rank's stages.
         count: drafts of a round at most.
 
     Attributes:
@@ -33,6 +34,7 @@ class RoundState:
     def __init__(
         self,
         make: MakeDrafter,
+        cache: Cache,
         devices: Sequence[torch.device],
         sizes: Sizes,
         *,
@@ -49,7 +51,9 @@ class RoundState:
         ]
         drafts, found = self.waiting[-1]
         history = torch.zeros(slots, sizes.context, dtype=torch.int64, device=last)
-        self.state = DraftState(sizes=sizes, kv=kv, device=last, history=history, drafts=drafts, found=found)
+        self.state = DraftState(
+            sizes=sizes, kv=kv, cache=cache.parts[-1], device=last, history=history, drafts=drafts, found=found
+        )
         self.drafter: Drafter = make(self.state)
         self._text = Upload(torch.zeros(sizes.context, dtype=torch.int64, device=last))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onegraph.engine.choice import Choice
-from onegraph.engine.decoder import Decoder
+from onegraph.engine.decoder import Cache, Decoder
 from onegraph.engine.draft import MOST, UNKNOWN, Drafter, DraftState, MakeDrafter
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import Stats
@@ -67,10 +67,10 @@ class Speculation:
 
     @classmethod
     def of(
-        cls, ranks: Seq[Decoder], draft: MakeDrafter | Seq[MakeDrafter], tokens: DraftTokens, sizes: Sizes,
-        kv: TurboQuantConfig | None,
+        cls, ranks: Seq[Decoder], caches: Seq[Cache], draft: MakeDrafter | Seq[MakeDrafter], tokens: DraftTokens,
+        sizes: Sizes, kv: TurboQuantConfig | None,
     ) -> "Speculation":  # fmt: skip
-        """Of a model's ranks. draft: what makes each one's drafter, or one that makes all of them.
+        """Of a model's ranks and their caches. draft: what makes each one's drafter, or one that makes all of them.
 
         Raises ValueError for a count of drafters or of drafts that cannot be.
         """
@@ -80,8 +80,8 @@ class Speculation:
                 f"draft: got {len(makes)} drafters for {len(ranks)} ranks; give one for each, or one for all of them"
             )
         count = draft_counts(tokens)[-1]
-        pairs = zip(makes, ranks, strict=True)
-        states = [RoundState(make, rank.devices, sizes, count=count, kv=kv) for make, rank in pairs]
+        each = zip(makes, caches, ranks, strict=True)
+        states = [RoundState(make, cache, rank.devices, sizes, count=count, kv=kv) for make, cache, rank in each]
         # A round's tokens beyond those that a chain takes make each linear a launch of its own again.
         most = min((rank.most - 1 for rank in ranks if isinstance(rank, ChainedLlama)), default=MOST)
         return cls(states, tokens, most)

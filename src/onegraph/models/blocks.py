@@ -169,7 +169,9 @@ def build_block(
         own = norm(str(names.attention_in)), config.eps
         place = tables[config.ropes[i], config.attention[i].dim], config.scale, device, share
         at = config.attention_index(i)
-        heads, latent = build_latent(loader, config.latent, i, own, *place, index=at, joined=joined, fused=fused)
+        heads, latent = build_latent(
+            loader, config.latent, i, prefix, own, *place, index=at, joined=joined, fused=fused
+        )
         return whole(heads, latent, out)
     attention, after = build_attention(loader, config, i, tables, device, share)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)
@@ -188,7 +190,9 @@ def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -
     """What makes the embeddings of all blocks."""
     if not config.per_layer[0]:
         return None
-    table, projection, norm = (loader.tensor(f"{name}.weight", device) for name in PER_LAYER_OF_MODEL)
+    first, *others = (f"{name}.weight" for name in PER_LAYER_OF_MODEL)
+    table = loader.tensor(first, device, loader.info(first).dtype)  # of which a step looks up some rows
+    projection, norm = (loader.tensor(name, device) for name in others)
     factor = float(torch.tensor(config.per_layer[0] ** 0.5, dtype=loader.dtype))
     rows = Embedding(DENSE, {"weight": table}, loader.dtype, scale=factor)
     return PerLayer(rows, dense(projection), norm, config.eps)

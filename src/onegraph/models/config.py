@@ -26,6 +26,7 @@ PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_inpu
 PER_LAYER_OF_MODEL = tuple(
     f"model.{name}" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 )
+_MTP_LAYERS = "num_mtp_layers"  # which transformers 5 writes in place of the published key
 _UNREAD = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 LOCAL = "rope_local_base_freq"  # rope_theta of layers with a window, in configs of Gemma
 ROPE_KEYS = "rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"
@@ -105,8 +106,9 @@ class LlamaConfig:
         fields = Fields(traits.keys(config), traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
         quantization = parse_quantization(fields.get("quantization_config"))
-        if quantization is not None and (nested or traits.renames):
-            quantization = quantization.renamed(lambda layers: _own_names(layers, nested, traits))
+        drafts = _drafts(traits, fields)
+        if quantization is not None:
+            quantization = quantization.renamed(lambda given: _own_names(given, nested, traits, layers, drafts))
         routed = Routed.parse(family, fields, layers)
         heads, kv_heads, hidden, head_dim = _sizes(fields, traits.latent)
         latent = Latent.parse(fields, heads, kv_heads, layers) if traits.latent else None
@@ -164,7 +166,7 @@ class LlamaConfig:
             eos=end_of_text(fields.get("eos_token_id"), vocab),
             quantization=quantization,
             nested=nested,
-            drafts=_drafts(traits, fields),
+            drafts=drafts,
             latent=latent,
             mixers=traits.mixers(fields, layers),
             attention=traits.heads(fields, layers) or (Heads(kv_heads, head_dim),) * layers,
@@ -387,12 +389,11 @@ class LlamaConfig:
         return _own_name(name, self.nested, self.traits)
 
     def _ignored(self, name: str) -> bool:
-        spare = range(self.layers, self.layers + self.drafts)
-        other = name.startswith("mtp.") or (self.nested and wrapper.is_other(name))
+        other = _drafting(name, self.layers, self.drafts) or (self.nested and wrapper.is_other(name))
         borrowed = _UNREAD.match(name)  # what transformers saves of layers that read the keys of others
         if borrowed is not None and int(borrowed[1]) < self.layers:
             other = other or self.attention[int(borrowed[1])].source is not None
-        return other or any(name.startswith(f"model.layers.{i}.") for i in spare)
+        return other
 
 
 def _own_name(name: str, nested: bool, traits: ArchSpec) -> str:
@@ -400,9 +401,17 @@ def _own_name(name: str, nested: bool, traits: ArchSpec) -> str:
     return traits.own_name(wrapper.family_name(name) if nested else name)
 
 
-def _own_names(layers: Mapping[str, Any], nested: bool, traits: ArchSpec) -> dict[str, Any]:
-    kept = {name: what for name, what in layers.items() if not nested or not wrapper.is_other(name)}
-    return {_own_name(name, nested, traits): what for name, what in kept.items()}
+def _own_names(given: Mapping[str, Any], nested: bool, traits: ArchSpec, layers: int, drafts: int) -> dict[str, Any]:
+    """What is said of layers of the decoder alone, by the family's own names."""
+    kept = {name: what for name, what in given.items() if not nested or not wrapper.is_other(name)}
+    named = {_own_name(name, nested, traits): what for name, what in kept.items()}
+    return {name: what for name, what in named.items() if not _drafting(name, layers, drafts)}
+
+
+def _drafting(name: str, layers: int, drafts: int) -> bool:
+    """Whether a tensor or layer is of one of the draft layers that are beside or behind so many layers."""
+    behind = tuple(f"model.layers.{i}." for i in range(layers, layers + drafts))
+    return name.startswith(("mtp.", *behind))
 
 
 def _refuse_missing(config: Mapping[str, Any]) -> None:
@@ -483,8 +492,10 @@ def _check_activation(fields: Fields, known: str) -> None:
 
 def _drafts(traits: ArchSpec, fields: Fields) -> int:
     """Layers that only predict further tokens."""
-    key = traits.mtp or "num_nextn_predict_layers"
-    has = key in traits.defaults or (traits.mtp is not None and fields.get(key) is not None)
+    key = "num_nextn_predict_layers" if traits.draft is None else traits.draft.key
+    has = key in traits.defaults or (traits.draft is not None and fields.get(key) is not None)
+    if traits.draft is not None and fields.config.get(key) is None and fields.get(_MTP_LAYERS) is not None:
+        key, has = _MTP_LAYERS, True
     return fields.integer(key, low=0, high=64) if has else 0
 
 

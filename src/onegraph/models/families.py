@@ -65,6 +65,33 @@ _NEMOTRON = Names(
 )
 
 
+class DraftNames(NamedTuple):
+    """How files call the layer that only predicts further tokens (`models/mtp.py`).
+
+    Args:
+        key: of config.json, which counts such layers.
+        root: what all its names begin with; {} is how many layers the decoder has. block: what then those of its block
+            do. projection: the linear in front of it. norms: of embeddings, of hidden states, and behind the block.
+        copies: what files hold there once more and is the decoder's.
+    """
+
+    key: str
+    root: str
+    block: str
+    projection: str
+    norms: tuple[str, str, str]
+    copies: tuple[str, ...] = ()
+
+
+_MTP = DraftNames(
+    "mtp_num_hidden_layers", "mtp.", "layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+)  # fmt: skip
+_NEXTN = DraftNames(
+    "num_nextn_predict_layers", "model.layers.{}.", "", "eh_proj", ("enorm", "hnorm", "shared_head.norm"),
+    ("embed_tokens", "shared_head.head"),
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class ArchSpec:
     """A family, as the parts of its decoder are chosen by.
@@ -97,7 +124,7 @@ class ArchSpec:
             head_dim to the power of -1/2. layer_scale: a number scales the stream behind each block. per_layer: blocks
             end with an embedding of the token of their own (`nn.per_layer`).
         output_gate: rows of a gate lie behind each head's rows of queries; its sigmoid scales what the head gives.
-        mtp: the key that counts draft layers, which files hold under `mtp.`.
+        draft: the layer that only predicts further tokens.
         keys: config.json -> the same under the keys that are read here, where files spell them otherwise
             (`models/keys.py`). renames: patterns of what files' names have in place of ours, and ours.
     """
@@ -139,7 +166,7 @@ class ArchSpec:
     layer_scale: bool = False
     per_layer: bool = False
     output_gate: bool = False
-    mtp: str | None = None
+    draft: DraftNames | None = None
     keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = keys.usual
     renames: tuple[tuple[str, str], ...] = ()
 
@@ -169,7 +196,7 @@ _QWEN_EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 _QWEN_HYBRID: dict[str, Any] = {
     "windows": windows.beside_mixers, "norm_offset": True, "head_norm": True, "partial": 0.25, "output_gate": True,
-    "mrope": True, "mtp": "mtp_num_hidden_layers", "qkv_bias": "attention_bias", "out_bias": "attention_bias",
+    "mrope": True, "draft": _MTP, "qkv_bias": "attention_bias", "out_bias": "attention_bias",
     "fixed": {
         "attn_output_gate": (True,), "mtp_use_dedicated_embeddings": (False,), "mamba_ssm_dtype": ("float32",),
         "output_gate_type": ("silu", "swish"),
@@ -177,6 +204,7 @@ _QWEN_HYBRID: dict[str, Any] = {
 }  # fmt: skip
 _LATENT: dict[str, Any] = {
     "latent": True,
+    "draft": _NEXTN,
     "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "index_share_for_mtp_iteration"),
 }
@@ -326,6 +354,7 @@ FAMILIES: dict[str, ArchSpec] = {
         qkv_bias="attention_bias",
         head_norm="use_qk_norm",
         partial=0.5,
+        draft=_NEXTN,
     ),
     "qwen2_moe": ArchSpec(
         defaults={

@@ -44,6 +44,7 @@ def build_latent(
     loader: Loader,
     latent: Latent,
     i: int,
+    prefix: str,
     norm: tuple[Tensor, float],
     tables: tuple[Tensor | None, Tensor | None, Tensor | None],
     scale: float,
@@ -54,15 +55,16 @@ def build_latent(
     joined: bool,
     fused: bool,
 ) -> tuple[LatentInputs, LatentAttention]:
-    """What block `i` has of a rank's heads. norm: the block's in front, and its epsilon. joined: the up-projection is
-    absorbed, and linears of x are one where that is exact. index: by which a cache finds the layer."""
-    prefix, parts = f"model.layers.{i}.", dict(latent_parts(latent, share))
+    """What block `i`, whose names begin with `prefix`, has of a rank's heads. norm: the block's in front, and its
+    epsilon. joined: the up-projection is absorbed, and linears of x are one where that is exact. index: by which a
+    cache finds the layer."""
+    parts = dict(latent_parts(latent, share))
     names = [prefix + name for name in latent.front]
     linear = loader.siblings(names, device, joined=joined, parts=[parts[name] for name in latent.front])
     q_norm = loader.tensor(prefix + Q_NORM, device) if latent.q_rank else None
     q_b = loader.linear(prefix + Q_B, device, parts[Q_B]) if latent.q_rank else None
     low = Normed(norm[0], linear, norm[1], fused=fused)
-    indexer = build_indexer(loader, latent, i, device)
+    indexer = build_indexer(loader, latent, i, prefix, device)
     if indexer is not None:
         low = Normed(norm[0], linear, norm[1], fused=False)  # the indexer reads what is behind the norm, too
     first, last = share.span(latent.heads)
@@ -91,9 +93,9 @@ def build_latent(
     return LatentInputs(low, latent.width, q_norm, q_b, EPS, indexer), attention
 
 
-def build_indexer(loader: Loader, latent: Latent, i: int, device: torch.device) -> Indexer | None:
+def build_indexer(loader: Loader, latent: Latent, i: int, prefix: str, device: torch.device) -> Indexer | None:
     """That of block `i`, whole on each rank; None where it has none."""
-    prefix, index = f"model.layers.{i}.", latent.indexed(i)
+    index = latent.indexed(i)
     if index is None:
         return None
     gains = f"{prefix}{INDEX_GAINS}"

@@ -59,11 +59,13 @@ class Llama(nn.Module):
         peer: what this rank exchanges through where it has a share of every layer (`models/ranks.py`); None of a whole
             model. head_unit: rows of the head that stay together where ranks share it, None where each has all.
         adapters: LoRA additions to its linears, None for none.
+        lent: the cached layers whose keys and values an assistant reads, which stay exact.
     """
 
     norm: Tensor
     page_size = 16
     fp8_kv = False
+    lent: frozenset[int] = frozenset()
     peers = None  # see `engine.decoder.Decoder`
     dense_attention = CausalAttention()
 
@@ -191,7 +193,7 @@ class Llama(nn.Module):
             return kv
         biased = () if kv.biased == "coded" else self.biased
         unread = unread_layers(self.config, self.device.type)
-        return replace(kv, exact=tuple(sorted({*kv.exact, *biased, *unread})))
+        return replace(kv, exact=tuple(sorted({*kv.exact, *biased, *unread, *self.lent})))
 
     @cached_property
     def biased(self) -> list[int]:

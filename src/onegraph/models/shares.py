@@ -157,16 +157,15 @@ def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
 def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
     if config.traits.whole_norm:
         return f"{config.model_type} norms all queries of a token together, which ranks would share"
-    if len(set(config.attention)) > 1 or config.traits.layer_scale:
-        return f"{config.model_type} has layers of several kinds, which ranks do not share"
     for mixer in dict.fromkeys(config.mixers):
         for what, count in {} if mixer is None or isinstance(mixer, NoMixer) else mixer.heads.items():
             if count % ranks:
                 return f"{count} {what} cannot be split evenly"
     if config.heads % ranks:
         return f"{config.heads} attention heads cannot be split evenly"
-    if config.kv_heads % ranks and ranks % config.kv_heads:
-        return f"{config.kv_heads} KV heads cannot be split evenly or replicated evenly"
+    for kv_heads in dict.fromkeys(heads.kv_heads for heads in config.attention):
+        if kv_heads % ranks and ranks % kv_heads:
+            return f"{kv_heads} KV heads cannot be split evenly or replicated evenly"
     routed = config.routed
     widths = {"hidden units": config.intermediate_size} if routed is None or not all(routed.layers) else {}
     widths |= {} if routed is None else {"hidden units of an expert": routed.size}
@@ -186,7 +185,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
     """Every layer that a rank has a part of: name, format, outputs, inputs, part."""
     sizes = loader.layers()
     for i in range(config.layers):
-        prefix, routed = f"model.layers.{i}.", config.routed_at(i)
+        prefix, routed = config.prefix(i), config.routed_at(i)
         parts, mixer = list[tuple[str, Part]](), config.mixers[i]
         if mixer is None:
             parts = attention_parts(config, share, i)

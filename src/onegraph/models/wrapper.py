@@ -2,8 +2,7 @@
 
 config.json has the text model's own config in `text_config`, or, in older releases of Qwen-VL, among its own keys.
 Files have its tensors under a prefix, as transformers wrote them before version 5 and since. Towers of other modalities
-and layers that predict further tokens (`mtp`) are not read; `quantize` copies them, so that what it writes is a whole
-multimodal model.
+are not read; `quantize` copies them, so that what it writes is a whole multimodal model.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ _OF_OTHERS = re.compile(
 _BODIES = "language_model.model.", "model.language_model.", "model.text_model."
 _PREFIX = re.compile("|".join(f"^{re.escape(body)}" for body in _BODIES))
 _HEAD = "language_model.lm_head."
+DRAFT = "mtp."  # what names of a layer that predicts further tokens begin with, beside the text model
 _OTHER = re.compile(
     r"^(?:model\.)?(?:mtp|mlp1|\w*(?:vision|visual|image|audio|speech|projector|connector|merger|resampler)\w*)(?:\.|$)"
 )
@@ -206,7 +206,7 @@ class TextCheckpoint(RenamedCheckpoint):
     """The text model of a multimodal checkpoint as a checkpoint of its own, under the text model's names."""
 
     def __init__(self, whole: Checkpoint) -> None:
-        rest = [name for name in whole.names if is_other(name)]
+        rest = [name for name in whole.names if is_other(name) and not name.startswith(DRAFT)]
         apart = set(rest)
         stored = {family_name(name): name for name in whole.names if name not in apart}
         super().__init__(whole, dict(text_config(whole.config)), stored)

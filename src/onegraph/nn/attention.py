@@ -239,11 +239,15 @@ class PagedCache(SequenceState):
 
 
 class CausalAttention:
-    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...]. Keys and values that
-    other layers read too are kept until the next sequences come."""
+    """Whole sequences from position 0, no cache: for calibration and evaluation, qkv [B, T, ...].
+
+    Attributes:
+        lent: keys and values [B, T, kv_heads, head_dim] that other layers read too, by `Attention.index`; kept until
+            the next sequences come.
+    """
 
     def __init__(self) -> None:
-        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self.lent: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, attention: Any, *inputs: Tensor) -> Tensor:
         if not isinstance(attention, Attention):
@@ -269,8 +273,8 @@ class CausalAttention:
             cos, sin = a.cos[:length].unsqueeze(1), a.sin[:length].unsqueeze(1)
             q, k = (rotate_half(t.float(), cos, sin).to(t.dtype) for t in (q, k))
         if a.lends:
-            self._lent[a.index] = k, v
-        k, v = self._lent[a.index] if a.borrows else (k, v)
+            self.lent[a.index] = k, v
+        k, v = self.lent[a.index] if a.borrows else (k, v)
         mask = None
         if 0 < a.window < length:
             step = torch.arange(length, device=qkv.device)

@@ -136,8 +136,10 @@ class MoE(RoutedAndShared):
     def _both(self, around: _Around, stream: Stream) -> Stream:
         assert self.shared is not None
         (flat, routed, _), total, *chosen = self.choose(stream, scales=around.scales)
-        routed = self.experts(routed, *chosen).view_as(total)
-        return Stream(total, routed, around.out, beside=self.shared(flat.view_as(total)))
+        routed, dense = self.experts(routed, *chosen).view_as(total), self.shared(flat.view_as(total))
+        if self.peer is not None:  # each has a norm of its own, so they are summed apart: in one exchange
+            routed, dense = self.peer.all_reduce(torch.stack((routed, dense))).unbind()
+        return Stream(total, routed, around.out, beside=dense)
 
     def choose(
         self, stream: Stream, shared: bool = False, scales: Tensor | None = None

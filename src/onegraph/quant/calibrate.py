@@ -47,6 +47,10 @@ class QuantizableModel(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
+    def num_drafts(self) -> int:
+        """Layers behind the blocks, numbered with them, that predict further tokens and are to be rounded."""
+
+    @property
     def kept(self) -> Collection[str]:
         """Linears of the blocks, by full name, that are none of `shapes` and stay as they are."""
 
@@ -63,6 +67,10 @@ class QuantizableModel(Protocol):
     def run_block(self, block: Any, hidden: Tensor) -> Tensor:
         """Residual stream before the block -> after it, causal over the whole sequence, without a cache; the argument
         is left as it was. Differentiable under `ops.registry.reference_ops()`."""
+
+    def draft_inputs(self, block: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """What `run_block` takes for a draft layer: tokens int [B, T], the stream behind the last block [B, T, D] ->
+        [B, T - 1, ...]."""
 
     def linear_groups(self, block: Any) -> list[list[tuple[str, Any]]]:
         """Linears by shared input, in the order they run: (name within the block, module with .weight [n, k])."""

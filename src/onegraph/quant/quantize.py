@@ -73,18 +73,17 @@ class _Job:
         self.factors: dict[int, Factors] = {}  # of blocks, where they are not kept on disk
         self.spill, self.counts = spill, dict[tuple[str, str], list[int]]()
         self.model, self.recipe, self.partial, self.outer, self.progress = model, recipe, partial, outer, progress
+        self.numbers = range(model.num_blocks + model.num_drafts)
         if (recipe.lm_head or recipe.embed_tokens) and outer is None:
             raise ValueError("to quantize lm_head or embed_tokens, quantize() must be given `outer` to read them")
         self.shapes = {
-            model.block_prefix(i) + name: shape
-            for i in range(model.num_blocks)
-            for name, shape in model.shapes(i).items()
+            model.block_prefix(i) + name: shape for i in self.numbers for name, shape in model.shapes(i).items()
         }
         config = OWN[recipe.format]
         rates = resolve_rates(recipe.layers, self.shapes, recipe.bits, tuple(config.formats))
         rates |= dict.fromkeys(model.kept, KEEP)
         self.config = config(bits=recipe.bits, layers=rates, lm_head=recipe.lm_head, embed_tokens=recipe.embed_tokens)
-        for i in range(model.num_blocks):
+        for i in self.numbers:
             for name, shape in model.shapes(i).items():
                 try:
                     self.config.format_of(model.block_prefix(i) + name).check_size(*shape[-2:])
@@ -115,15 +114,15 @@ class _Job:
         text = key_of(self.tokens.to(torch.int64), self.batch)
         chain = key_of(text, levers)
         keys: dict[str, str] = {}
-        for i in range(model.num_blocks):
+        for i in self.numbers:
             prefix = model.block_prefix(i)
             made = key_of(chain, i, {name: self.config.bits_of(prefix + name) for name in model.shapes(i)})
             if recipe.inputs == "reference":
                 keys[f"inputs-{i:05d}"] = key_of(text, "inputs", i)
-            else:
+            elif i < model.num_blocks:  # nothing is behind a draft layer
                 chain = made
             keys[f"block-{i:05d}"] = keys[f"counts-{i:05d}"] = made
-            if recipe.fisher:
+            if recipe.fisher and i < model.num_blocks:
                 kept = [name for name in model.shapes(i) if self.config.bits_of(prefix + name) == KEEP]
                 asked = recipe.fisher, recipe.seed, recipe.fisher_outputs and ("float16", LARGEST), kept
                 keys[f"fisher-{i:05d}"] = key_of(text, "fisher", i, asked)
@@ -151,12 +150,24 @@ class _Job:
         reference = self.spill.batches(stream) if recipe.correct or recipe.tune else None
         for i in range(model.num_blocks):
             self.block(i, stream, reference)
+        self.drafts(stream, reference)
         if recipe.tune is not None:
             assert reference is not None
             self.kept("tuned", lambda: self.tuned(reference))
             if self.partial is not None:
                 self.partial.discard("tuning")
         self.ends(stream)
+
+    def drafts(self, stream: Batches, reference: Batches | None) -> None:
+        """Quantize the draft layers on what the model gives them."""
+        model = self.model
+        for i in self.numbers[model.num_blocks :]:
+            block, found = model.load_block(i), list[Batches]()
+            for each in (stream, *([] if reference is None else [reference])):
+                pairs = zip(self.tokens.split(self.batch), each, strict=True)
+                found.append(self.spill.batches(model.draft_inputs(block, *pair) for pair in pairs))
+            del block
+            self.block(i, found[0], found[1] if found[1:] else None)
 
     def tuned(self, reference: Batches) -> dict[str, Tensors]:
         def show(step: int, steps: int, loss: float) -> None:
@@ -189,7 +200,7 @@ class _Job:
         def make() -> dict[str, Tensors]:
             nonlocal outputs
             made: dict[str, Tensors] = {}
-            factors = self.factors_of(i) if self.recipe.fisher else Factors()
+            factors = self.factors_of(i) if self.recipe.fisher and i < model.num_blocks else Factors()
             weights = self.weights(prefix, groups, factors)
             pair = None if plain is None or reference is None or not self.recipe.correct else (plain, reference)
             moments: dict[int, Moments] = {}

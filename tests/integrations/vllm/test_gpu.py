@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from test_e8p_experts import checkpoint_of
+from test_mtp import save as save_mtp
 from test_quant_experts import made, write_tokenizer
-from test_qwen_mtp import save as save_mtp
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,6 +20,7 @@ from onegraph.integrations.hf.experts import IMPLEMENTATION, CodedStack, holds_e
 from onegraph.integrations.hf.kinds import plain_linear, size_of
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 from onegraph.integrations.hf.saving import LOADED, Originals
+from onegraph.models.families import FAMILIES
 
 METHOD = "onegraph"
 
@@ -67,12 +68,13 @@ class OnegraphQuantizer(HfQuantizer):
         if not files or any(file.suffix != ".safetensors" for file in files):
             raise CheckpointError(f"{model.config.name_or_path}: a checkpoint of onegraph is model.safetensors files")
         found = {name: info for file in files for name, info in read_header(file).items()}
-        renamed = _renaming(model)
+        renamed, drafts = _renaming(model), _draft_root(model)
+        found = {name: info for name, info in found.items() if not name.startswith(drafts)}
         tensors = _Headers({renamed(name): info for name, info in found.items()})
         inner = _inner(model)
         self._originals = Originals({renamed(n).removeprefix(inner): (n, info) for n, info in found.items()})
         quantization = self.quantization_config.quantization.renamed(
-            lambda layers: {renamed(name): rate for name, rate in layers.items()}
+            lambda layers: {renamed(name): rate for name, rate in layers.items() if not name.startswith(drafts)}
         )
         quantization.check_layers(_swap_layers(model, quantization, tensors, dtype or torch.get_default_dtype()))
 
@@ -135,6 +137,14 @@ def _inner(model: Any) -> str:
     """The prefix that names in a checkpoint have and this model's modules do not: AutoModel without a head drops it."""
     bare = model.get_output_embeddings() is None and not hasattr(model, model.base_model_prefix)
     return f"{model.base_model_prefix}." if bare else ""
+
+
+def _draft_root(model: Any) -> tuple[str, ...]:
+    """What names of the draft layer begin with, which transformers leaves out."""
+    text = model.config.get_text_config(decoder=True)
+    family = FAMILIES.get(str(text.model_type))
+    draft = None if family is None else family.draft
+    return () if draft is None else (draft.root.format(text.num_hidden_layers),)
 
 
 class _Headers(dict[str, TensorInfo]):

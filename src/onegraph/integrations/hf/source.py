@@ -54,6 +54,11 @@ class ModulesSource:
     def num_blocks(self) -> int:
         return len(self._empty)
 
+    num_drafts = 0  # transformers' modules leave draft layers out
+
+    def draft_inputs(self, block: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("transformers' modules have no draft layer")
+
     def shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         return self.skeleton.shapes(i)
 
