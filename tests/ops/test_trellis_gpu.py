@@ -1,5 +1,4 @@
-"""Trellis codes on a GPU against the float32 truth: routed experts by their kernels, and exllamav3's three codes by the
-kernels that run them only where they are asked to (`ops/cuda/trellis.py:runs`)."""
+"""Trellis codes on a GPU against the float32 truth: routed experts, and exllamav3's three codes."""
 
 from typing import Any
 
@@ -144,21 +143,15 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
 # ------------------------------------------------------------------------------------------------ exllamav3's codes
 
 
-@pytest.fixture
-def every_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trellis, "runs", lambda code: True)
-
-
 @pytest.mark.parametrize("code", [code for code in CODES if code != OWN])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.usefixtures("every_code")
 def test_a_linear_in_a_code_of_exllamav3(bits: int, code: int, kernel_family: str) -> None:
     for tokens in (1, 4, 8, 16, 64, 130):
         for with_ in (("bias",), ("add", "silu")):
             case = _linear_case((tokens,), 384, 1088, bits, *with_, code=code)
             for dtype in (torch.bfloat16, torch.float16):
                 args = case.make(torch.device("cuda"), dtype, rng(tokens))
-                assert trellis.choose(tokens, 384, 1088, dtype, 0, code) is not None
+                assert trellis.choose(tokens, 384, 1088, dtype, 0) is not None
                 got = trellis_linear(*args)
                 with reference_ops():
                     want = trellis_linear(
@@ -170,7 +163,6 @@ def test_a_linear_in_a_code_of_exllamav3(bits: int, code: int, kernel_family: st
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code != OWN])
-@pytest.mark.usefixtures("every_code")
 def test_experts_in_a_code_of_exllamav3(code: int, kernel_family: str) -> None:
     for bits, shape in ((3, "qwen3"), (6, "small"), (4, "gpt-oss")):
         _, _, dim, _, gate, _ = SHAPES[shape]

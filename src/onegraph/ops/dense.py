@@ -1,4 +1,4 @@
-"""How dense weights are run: by ours of few tokens on a GPU, where the result is float32 or experts are routed, else by
+"""How dense weights are run: by ours of one token on a GPU, where the result is float32 or experts are routed, else by
 torch's products."""
 
 import torch
@@ -22,7 +22,8 @@ def _linear(
     silu: bool,
     float32: bool,
 ) -> Tensor:
-    if x.is_cuda or (float32 and bias is None):
+    # Of more tokens cuBLAS is quicker: 4096 -> 4096 on an H200, one 10.0 us for 14.2, four 17.1 for 14.1.
+    if (x.is_cuda and (float32 or x.numel() == x.shape[-1])) or (float32 and bias is None):
         found: Tensor = linear(x, weight["weight"], float32, bias)
         return found
     y = torch.nn.functional.linear(x, weight["weight"], bias)

@@ -63,14 +63,14 @@ def _run_experts(
 def _reads(format: TrellisFormat, n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
-    return kernels.supports_weight(n, k, format.code, dtype, device)
+    return kernels.supports_weight(n, k, dtype, device)
 
 
 def _steady(format: TrellisFormat, x: Tensor, weight: KernelArgs) -> bool:
     from onegraph.ops.cuda import trellis as kernels
 
     n, k = weight["out_scale"].shape[0], weight["in_scale"].shape[0]
-    return x.is_cuda and kernels.steady(n, k, format.code, x.dtype, x.device.index)
+    return x.is_cuda and kernels.steady(n, k, x.dtype, x.device.index)
 
 
 WEIGHT = WeightOps(linear=_run, decode=_dense, embedding=_look_up, experts=_run_experts, steady=_steady, reads=_reads)

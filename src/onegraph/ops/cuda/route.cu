@@ -1,4 +1,4 @@
-// From the residual stream to the experts of up to 16 tokens in one launch: the sum with what a sublayer gave, RMSNorms of
+// From the residual stream to the experts of up to 4 tokens in one launch: the sum with what a sublayer gave, RMSNorms of
 // it, the router's product, and the choice by softmax or sigmoid (ops/normed_route.py).
 //
 // A block has ROWS rows of the router, in registers before the wait for the stream. Every block norms every token for itself,
@@ -17,7 +17,7 @@
 
 #include "numbers.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, TOKENS = ONE ? 1 : 16;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, TOKENS = ONE ? 1 : 4;
 constexpr int FOURS = (HIDDEN / 4 + THREADS - 1) / THREADS;  // of columns that a thread has
 constexpr int GROUP = ONE || FOURS > 6 ? 1 : FOURS > 3 ? 2 : 4;  // tokens whose loads are under way
 constexpr int PER = (EXPERTS + 127) / 128 * 4, PITCH = 32 * PER + 4;  // experts of a lane; words of a token

@@ -6,9 +6,7 @@
 
 Where results must not depend on what runs beside them (`ops/invariant.py`), 1 to 16 tokens are run by trellis_portable,
 as 16 are. float32, dimensions that are no multiples of 64, and GPUs for which nothing here can be built take torch's
-calls.
-
-exllamav3's codes have not run on a GPU yet: these kernels run them only where ONEGRAPH_KERNELS names a family.
+calls. exllamav3's codes run by the same kernels.
 """
 
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onegraph.ops import family, invariant
+from onegraph.ops import invariant
 from onegraph.ops.calls import TrellisLinear
 from onegraph.ops.cuda import trellis_batch, trellis_dequantize, trellis_portable
 from onegraph.ops.cuda.launcher import aligned, on_device
@@ -29,18 +27,8 @@ FEW = 8  # tokens that trellis_portable computes; more are quicker by trellis_ba
 Kernel = Callable[[Linear], None]
 
 
-def runs(code: int) -> bool:
-    """Whether kernels compute a code of `formats/trellis.py` unless asked to: those of exllamav3 ran on a CPU only."""
-    return code == 0 or family.FORCED is not None  # 0: our own
-
-
-def choose(
-    tokens: int, n: int, k: int, dtype: torch.dtype, device: int, code: int = 0, steady: bool = False
-) -> Kernel | None:
-    """What computes a shape in a code of `formats/trellis.py`; None where nothing here does. `steady`: with the sums of
-    `invariant.AT_ONCE` tokens."""
-    if not runs(code):
-        return None
+def choose(tokens: int, n: int, k: int, dtype: torch.dtype, device: int, steady: bool = False) -> Kernel | None:
+    """What computes a shape; None where nothing here does. `steady`: with the sums of `invariant.AT_ONCE` tokens."""
     few = trellis_portable.supports_shape(tokens, n, k, dtype) and trellis_portable.KERNELS.is_built(device)
     if few and (steady or tokens <= FEW):
         return trellis_portable.run
@@ -52,14 +40,14 @@ def choose(
     return trellis_dequantize.run if fits and trellis_dequantize.KERNEL.is_built(device) else None
 
 
-def supports_weight(n: int, k: int, code: int, dtype: torch.dtype, device: int) -> bool:
+def supports_weight(n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     """Whether a kernel here computes one token of this shape."""
-    return choose(1, n, k, dtype, device, code) is not None
+    return choose(1, n, k, dtype, device) is not None
 
 
-def steady(n: int, k: int, code: int, dtype: torch.dtype, device: int) -> bool:
+def steady(n: int, k: int, dtype: torch.dtype, device: int) -> bool:
     """Whether what runs `invariant.AT_ONCE` tokens of this shape can run fewer in the same order of sums."""
-    return choose(invariant.AT_ONCE, n, k, dtype, device, code, steady=True) is trellis_portable.run
+    return choose(invariant.AT_ONCE, n, k, dtype, device, steady=True) is trellis_portable.run
 
 
 def linear(call: TrellisLinear) -> Tensor | None:
@@ -68,7 +56,7 @@ def linear(call: TrellisLinear) -> Tensor | None:
     steady = invariant.on() and 0 < tokens <= invariant.AT_ONCE
     if not x.is_cuda:
         return None
-    run = choose(tokens, call.n, call.k, x.dtype, x.device.index, call.code, steady)
+    run = choose(tokens, call.n, call.k, x.dtype, x.device.index, steady)
     if run is None:
         return None
     shape, dtype = call.result
