@@ -245,6 +245,12 @@ def test_a_gpu_that_is_too_small_or_a_cache_that_cannot_be(path: Path, tmp_path:
         assert (none.sequences, none.longest) == (0, 0)
         with pytest.raises(ValueError, match="context: got 10000; the model allows 1 to 256"):
             memory.fit(checkpoint, 1 << 34, dtype=torch.bfloat16, kv=None, context=10000)
+    save_hf("deepseek_v3", tmp_path / "latent")
+    with Checkpoint.open(tmp_path / "latent") as checkpoint:
+        exact, fp8 = (
+            memory.fit(checkpoint, 1 << 34, dtype=torch.bfloat16, kv=None, context=16, fp8=fp8) for fp8 in (False, True)
+        )
+        assert fp8.token_bytes < exact.token_bytes
     save_hf("gpt_oss", tmp_path / "sinks")
     with Checkpoint.open(tmp_path / "sinks") as checkpoint, pytest.raises(ValueError, match="attention sinks"):
         memory.fit(checkpoint, 1 << 34, dtype=torch.bfloat16, kv=parse_kv("turboquant:4"), context=16)

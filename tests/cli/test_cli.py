@@ -589,6 +589,7 @@ def test_bench_fit(model: Path) -> None:
     rows = [line.split()[:3] for line in out.splitlines()[-3:]]  # no codebook has heads of this model's size
     assert rows == [[size, "GB", "exact"] for size in ("24", "48", "80")]
     fails("bench", "fit", model, "--kv-cache-dtype", "turboquant:4", says="no codebooks for a head size of 16")
+    fails("bench", "fit", model, "--kv-cache-dtype", "fp8", says="got fp8, which is for latent attention")
     small = ["bench", "fit", model, "--gpu-memory", 0.75, "--gpu-memory", 0.8, "--kv-cache-dtype", "exact"]
     rows = [json.loads(line) for line in invoke([*small, "--json"])[1].splitlines()]
     assert [(row["gpu_gb"], row["context"], row["sequences"] > 0) for row in rows] == [

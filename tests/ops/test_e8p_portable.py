@@ -129,3 +129,22 @@ def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.Mon
         places.add((counters.of(0) - 4096) // 400)
     assert len(made) == 1
     assert places == set(range(workspace.SETS))
+
+
+def test_lasting_counters_are_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures take what an eager launch in front of them has seen to."""
+    made: list[int] = []
+    monkeypatch.setattr(build, "resident", lambda data, device: made.append(data.numel()) or 100_000 * len(made))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capture))
+    monkeypatch.setattr(build, "capture_id", lambda stream: capture)
+    monkeypatch.setattr(launcher, "raw_stream", lambda device: 7)
+    counters, found = workspace.Counters(100, lasting=True), list[int]()
+    for model in range(5):
+        capture = 0
+        eager = counters.of(0)
+        for capture in range(1 + 40 * model, 41 + 40 * model):  # noqa: B007 - the current one, as `capture_id` tells it
+            found.append(counters.of(0))
+            assert counters.of(0) == found[-1]
+    assert len({eager, *found}) == 201
+    assert set(made) == {workspace.SETS * 100}
+    assert len(made) <= 5

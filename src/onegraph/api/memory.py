@@ -199,11 +199,19 @@ class Fit:
     longest: int
 
 
-def fit(checkpoint: Checkpoint, size: int, *, dtype: torch.dtype, kv: TurboQuantConfig | None, context: int) -> Fit:
+def fit(
+    checkpoint: Checkpoint,
+    size: int,
+    *,
+    dtype: torch.dtype,
+    kv: TurboQuantConfig | None,
+    context: int,
+    fp8: bool = False,
+) -> Fit:
     """Of a GPU with `size` bytes, which this machine need not have, for the default cache of `LLM`. Reads no weights.
 
-    Raises ValueError for DeepSeek-V4, for a context that the model does not have, and for a cache in codes that it
-    cannot have.
+    fp8: latents in the cache are. Raises ValueError for DeepSeek-V4, for a context that the model does not have, and
+    for a cache in codes that it cannot have.
     """
     config, device = checkpoint_config(checkpoint), torch.device("cuda")
     if not isinstance(config, LlamaConfig):
@@ -212,10 +220,14 @@ def fit(checkpoint: Checkpoint, size: int, *, dtype: torch.dtype, kv: TurboQuant
         raise ValueError(f"context: got {context}; the model allows 1 to {config.max_positions}")
     if kv is not None and config.exact_cache is not None:
         raise ValueError(f"{config.model_type} has {config.exact_cache}, which a cache in codes does not know")
+    if fp8 and config.latent is None:
+        raise ValueError(
+            f"got fp8, which is for latent attention; {config.model_type} has none: take exact or turboquant:4"
+        )
     weights = _weights(checkpoint, config, device, dtype, None)
     room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
     (each, one), (_, two) = (
-        _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=1) for rows in (1, 2)
+        _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=1, fp8=fp8) for rows in (1, 2)
     )
     per_row = two - one  # besides its tokens
     sequences = max(0, room - one + per_row) // (each * context + per_row)

@@ -24,6 +24,7 @@ from onegraph.cli.common import (
     print_json,
 )
 
+FP8 = "fp8"  # a cache of latents
 EPILOG = """\
 examples:
   onegraph bench step out/4bit
@@ -120,14 +121,15 @@ def run_fit(args: argparse.Namespace) -> int:
     from onegraph.formats.turboquant import parse_kv
     from onegraph.models.load import parse_config
 
-    dtype, wanted = pick_dtype(args.dtype, torch.device("cuda")), args.kv_cache_dtype or ("exact", "turboquant:4")
+    dtype, wanted = pick_dtype(args.dtype, torch.device("cuda")), args.kv_cache_dtype or ("exact", FP8, "turboquant:4")
     rows: list[dict[str, Any]] = []
     with open_model(args.model) as checkpoint, options("context:", "kv_cache_dtype"):
         config = parse_config(checkpoint.config)
         context = args.context or min(config.max_positions, MAX_MODEL_LEN)
         for size, kind in product(args.gpu_memory or (24, 48, 80), wanted):
             try:
-                found = fit(checkpoint, int(size * 1e9), dtype=dtype, kv=parse_kv(kind), context=context)
+                kv, fp8 = (None, True) if kind == FP8 else (parse_kv(kind), False)
+                found = fit(checkpoint, int(size * 1e9), dtype=dtype, kv=kv, context=context, fp8=fp8)
             except ValueError:
                 if args.kv_cache_dtype or kind == "exact":
                     raise

@@ -181,7 +181,8 @@ class Llama(nn.Module):
             )
         if decode is not None or kernels_as_expected(loader, device, ahead, unread):
             return model
-        del model, embed, lm_head, blocks  # a kernel could not be built: what it would read is loaded without it
+        # A kernel could not be built: what it would read is loaded without it.
+        del model, embed, lm_head, blocks, loader, tables, unit
         return cls.load(
             checkpoint, device, dtype, max_context=max_context, decode=decode, held=held, fused=fused, peer=peer,
             adapters=adapters, expert_memory=expert_memory, progress=progress,

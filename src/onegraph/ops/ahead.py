@@ -1,16 +1,16 @@
 """Compiles the kernels of a step in threads: one after the other they take a first run 12 s.
 
 Only launchers know which variants a step needs. So the first CUDA variant that is in no cache is answered with dry runs
-of the steps; if one was missing while weights were read, they come first. In a dry run launches begin to compile and
-launch nothing, and torch's own ops run for real. Memory that a kernel would write is zero, which every torch op may
-read as a number or as an index. In the run behind it each launch waits for its own kernel.
+of the steps; if one was missing while weights were read, they come first. In a dry run launches of missing kernels
+begin to compile and launch nothing; torch's own ops and Triton's kernels that are compiled already run for real, on
+rows that stand still. Memory that a kernel would write is zero, which every torch op may read as a number or as an
+index. In the run behind it each launch waits for its own kernel.
 """
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,10 +36,23 @@ class Ahead:
 
     def __init__(self) -> None:
         self.is_dry = self._expects = False
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels")
         self._steps: Sequence[Callable[[], object]] = ()
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "kernels")
         self._begun: dict[Key, Future[bytes]] = {}
         self._triton: dict[tuple[Any, Any], Future[None]] = {}  # by kernel and what Triton knows a variant by
+
+    @contextmanager
+    def _dropped_on_errors(self) -> Iterator[None]:
+        """What waits to be compiled is dropped where its user fails: the process would end behind all of it."""
+        try:
+            yield
+        except BaseException:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._renew()
+            raise
 
     @contextmanager
     def active(self, steps: Sequence[Callable[[], object]]) -> Iterator[None]:
@@ -47,7 +60,8 @@ class Ahead:
         on what its buffers hold, where zeros stand for every value that a kernel of ours makes."""
         self._steps, token = steps, build.AHEAD.set(self)
         try:
-            with self._hooked():
+            _install_hook()
+            with self._dropped_on_errors():
                 if steps and Ahead.missed:
                     self._run_dry()
                 yield
@@ -61,7 +75,8 @@ class Ahead:
         ask once more in `active`, which waits."""
         token, self.is_dry, self._expects = build.AHEAD.set(self), True, True
         try:
-            yield
+            with self._dropped_on_errors():
+                yield
         finally:
             build.AHEAD.reset(token)
             self.is_dry = self._expects = False
@@ -85,41 +100,46 @@ class Ahead:
         self.want(source, defines, device)
         return self._begun.pop(key).result()
 
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """Within it Triton, which calls a hook before it compiles, compiles in the threads what a dry run launches."""
-        try:
-            from triton import knobs
-        except ImportError:  # a torch of CUDA brings it along
-            yield
-            return
-        caller, before = threading.get_ident(), knobs.runtime.jit_cache_hook
-
-        def hook(*, key: Any, fn: Any, compile: dict[str, Any], **more: Any) -> Any:
-            if threading.get_ident() == caller:
-                variant = fn.jit_function, key
-                if self.is_dry:
-                    if variant not in self._triton:
-                        self._triton[variant] = self._pool.submit(_compile_triton, fn.jit_function, compile)
-                    return True  # and launches nothing
-                if (begun := self._triton.pop(variant, None)) is not None:
-                    begun.exception()  # waits: what failed is compiled once more, and fails in front of the user
-            return before and before(key=key, fn=fn, compile=compile, **more)
-
-        knobs.runtime.jit_cache_hook = hook
-        try:
-            yield
-        finally:
-            knobs.runtime.jit_cache_hook = before
+    def takes(self, kernel: Any, key: Any, compile: dict[str, Any]) -> bool:
+        """Whether a variant of a Triton kernel that Triton does not have is not launched: in a dry run, for which the
+        threads compile it. In the run behind it, waits for it."""
+        variant = kernel, key
+        if self.is_dry:
+            if variant not in self._triton:
+                self._triton[variant] = self._pool.submit(_compile_triton, kernel, compile)
+            return True
+        if (begun := self._triton.pop(variant, None)) is not None:
+            begun.exception()  # waits: what failed is compiled once more, and fails in front of the user
+        return False
 
     def _run_dry(self) -> None:
         steps, self._steps, self.is_dry, Ahead.missed = self._steps, (), True, False
         try:
             with _Zeroed():  # type: ignore[no-untyped-call]
                 for step in steps:
-                    step()
+                    with suppress(build.BuildError):  # the run behind tells, or does without the kernel
+                        step()
         finally:
             self.is_dry = False
+
+
+def _install_hook() -> None:
+    """Has Triton, which calls a hook before it compiles, ask the `Ahead` that is active in the thread."""
+    try:
+        from triton import knobs
+    except ImportError:  # a torch of CUDA brings it along
+        return
+    if getattr(before := knobs.runtime.jit_cache_hook, "of_onegraph", False):
+        return
+
+    def hook(*, key: Any, fn: Any, compile: dict[str, Any], **more: Any) -> Any:
+        ahead = build.AHEAD.get()
+        if isinstance(ahead, Ahead) and ahead.takes(fn.jit_function, key, compile):
+            return True
+        return before and before(key=key, fn=fn, compile=compile, **more)
+
+    hook.of_onegraph = True  # type: ignore[attr-defined]
+    knobs.runtime.jit_cache_hook = hook
 
 
 def _compile(source: build.Source, defines: Mapping[str, int], capability: tuple[int, int], expected: bool) -> bytes:

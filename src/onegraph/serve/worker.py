@@ -6,6 +6,7 @@ It alone touches the scheduler. Commands reach it by a queue, between two steps;
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -25,6 +26,7 @@ from onegraph.serve.errors import ENDING
 from onegraph.serve.text import Answer, Echo, Piece, Writer
 
 Prepare = Literal["background", "all", "plain"]
+LOG = logging.getLogger(__name__)
 
 
 class Full(Exception):
@@ -65,12 +67,13 @@ class Worker:
         self._live, self._lock = 0, threading.Lock()  # answers that are not over
         self._used = time.monotonic()  # when the last one was over
         self._ready = threading.Event()
+        self._building = False  # a step beside the first ones
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run, self._writer.run)]
 
     # Called from other threads.
 
     def start(self) -> None:
-        """Returns when the graphs are built. Raises Stopped where one cannot be."""
+        """Returns when the first graphs are built. Raises Stopped where one cannot be."""
         for thread in self._threads:
             thread.start()
         self._ready.wait()
@@ -132,11 +135,14 @@ class Worker:
         self._commands.put("close", ())
 
     def close(self, seconds: float = 5.0) -> None:
-        """`stop`, and wait for the end, `seconds` at most: a step that hangs holds up nobody."""
+        """`stop`, and wait for the end, `seconds` at most: a step that hangs holds up nobody. What is captured while
+        nothing runs is waited for: the model's memory is free only behind it."""
         self.stop()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(seconds / len(self._threads))
+                while self._building and thread.is_alive():
+                    thread.join(0.1)
 
     @property
     def running(self) -> int:
@@ -211,10 +217,14 @@ class Worker:
 
     def _build_later(self) -> None:
         """The next step that no request has needed yet."""
+        choice, kind = self._later.pop(0)
+        self._building = True
         try:
-            self._build(*self._later.pop(0))
-        except Exception:  # for lack of memory, say: a request that needs it gets the error
-            self._later.clear()
+            self._build(choice, kind)
+        except Exception as error:  # for lack of memory, say; a request that needs the step tries again
+            LOG.warning("a %s step was not captured (%s): %s", kind, choice, " ".join(str(error).split())[:500])
+        finally:
+            self._building = False
 
     def _handle_commands(self, scheduler: Scheduler) -> bool:
         """Do what was asked meanwhile, and wait for more where there is nothing to compute. False: to end."""

@@ -5,7 +5,7 @@
 // which takes less time than a launch for all of them, and the block of a token's number writes what it was normed to. A
 // logit is published as one word that is never 0. The last block looks at the words until none is 0: its warps choose,
 // a token each, and leave zeros behind. Words order nothing but themselves, so no block waits for its stores, and none
-// waits for another but the last, whose launch begins when all others have begun or ended.
+// waits for another but the last, whose launch begins when all others have begun or ended. Two launches that share words would wait forever.
 //
 // A lane has PER experts that stand side by side: of equal scores the first expert is the first match of the first lane.
 // Scores are compared as whole numbers of the same order, NaN above all; 0 is none's, which those have that were taken.

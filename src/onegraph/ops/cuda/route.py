@@ -13,7 +13,7 @@ THREADS = 256
 MAX_TOKENS, MAX_EXPERTS, MAX_HIDDEN = 4, 640, 8192
 MAX_CHOSEN, MAX_GROUPS = 32, 32  # a lane each
 MAX_ROWS = 4  # of the router, of a block
-WORDS = Counters(MAX_TOKENS * (MAX_EXPERTS + 4))  # logits on their way, zeros between launches
+WORDS = Counters(MAX_TOKENS * (MAX_EXPERTS + 4), lasting=True)  # logits on their way, zeros between launches
 
 ARGUMENTS = build.Arguments(
     pointers=(
