@@ -101,7 +101,9 @@ def test_a_draft_layer_is_rounded(variant: str, recipe: str, tmp_path: Path) -> 
         hidden = hf.model(text[:, :-1], use_cache=False).last_hidden_state
         want = reference(hf, hidden, text[:, 1:])
     got = outputs_of(tmp_path / "q", text[:, 1:], hidden)
-    assert (got - want).norm() < 0.45 * want.norm()
+    off, wrong = ((x - want).norm(dim=-1) / want.norm(dim=-1) for x in (got, got.flip(1)))
+    # Of most tokens: one that chooses another expert is far off, as all of another text are.
+    assert off.median() < 0.5 < 0.9 < wrong.median()
 
 
 def test_a_draft_layer_beside_a_multimodal_model_is_rounded(tmp_path: Path) -> None:
