@@ -53,7 +53,7 @@ LADDER: list[tuple[str, dict[str, Any]]] = [
     ("+group", {"inputs": "group"}),
     ("+correct", {"correct": 0.5}),
     ("+wide", {"wide": True}),
-    ("+fisher", {"fisher": 4, "fisher_outputs": True}),  # the recipe "good"
+    ("+fisher", {"fisher": 2, "fisher_outputs": True}),  # the recipe "good"
     ("+tune", {"tune": Tune()}),  # the recipe "best"
 ]
 
