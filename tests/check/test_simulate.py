@@ -311,6 +311,24 @@ def test_cells_that_a_gpu_fuses_are_written_out(cell):
     torch.testing.assert_close(inside(body), truth.detach())
 
 
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+def test_a_product_of_narrow_matrices_with_wide_sums_has_its_values(name, into):
+    """torch has `out_dtype` for GPUs alone."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (4, 5)] if "add" not in name else [(3, 5), (3, 4), (4, 5)]
+    batch = (2,) if "bmm" in name else ()
+    given = [torch.randn(*batch, *shape, generator=generator).bfloat16() for shape in shapes]
+    factors = {"beta": 0.5, "alpha": 2.0} if "add" in name else {}
+    truth = getattr(torch, name)(*(matrix.float() for matrix in given), **factors)
+
+    def body():
+        out = {"out": torch.empty(truth.shape, device="cuda")} if into else {}
+        return getattr(torch, name)(*(m.to("cuda") for m in given), torch.float32, **factors, **out).cpu()
+
+    torch.testing.assert_close(inside(body), truth)
+
+
 def test_a_lazy_module_is_refused_by_name():
     with pytest.raises(CheckError, match="lazy module"):
         check_step(lambda: (torch.nn.LazyLinear(3).to("cuda"), lambda i: (torch.ones(2, 4, device="cuda"),)))

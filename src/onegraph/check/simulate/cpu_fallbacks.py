@@ -1,6 +1,7 @@
 """Runs an op on a CPU that torch has for a GPU alone: in wider dtypes, or written out in others."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except NotImplementedError as error:
         if "not implemented for '" in str(error):
             return _wider(func, args, kwargs)
-        other = _BY_HAND.get(func._schema.name) or compat.decomposition(func)
+        other = _BY_HAND.get(str(func)) or compat.decomposition(func)
         if other is None:
             raise Unavailable(str(error)) from error
     return other(*args, **kwargs)
@@ -76,7 +77,19 @@ def _lstm_cell(
     return torch.sigmoid(leave) * torch.tanh(after), after, torch.zeros_like(gates)
 
 
+def _product(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A product of narrow matrices whose result has a wider dtype, the last positional argument: of widened ones."""
+    *matrices, dtype = args
+    return plain(*(matrix.to(dtype) for matrix in matrices), **kwargs)
+
+
+# By overload: a product without `out_dtype` has a CPU kernel.
 _BY_HAND: dict[str, Callable[..., Any]] = {
-    "aten::_thnn_fused_gru_cell": _gru_cell,
-    "aten::_thnn_fused_lstm_cell": _lstm_cell,
+    "aten._thnn_fused_gru_cell.default": _gru_cell,
+    "aten._thnn_fused_lstm_cell.default": _lstm_cell,
+    **{
+        f"aten.{name}.{overload}": partial(_product, getattr(torch, name))
+        for name in ("mm", "bmm", "addmm", "baddbmm")
+        for overload in ("dtype", "dtype_out")
+    },
 }
