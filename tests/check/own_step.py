@@ -63,7 +63,7 @@ def drafted():
 def rank():
     """One of two ranks, which runs alone here: nobody would answer."""
     folder = Path(mkdtemp())
-    save_hf("llama", folder, intermediate_size=96)
+    save_hf("minimax_m2", folder)
     with Checkpoint.open(folder) as checkpoint:
         model = Ranks.load(checkpoint, ["cuda:0", "cuda:1"])
     rmtree(folder)

@@ -33,8 +33,9 @@ def checkpoint_of(
     hf, config = hf_model(variant, **changes), written(bits=bits)
     format, make = config.formats[bits], rotated_tensors(config)
     tensors: dict[str, Tensor] = {}
+    feed = ".block_sparse_moe." if variant in ("mixtral", "minimax_m2") else ".mlp."
     for seed, (name, parameter) in enumerate(hf.named_parameters()):
-        own = name.replace(".mlp.", ".block_sparse_moe.") if variant == "mixtral" else name
+        own = name.replace(".mlp.", feed)
         layer, _, kind = own.rpartition(".")
         with torch.no_grad():
             if parameter.dim() == 3:
@@ -51,7 +52,8 @@ def checkpoint_of(
                 parameter.copy_(dense)
             else:
                 tensors[own] = parameter.detach().clone()
-    tensors |= {name: buffer for name, buffer in hf.named_buffers() if name.endswith("e_score_correction_bias")}
+    bias = "e_score_correction_bias"
+    tensors |= {name.replace(".mlp.", feed): each for name, each in hf.named_buffers() if name.endswith(bias)}
     told = {"architectures": [type(hf).__name__], "quantization_config": config.to_dict()}
     write_checkpoint(path, hf.config.to_dict() | told, tensors.items())
     return hf

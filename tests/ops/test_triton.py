@@ -37,6 +37,7 @@ from onegraph.ops import (  # noqa: E402, F401
     latent_attention,
     linear,
     norm,
+    qk_norm,
     recent_attention,
     route,
     sampling,

@@ -173,7 +173,7 @@ def build_block(
             loader, config.latent, i, prefix, own, *place, index=at, joined=joined, fused=fused
         )
         return whole(heads, latent, out)
-    attention, after = build_attention(loader, config, i, tables, device, share)
+    attention, after = build_attention(loader, config, i, tables, device, peer)
     qkv = front(names.attention_in, qkv_parts(config, share, i), after)
     scale = loader.tensor(f"{prefix}layer_scalar", device) if config.traits.layer_scale else None
     end = build_end(loader, config, prefix, device) if config.per_layer[0] else None
@@ -199,19 +199,21 @@ def build_per_layer(loader: Loader, config: LlamaConfig, device: torch.device) -
 
 
 def build_attention(
-    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, share: TPShard
+    loader: Loader, config: LlamaConfig, i: int, tables: Tables, device: torch.device, peer: Peer | None
 ) -> tuple[Attention, WholeNorms | None]:
     """The attention of block `i`, a rank's share of its heads, and the norms of all heads together that its queries and
     keys go through before it."""
-    prefix, sizes = config.prefix(i), config.attention[i]
+    prefix, sizes, share = config.prefix(i), config.attention[i], share_of(peer)
     heads, kv_heads = share.span(config.heads), share.span(sizes.kv_heads)
-    norms = None
+    q_norm = k_norm = whole = None
     if config.head_norm or config.traits.whole_norm:
         q, k = (f"{prefix}{name}.weight" for name in config.traits.names.head_norms)
         k = q if sizes.source is not None else k  # of keys that are another layer's, which has normed them
-        norms = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
-    whole = WholeNorms(*norms, config.eps) if norms is not None and config.traits.whole_norm else None
-    q_norm, k_norm = norms if norms is not None and whole is None else (None, None)
+        q_norm, k_norm = norm_weight(loader, config, q, device), norm_weight(loader, config, k, device)
+        if config.traits.whole_norm:
+            spans = (q_norm, heads), (k_norm, kv_heads)
+            own_q, own_k = (weight.view(-1, sizes.dim)[slice(*span)].flatten() for weight, span in spans)
+            whole, q_norm, k_norm = WholeNorms(own_q, own_k, config.eps, peer), None, None
     cos, sin, query_scale = tables[config.ropes[i], sizes.dim]
     attention = Attention(
         index=config.attention_index(i),

@@ -2,8 +2,8 @@
 
 Heads, hidden units and the vocabulary are cut (`models/shares.py`); the residual stream, norms, routers and the
 embedding are on every rank, and so is what a rank draws, from the same bits. Of DeepSeek-V4, so are the latent keys,
-what compresses them, and the indexer. Each layer has two all-reduces, and the step one all-gather of logits, inside
-the ranks' steps (`nn/peers.py`).
+what compresses them, and the indexer. Each layer has two all-reduces, one more where a norm spans all heads, and the
+step one all-gather of logits, inside the ranks' steps (`nn/peers.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

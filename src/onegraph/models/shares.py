@@ -155,8 +155,6 @@ def check_ranks(loader: Loader, config: LlamaConfig, ranks: int) -> None:
 
 
 def _obstacle(config: LlamaConfig, loader: Loader, ranks: int) -> str:
-    if config.traits.whole_norm:
-        return f"{config.model_type} norms all queries of a token together, which ranks would share"
     for mixer in dict.fromkeys(config.mixers):
         for what, count in {} if mixer is None or isinstance(mixer, NoMixer) else mixer.heads.items():
             if count % ranks:

@@ -17,6 +17,7 @@ from onegraph.nn.lora import LoraLinear
 from onegraph.nn.peers import Peer
 from onegraph.ops.activation import Gate, SwiGLU
 from onegraph.ops.norm import add_rms_norm, rms_norm
+from onegraph.ops.qk_norm import qk_mean_squares, qk_norm
 
 
 class Norm(nn.Module):
@@ -91,22 +92,25 @@ class Scaled(nn.Module):
 
 
 class WholeNorms(nn.Module):
-    """RMSNorm of all queries of a token together, with weight [heads * head_dim], and of all keys; qkv [..., n]."""
+    """RMSNorm of all queries of a token together, with weight [heads * head_dim], and of all keys; qkv [..., n].
 
-    q: Tensor
-    k: Tensor
+    peer: where the weights, and the heads in front, are one rank's part.
+    """
 
-    def __init__(self, q: Tensor, k: Tensor, eps: float) -> None:
+    weight: Tensor
+
+    def __init__(self, q: Tensor, k: Tensor, eps: float, peer: Peer | None = None) -> None:
         super().__init__()
-        self.eps = eps
-        self.register_buffer("q", q)
-        self.register_buffer("k", k)
+        self.q_size, self.k_size, self.eps, self.peer = len(q), len(k), eps, peer
+        self.register_buffer("weight", torch.cat((q, k)))
 
     def forward(self, qkv: Tensor) -> Tensor:
-        rows = qkv.flatten(0, -2)
-        q, k, v = rows.split((len(self.q), len(self.k), rows.shape[-1] - len(self.q) - len(self.k)), dim=-1)
-        normed = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps), v
-        return torch.cat(normed, dim=-1).view_as(qkv)
+        ranks = 1 if self.peer is None else self.peer.count
+        squares = qk_mean_squares(qkv, self.q_size, self.k_size, ranks)
+        if self.peer is not None:
+            squares = self.peer.all_reduce(squares)
+        result: Tensor = qk_norm(qkv, self.weight, squares, self.q_size, self.eps)
+        return result
 
 
 class Normed(nn.Module):
