@@ -109,6 +109,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kv", [None, "turboquant:4"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_engine_draws_the_tokens_of_one_gpu(folder: Path, count: int, kv: str | None) -> None:
+    same_tokens(folder, count, kv)
+
+
+@pytest.mark.parametrize("variant", ["minimax_m2", "olmo2", "olmo3", "olmoe", "olmo_hybrid"])
+def test_a_norm_of_all_heads_is_that_of_one_gpu(variant: str, tmp_path: Path) -> None:
+    save_hf(variant, tmp_path, hidden_size=384, **({} if variant == "olmoe" else {"head_dim": 64}))
+    same_tokens(tmp_path, 2, None)
+
+
+def same_tokens(folder: Path, count: int, kv: str | None) -> None:
     prompts = [text(19), text(3, 1), text(8, 2), text(1, 3)]
     sizes: dict[str, Any] = {"max_batch": 3, "max_context": 64, "chunk": 8, "page_size": 16, "kv": kv}
     with Checkpoint.open(folder) as checkpoint:
