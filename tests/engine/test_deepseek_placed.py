@@ -44,8 +44,9 @@ def recorded(monkeypatch):
     monkeypatch.setattr(executor, "GraphPool", lambda device: RecordedPool())
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
-@pytest.mark.parametrize("devices", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("mode", "devices"), [*((mode, 3) for mode in sorted(MODES)), *(("split", count) for count in (1, 2, 5))]
+)
 def test_stages_give_the_tokens_of_one_device(folder, recorded, mode, devices):
     model = load(folder, ["cpu"] * devices)
     assert [len(stage) for stage in model.stages] == {1: [5], 2: [3, 2], 3: [2, 2, 1], 5: [1] * 5}[devices]

@@ -1,17 +1,20 @@
 """What ptxas makes of every CUDA source, for each card that it is for: the table of docs/how-it-works/kernels.md.
 
-    python -m tests.ops.kernel_table     # writes it anew; NVRTC is enough, no GPU
+    python -m tests.ops.kernel_table     # writes it and the record anew; NVRTC is enough, no GPU
 
-tests/ops/test_kernel_sources.py compiles them all and holds the table to what it finds.
+tests/ops/test_kernel_sources.py holds the table to what ptxas says. kernel_usage.txt records that by a digest of all
+that it rests on (NVRTC's version, its options, the source and what it includes), so that tests compile what changed.
 """
 
+import hashlib
 import os
 import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
@@ -27,6 +30,9 @@ sys.path += map(str, Path(__file__).parents[:2])  # where this is run as a modul
 from h200 import H200
 from on_cpu import once
 
+RECORD = Path(__file__).with_name("kernel_usage.txt")
+USED = "ONEGRAPH_TEST_KERNELS_USED"  # a file that takes the line of each kernel whose usage a test asks for
+VERBOSE = b"--ptxas-options=-v"
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works" / "kernels.md"
 BEGIN, END = "<!-- kernels: python -m tests.ops.kernel_table -->\n", "<!-- end of kernels -->\n"
 CAPABILITIES = build.PORTABLE
@@ -51,17 +57,45 @@ def room(capability: tuple[int, int]) -> int:
 
 
 def usage(source: build.Source, capability: tuple[int, int], defines: Mapping[str, int] | None = None) -> Usage:
-    """Compiles a source, its example where `defines` says no other. BuildError where NVRTC refuses."""
+    """Of a source, its example where `defines` says no other: recorded, or `compiled`."""
+    key = digest(compilation(source, capability, defines))
+    found = recorded().get(key) or compiled(source, capability, defines)
+    if used := os.environ.get(USED):
+        with open(used, "a") as file:
+            file.write(f"{key} {' '.join(map(str, astuple(found)))}\n")
+    return found
+
+
+def compilation(
+    source: build.Source, capability: tuple[int, int], defines: Mapping[str, int] | None = None
+) -> build.Compilation:
     checks = source.arguments.checks if source.arguments else ""
+    return source.compilation(source.example if defines is None else defines, capability, checks)
+
+
+def digest(asked: build.Compilation) -> str:
+    options = [option.encode() for option in asked.options]
+    return hashlib.sha256(_all_of(asked.name, asked.text, [*options, VERBOSE], asked.headers)).hexdigest()[:32]
+
+
+@cache
+def recorded() -> dict[str, Usage]:
+    """By digest. A kernel that is not among them is compiled."""
+    lines = map(str.split, RECORD.read_text().splitlines())
+    return {key: Usage(*map(int, numbers)) for key, *numbers in lines}
+
+
+def compiled(source: build.Source, capability: tuple[int, int], defines: Mapping[str, int] | None = None) -> Usage:
+    """As `usage`, of the compiler's own log. BuildError where NVRTC refuses."""
     logs: list[str] = []
 
     def with_log(*given: Any) -> tuple[bytes, str]:
-        made = compiled_once(*given, b"--ptxas-options=-v")
+        made = compiled_once(*given, VERBOSE)
         logs.append(made[1])
         return made
 
     with TemporaryDirectory() as fresh, mock.patch.multiple(build, cache_dir=lambda: Path(fresh), _compile=with_log):
-        cubin = source.cubin(source.example if defines is None else defines, capability, checks)
+        cubin = compilation(source, capability, defines).compiled()
     assert cubin.startswith(b"\x7fELF")
     functions = source.form(capability).functions
     assert all(function.encode() in cubin for function in functions)
@@ -77,17 +111,30 @@ def compiled_once(
     nvrtc: Any, text: bytes, name: str, options: list[bytes], headers: Mapping[str, bytes], *more: bytes
 ) -> tuple[bytes, str]:
     """`build._compile`, once for the same bytes: `build/nvrtc` keeps what it makes, and its log."""
-    texts = [text]
-    for each in texts:  # those that it includes, and they
-        found = [headers[file] for file in re.findall(r'#include "([\w.]+)"', each.decode())]
-        texts += [header for header in found if header not in texts]
-    parts = [version().encode(), name.encode(), *options, *more, *texts]
-    key = b"".join(len(part).to_bytes(8) + part for part in parts)
+    key = _all_of(name, text, [*options, *more], headers)
 
     def make(out: Path) -> None:
         out.write_bytes(pickle.dumps(COMPILE(nvrtc, text, name, [*options, *more], headers)))
 
     return pickle.loads(once("nvrtc", key, "made", make).read_bytes())
+
+
+def _all_of(name: str, text: bytes, options: list[bytes], headers: Mapping[str, bytes]) -> bytes:
+    """All that a compilation rests on."""
+    texts = [text]
+    for each in texts:  # those that it includes, and they
+        found = [headers[file] for file in re.findall(r'#include "([\w.]+)"', each.decode())]
+        texts += [header for header in found if header not in texts]
+    parts = [version().encode(), name.encode(), *options, *texts]
+    return b"".join(len(part).to_bytes(8) + part for part in parts)
+
+
+def accepts(source: build.Source, capability: tuple[int, int], defines: Mapping[str, int], checks: str) -> None:
+    """That the compiler's front end takes it with `checks` behind it, in a twentieth of the time that code takes.
+    BuildError where it does not."""
+    asked = source.compilation(defines, capability, checks)
+    nvrtc, options = build.bindings()[1], [option.encode() for option in (*asked.options, "--fdevice-syntax-only")]
+    COMPILE(nvrtc, asked.text, asked.name, options, asked.headers)
 
 
 FORMS = r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame", r"(\d+) bytes smem"
@@ -180,6 +227,12 @@ def replaced(page: str, markers: tuple[str, str], text: str) -> str:
 
 def main() -> None:
     PAGE.write_text(replaced(replaced(PAGE.read_text(), LOOP, loops()), (BEGIN, END), table()))
+    tests = [path for path in Path(__file__).parent.glob("test_*.py") if "kernel_table.usage" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "not gpu", "-k", "spill or compiles", *tests]
+    with TemporaryDirectory() as folder:
+        used = Path(folder, "used")
+        subprocess.run(command, env=os.environ | {USED: str(used)}, check=True)
+        RECORD.write_text("".join(sorted({*used.read_text().splitlines(keepends=True)})))
 
 
 if __name__ == "__main__":

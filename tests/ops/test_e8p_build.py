@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import kernel_table
 from h200 import H200
 from kernel_family import forget as forget_kernels
 from onegraph.formats.e8p import codebook
@@ -356,7 +357,7 @@ def test_shared_memory_of_the_source(tile: tuple[int, int], join: int) -> None:
     for bits in (2, 3):
         plan = e8p_prefill.PrefillTiling(*tile, 8, 2, join)
         checks = f"static_assert(END_BYTES + 64 == {plan.shared(bits)} && PITCH == {e8p_prefill.PITCH});"
-        e8p_prefill.KERNELS.cubin(e8p_prefill.defines(plan, 4096, bits, False), (9, 0), checks)
+        kernel_table.accepts(e8p_prefill.KERNELS, (9, 0), e8p_prefill.defines(plan, 4096, bits, False), checks)
 
 
 def test_constants_agree_with_the_source() -> None:

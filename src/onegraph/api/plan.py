@@ -422,6 +422,7 @@ def _made(
         config, ends = told.to_dict(), {HEAD: recipe.lm_head, EMBED: recipe.embed_tokens}
         formats |= {layer: written.formats[rate] for layer, rate in ends.items() if rate is not None}
     tensors: dict[str, TensorInfo] = {}
+    made = set[str]()
 
     def put(layer: str, shape: tuple[int, ...]) -> None:
         *lead, n, k = shape
@@ -442,7 +443,8 @@ def _made(
             tensors[name] = table_entry(checkpoint.path, info.shape, info.dtype)
         elif kind == "bias":
             tensors[f"{layer}.bias"] = table_entry(checkpoint.path, info.shape, torch.float32 if own else info.dtype)
-        else:
+        elif layer not in made:  # a stack of experts has many tensors
+            made.add(layer)
             put(layer, shapes.get(layer, info.shape))
     if f"{HEAD}.weight" not in checkpoint and HEAD in formats:
         put(HEAD, checkpoint.shape(f"{EMBED}.weight"))

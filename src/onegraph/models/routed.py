@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from onegraph.formats.fused import STACKS
@@ -272,8 +273,7 @@ class Routed:
         layer = name.removesuffix(layer)
         if layer in self.whole:
             return layer
-        patterns = [re.escape(each).replace(r"\{\}", r"\d+") for each in _NAMES[self.family][1:]]
-        found = [re.fullmatch(pattern, layer) is not None for pattern in patterns]
+        found = [pattern.fullmatch(layer) is not None for pattern in _of_experts(self.family)]
         return (self.whole[1] if found[-1] else self.whole[0]) if any(found) else None
 
     @property
@@ -288,6 +288,12 @@ class Routed:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
             found["shared expert"] = Component(paths, rf"{re.escape(self.shared.name)}\.(gate|up|down)_proj$")
         return found
+
+
+@cache
+def _of_experts(family: str) -> list[re.Pattern[str]]:
+    """What the names of an expert's linears look like within a block."""
+    return [re.compile(re.escape(each).replace(r"\{\}", r"\d+")) for each in _NAMES[family][1:]]
 
 
 def _count(family: str, fields: Fields) -> int:
