@@ -205,7 +205,12 @@ _QWEN_HYBRID: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "latent": True,
     "draft": _NEXTN,
-    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    "fixed": {
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+        "moe_layer_freq": (1,),
+        "moe_router_dtype": ("float32",),
+    },
     "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "index_share_for_mtp_iteration"),
 }
 _DEEPSEEK_V3: dict[str, Any] = {
