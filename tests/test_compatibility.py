@@ -31,3 +31,15 @@ def test_a_row_counts_what_a_checkpoint_would_hold() -> None:
     inside = sum(n * k for name, (n, k, _) in config.parts.linears.items() if name != "lm_head")
     assert 0 < size - (inside // 2 + 2 * 128256 * 2048) < 0.01 * size, "scales and norms besides"
     assert text.startswith("| Llama-3.2-1B | `llama` | bf16 | 1, 2, 4, 8 |")
+
+
+def test_how_a_model_was_tested_is_what_result_lines_say() -> None:
+    """Whole steps of a shape count for each model with these weights, and kernels of a shape do not."""
+    cells = {
+        name: compatibility.row(compatibility.CONFIGS / f"{name}.json")[2].split(" | ")[-1]
+        for name in ("SmolLM2-135M-Instruct", "Llama-3.1-8B", "Llama-3.2-1B", "gpt-oss-20b")
+    }
+    assert cells == {
+        "SmolLM2-135M-Instruct": "tiny, full size, real weights |", "Llama-3.1-8B": "tiny, full size |",
+        "Llama-3.2-1B": "tiny |", "gpt-oss-20b": "tiny, full size |",
+    }  # fmt: skip

@@ -4,7 +4,8 @@
     python -m tools compatibility --write    # puts it into docs/reference/models.md
 
 A row is a published config of `tests/models/configs`; what it says is computed from the record of its family, from the
-tensors that its config asks for, and from which tests name the family. Nothing is written by hand.
+tensors that its config asks for, from which tests name the family, and from the lines of `benchmarks/results`. Nothing
+is written by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import importlib
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,20 +64,19 @@ def row(file: Path) -> tuple[str, int, str]:
     """(family, weights, the row) of a published config."""
     import torch
 
-    from onegraph.api.outline import described
+    from onegraph.api.outline import table_entry
+    from onegraph.formats.checkpoint import Checkpoint
     from onegraph.models.config import LlamaConfig
     from onegraph.models.loader import Loader
     from onegraph.models.wrapper import is_wrapper, text_config
 
     config = json.loads(file.read_text())
     dense = without_quantization(config)
-    parsed = LlamaConfig.from_dict(dense)
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(dense))
-        with described(Path(directory)) as checkpoint:
-            loader = Loader(checkpoint, parsed, torch.bfloat16)
-            sizes = {bits: quantized_bytes(loader, bits) for bits in (2, 3, 4)}
-            gpus = [1, *(count for count in range(2, 9) if shares(loader, parsed, count))]
+    parsed = in_stacks(LlamaConfig.from_dict(dense))
+    stacks = {name: table_entry(file, (), torch.bfloat16) for name in parsed.parts.stacks}
+    loader = Loader(Checkpoint(file, dense, stacks), parsed, torch.bfloat16)
+    sizes = {bits: quantized_bytes(loader, bits) for bits in (2, 3, 4)}
+    gpus = [1, *(count for count in range(2, 9) if shares(loader, parsed, count))]
     kind = str(text_config(config)["model_type"])
     outer = f"{config['model_type']} ({kind})" if is_wrapper(config) else kind
     memory = (f"{size / 1e9:.3g} GB" for size in sizes.values())
@@ -84,9 +84,14 @@ def row(file: Path) -> tuple[str, int, str]:
         file.stem, f"`{outer}`", published(config), ", ".join(map(str, gpus)), *memory,
         "no: " + what if (what := parsed.exact_cache) else "yes" if parsed.latent is None else "`mode=full`, FP8",
         "yes" if parsed.traits.draft is not None and parsed.drafts else "",
-        "yes" if kind in in_vllm() else "", tested(kind),
+        "yes" if kind in in_vllm() else "", tested(kind, file.stem, parsed),
     ]  # fmt: skip
     return kind, sizes[4], "| " + " | ".join(cells) + " |"
+
+
+def in_stacks(config: LlamaConfig) -> LlamaConfig:
+    """With all experts of a layer in one tensor, as `quantize` writes them."""
+    return config if config.routed is None else replace(config, routed=replace(config.routed, in_stacks=True))
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,9 +107,13 @@ def published(config: Mapping[str, Any]) -> str:
     from onegraph.models.wrapper import text_config
 
     LlamaConfig.from_dict(config)
-    told = text_config(config).get("quantization_config")
-    names = {"fp8": "FP8", "mxfp4": "MXFP4"}
-    return "bf16" if told is None else names.get(told["quant_method"], told["quant_method"])
+    text = text_config(config)
+    told = text.get("quantization_config")
+    if told is None:  # without a dtype the config is not a file's
+        return "bf16" if {"dtype", "torch_dtype"} & {*config, *text} else ""
+    names = {"fp8": "FP8", "mxfp4": "MXFP4", "pack-quantized": "INT4"}
+    form = told.get("format", told["quant_method"])
+    return str(names.get(form, form))
 
 
 def quantized_bytes(loader: Loader, bits: int) -> int:
@@ -136,9 +145,42 @@ def shares(loader: Loader, config: LlamaConfig, count: int) -> bool:
     return True
 
 
-def tested(kind: str) -> str:
-    """How: against transformers with a tiny random model, if `tests/models.py` or `test_wrapper.py` has one."""
-    return "tiny random model" if kind in variants() else "config only"
+def tested(kind: str, name: str, config: LlamaConfig) -> str:
+    """How: a tiny model of its family, or of one with the same record, in `tests/models.py` or `test_wrapper.py`; all
+    its weights, random, on a GPU; its own weights."""
+    from onegraph.models.families import FAMILIES
+
+    records = [FAMILIES[other] for other in variants() if other in FAMILIES]
+    how = {
+        "tiny": FAMILIES[kind] in records,
+        "full size": any(same_weights(config, other) for other in at_full_size()),
+        "real weights": any(f"{name}." in line.get("command", "") for line in results()),  # with a file's suffix
+    }
+    return ", ".join(what for what, is_so in how.items() if is_so) or "config only"
+
+
+def same_weights(config: LlamaConfig, other: LlamaConfig) -> bool:
+    if (config.layers, config.hidden_size) != (other.layers, other.hidden_size):
+        return False  # the rest takes time
+    ours, theirs = config.parts, other.parts
+    return (ours.linears, ours.stacks) == (theirs.linears, theirs.stacks)
+
+
+@cache
+def at_full_size() -> tuple[LlamaConfig, ...]:
+    """The shapes of `benchmarks/step.py` whose whole decode steps ran on a GPU."""
+    from onegraph.models.config import LlamaConfig
+
+    ran = {line["shape"] for line in results() if line["bench"] == "step" and line["device"].startswith("NVIDIA")}
+    shapes = of_tests("step", "SHAPES")
+    return tuple(in_stacks(LlamaConfig.from_dict(without_quantization(shapes[name]))) for name in sorted(ran))
+
+
+@cache
+def results() -> tuple[dict[str, Any], ...]:
+    """All lines of `benchmarks/results`."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    return tuple(json.loads(line) for file in files for line in file.read_text().splitlines())
 
 
 @cache
@@ -158,8 +200,8 @@ def in_vllm() -> frozenset[str]:
 
 
 def of_tests(module: str, name: str) -> Mapping[str, Any]:
-    """A table of the tests."""
-    for place in (ROOT / "tests", ROOT / "tests" / "models"):
+    """A table of the tests or benchmarks."""
+    for place in (ROOT / "tests", ROOT / "tests" / "models", ROOT / "benchmarks"):
         if str(place) not in sys.path:
             sys.path.append(str(place))
     found: Mapping[str, Any] = getattr(importlib.import_module(module), name)

@@ -159,7 +159,8 @@ def test_the_command_line(model: Path, tmp_path: Path) -> None:
         ("eagle:{model}/nowhere", "nowhere: no such model"),
         (
             "mtp",
-            "--speculative: 'mtp' are the draft layers of DeepSeek, GLM, Qwen3-Next and Qwen3.5; a 'llama' has none",
+            "--speculative: 'mtp' are the draft layers of DeepSeek, GLM, Nemotron 3, Qwen3-Next and Qwen3.5; a 'llama' "
+            "has none",
         ),
     ],
 )

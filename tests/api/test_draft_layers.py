@@ -31,8 +31,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": WIDE | EXPERTS,
     "glm4_moe": WIDE | ROUTED | {"num_hidden_layers": 2},
     "deepseek_v3": WIDE | ROUTED | LATENT | {"num_hidden_layers": 2},
+    "nemotron_h": {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "mamba_head_dim": 32,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "moe_latent_size": 64,
+        "intermediate_size": 128,
+    },
 }
-ROOT = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp.", "glm4_moe": "model.layers.2.", "deepseek_v3": "model.layers.2."}
+ROOT = {"glm4_moe": "model.layers.2.", "deepseek_v3": "model.layers.2."} | dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe", "nemotron_h"), "mtp."
+)
 HOW: dict[str, Any] = {
     "recipe": "quick", "num_calibration_tokens": 256, "calibration_seq_len": 64, "device": "cpu",
     "calibration": " ".join(str(i * 7 % 131) for i in range(600)),
@@ -78,6 +92,7 @@ def test_a_draft_layer_is_kept_unless_asked(variant: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("variant", "recipe"), [
     ("qwen3_5", "quick"), ("qwen3_5_moe", "quick"), ("glm4_moe", "good"), ("deepseek_v3", "quick"),
+    ("nemotron_h", "quick"),
 ])  # fmt: skip
 def test_a_draft_layer_is_rounded(variant: str, recipe: str, tmp_path: Path) -> None:
     """Its linears, at a rate that is not the model's; the text stays that without drafts."""
@@ -117,7 +132,7 @@ def test_a_draft_layer_beside_a_multimodal_model_is_rounded(tmp_path: Path) -> N
     drafts_the_same_text(tmp_path / "q")
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3", "nemotron_h"])
 @torch.inference_mode()
 def test_it_is_calibrated_on_what_the_model_gives_it(variant: str, tmp_path: Path) -> None:
     """The quantizer's draft block computes what the reference does on the decoder's hidden states."""

@@ -83,7 +83,7 @@ REFUSED = [
     ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "original_max_position_embeddings is 0"),
     ({"rope_parameters": YARN | {"mrope_section": [1, 2]}}, "mrope_section"),
     ({"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
-    ({"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_slow 2.0 must be below beta_fast 1.0"),
+    ({"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 2}}, "beta_slow 2.0 must be at most beta_fast 1.0"),
     ({"rope_parameters": YARN | {"truncate": 1}}, "truncate is 1"),
     ({"rope_parameters": YARN | {"attention_factor": -1.0}}, "attention_factor is -1.0"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),

@@ -1,4 +1,4 @@
-"""Draft layers of Qwen3.5, Qwen3-Next, GLM and DeepSeek against transformers' own modules, and in the engine."""
+"""Draft layers of Qwen, GLM, DeepSeek and Nemotron against transformers' own modules, and in the engine."""
 
 import json
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
+from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import Llama
 from onegraph.models.mtp import DraftLayer
 from onegraph.models.ranks import Ranks
@@ -28,7 +29,7 @@ from test_speculate import round_inputs
 
 QWEN = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BEHIND = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # a layer behind the last
-VARIANTS = QWEN + BEHIND
+VARIANTS = [*QWEN, *BEHIND, "nemotron_h"]
 PROMPTS = [[7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9], [2], [100, 0, 3], [5] * 20]
 PARAMS = [SamplingParams(max_tokens=12 + i, temperature=i % 2 * 1.0, seed=i) for i in range(len(PROMPTS))]
 
@@ -45,11 +46,15 @@ class Reference(torch.nn.Module):
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norm(d), norm(d), norm(d)
         self.fc = torch.nn.Linear(2 * d, d, bias=False)
         self.layers = torch.nn.ModuleList([kind(hf.config, last)])
+        self.fill(1.0 if self.behind else 0.0)
+
+    def fill(self, norms: float) -> None:
+        """norms: about what weights of norms are."""
         g = torch.Generator().manual_seed(4)
         with torch.no_grad():
             for name, tensor in self.state_dict().items():
                 scale = 0.3 if tensor.dim() == 1 else 1.5 / tensor.shape[-1] ** 0.5
-                near = 1.0 if self.behind and tensor.dim() == 1 and "norm" in name and "bias" not in name else 0.0
+                near = norms if tensor.dim() == 1 and "norm" in name and "bias" not in name else 0.0
                 tensor.copy_(near + scale * torch.randn(tensor.shape, generator=g))
 
     def forward(self, hf: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -77,7 +82,7 @@ class Reference(torch.nn.Module):
         found = {}
         for own, tensor in self.state_dict().items():
             name = self.published(own)
-            _, _, stack = name.partition(".mlp.experts.")
+            _, _, stack = name.partition(".experts.")
             if not stack or not experts:
                 found[name] = tensor
                 continue
@@ -94,6 +99,37 @@ class Reference(torch.nn.Module):
         return {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 
 
+class Halves(Reference):
+    """Nemotron 3's: a block that attends and one of experts, transformers' both, put together as vLLM 0.32's
+    NemotronHMultiTokenPredictor does, by whose names files hold them."""
+
+    behind = None
+
+    def __init__(self, hf: Any) -> None:
+        torch.nn.Module.__init__(self)
+        kind, d = type(hf.model.layers[0]), hf.config.hidden_size
+        norm = partial(type(hf.model.norm_f), d, eps=hf.config.layer_norm_epsilon)
+        first, last = (kind(hf.config, hf.config.layers_block_type.index(what)) for what in ("full_attention", "moe"))
+        first.enorm, first.hnorm, last.final_layernorm = norm(), norm(), norm()
+        first.eh_proj = torch.nn.Linear(2 * d, d, bias=False)
+        self.layers = torch.nn.ModuleList([first, last])
+        self.fill(1.0)
+
+    @property
+    def norm(self) -> Any:
+        return self.layers[-1].final_layernorm
+
+    def forward(self, hf: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+        first, last = self.layers
+        x = first.eh_proj(torch.cat((first.enorm(hf.model.embeddings(tokens)), first.hnorm(hidden)), dim=-1))
+        x = first(x, attention_mask=torch.full((x.shape[1],) * 2, -torch.inf).triu(1)[None, None])
+        result: Tensor = last.final_layernorm(last(x))
+        return result
+
+    def told(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+
+
 def copies(hf: Any, behind: int) -> dict[str, Tensor]:
     """Of the decoder's ends, which published files have beside a layer behind the last too."""
     ends = {"embed_tokens": hf.model.embed_tokens.weight, "shared_head.head": hf.lm_head.weight}
@@ -104,7 +140,7 @@ def save(
     variant: str, path: Path, *, stacked: bool = False, without: str = "nothing", **changes: Any
 ) -> tuple[Any, Reference]:
     hf = hf_model(variant, **changes)
-    reference = Reference(hf).eval()
+    reference = (Halves if variant == "nemotron_h" else Reference)(hf).eval()
     hf.save_pretrained(path / "plain")
     source = Checkpoint.open(path / "plain")
     routed = getattr(hf.config, "n_routed_experts", getattr(hf.config, "num_experts", 0))
@@ -165,7 +201,8 @@ def test_drafts_change_no_token_over_keys_in_codes(
     more = {"layer_types": ["linear_attention", "full_attention"]} if variant == "qwen3_5" else {}
     save(variant, tmp_path, **sizes, **more)
     model, draft = load(tmp_path / "model")
-    draft.block.load_state_dict(model.blocks[-1].state_dict())  # a draft that resembles the model is right now and then
+    own = model.blocks[-1].state_dict()
+    draft.blocks[0].load_state_dict(own)  # a draft that resembles the model is right now and then
     make = maker("captured", model, monkeypatch, page_size=16, max_context=128, kv=kv)
     params = [SamplingParams(max_tokens=24, temperature=i % 2 * 0.5, seed=i) for i in range(len(PROMPTS))]
     plain = make().generate(PROMPTS, params)
@@ -177,7 +214,8 @@ def test_drafts_change_no_token_over_keys_in_codes(
 @pytest.mark.parametrize(
     ("variant", "capture", "count"),
     [("qwen3_5", "eager", 1), ("qwen3_5", "captured", 3), ("qwen3_5", "captured", "auto"), ("glm4_moe", "captured", 3),
-     ("glm4_moe", "eager", 3), ("deepseek_v3", "captured", 3), ("glm_moe_dsa", "captured", 2)],
+     ("glm4_moe", "eager", 3), ("deepseek_v3", "captured", 3), ("glm_moe_dsa", "captured", 2),
+     ("nemotron_h", "captured", 3)],
 )  # fmt: skip
 def test_drafts_change_no_token(
     variant: str, count: Any, capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,7 +240,7 @@ def test_drafts_change_no_token(
     assert count == "auto" or engine.stats.drafted_tokens
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v32"])
+@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v32", "nemotron_h"])
 def test_its_drafts_are_the_references(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits behind a text is what the reference names behind it: no input is shifted, no norm left out."""
     hf, reference = save(variant, tmp_path)
@@ -271,7 +309,7 @@ def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
     assert 1e-4 < (got - want).norm() / want.norm() < 0.15
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "glm_moe_dsa"])
+@pytest.mark.parametrize("variant", ["glm_moe_dsa", "nemotron_h"])
 def test_an_iteration_may_be_captured(variant: str, tmp_path: Path) -> None:
     """`onegraph check`, in simulation: replays equal eager runs, nothing is stale."""
     save(variant, tmp_path)
@@ -296,14 +334,15 @@ def test_an_iteration_may_be_captured(variant: str, tmp_path: Path) -> None:
     assert report.facts["replay equals eager"]
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3", "nemotron_h"])
 def test_ranks_share_the_layer(variant: str, tmp_path: Path) -> None:
     """Text and drafts of two ranks are those of one device."""
     save(variant, tmp_path)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         one, two = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
         drafts = [DraftLayer.load(checkpoint, rank) for rank in (one, *two.ranks)]
-    down = [layer.block.mlp.experts.down if variant != "qwen3_5" else layer.block.mlp.down.linear for layer in drafts]
+    halves = [layer.blocks[-1].mlp for layer in drafts]
+    down = [mlp.experts.down if variant != "qwen3_5" else mlp.down.linear for mlp in halves]
     assert down[1].in_features == down[2].in_features == down[0].in_features // 2
     sizes: dict[str, Any] = {"max_batch": 2, "max_context": 64, "page_size": 16, "draft_tokens": 3}
     makes = [partial(HeadDrafter, draft) for draft in drafts]
@@ -323,6 +362,9 @@ def test_ranks_share_the_layer(variant: str, tmp_path: Path) -> None:
         ("qwen3_5", "mtp.layers.0.self_attn.k_proj", "mtp.layers.0.self_attn.k_proj.weight"),
         ("glm4_moe", "layers.3.", "has no tensor 'model.layers.3.eh_proj.weight', so it comes without its draft layer"),
         ("deepseek_v3", "layers.3.shared_head.norm", "model.layers.3.shared_head.norm.weight"),
+        ("nemotron_h", "mtp.", "has no tensor 'mtp.layers.0.eh_proj.weight', so it comes without its draft layer"),
+        ("nemotron_h", "mtp.layers.1.final_layernorm", "mtp.layers.1.final_layernorm.weight"),
+        ("nemotron_h", "mtp.layers.1.mixer.experts.3.up", "mtp.layers.1.mixer.experts.3.up_proj.weight"),
         ("deepseek_v3", "layers.3.self_attn.kv_b_proj", "model.layers.3.self_attn.kv_b_proj.weight"),
     ],
 )
@@ -343,3 +385,14 @@ def test_embeddings_of_its_own_are_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="mtp_use_dedicated_embeddings is True; supported: False"),
     ):
         Llama.load(checkpoint)
+
+
+@pytest.mark.parametrize("pattern", ["ME", "E", "*M"])
+def test_halves_of_other_kinds_are_named(pattern: str, tmp_path: Path) -> None:
+    save("nemotron_h", tmp_path)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        told = {key: value for key, value in checkpoint.config.items() if key != "mtp_layers_block_type"}
+    told["mtp_hybrid_override_pattern"] = pattern
+    with pytest.raises(ValueError, match=r"mtp_layers_block_type is .* set num_nextn_predict_layers to 0 to run the"):
+        LlamaConfig.from_dict(told)
+    assert LlamaConfig.from_dict(told | {"num_nextn_predict_layers": 0}).draft_kinds == ()

@@ -74,7 +74,7 @@ def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:
     if not isinstance(model, DeepseekV4):
         if not has_draft(model.config):
             raise ValueError(
-                f"speculative: {MTP!r} are the draft layers of DeepSeek, GLM, Qwen3-Next and Qwen3.5; a "
+                f"speculative: {MTP!r} are the draft layers of DeepSeek, GLM, Nemotron 3, Qwen3-Next and Qwen3.5; a "
                 f"{model.config.model_type!r} has none that run here: use {NGRAM!r}, '{EAGLE}PATH' or a smaller model"
             )
         with Checkpoint.open(locate(path).path) as checkpoint, told():

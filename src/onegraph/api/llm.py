@@ -100,8 +100,8 @@ class LLM:
         kv_offloading_size: GiB of host memory for what the prefix cache evicts, allocated now, of all GPUs together
             (default: none). For exact caches; of use to a server (docs/guides/serve.md#prefix-cache-in-host-memory).
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
-            layers of DeepSeek, GLM, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays the same, up
-            to near-ties of rounding (docs/guides/speculative-decoding.md).
+            layers of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or the path of a draft model. The text stays
+            the same, up to near-ties of rounding (docs/guides/speculative-decoding.md).
         num_speculative_tokens: number of drafts per verify pass, 1 to 7, or "auto".
         seed: base seed for requests without a seed of their own: the same calls in the same order give the same texts.
         dtype: of activations and unquantized weights: "bfloat16", "float16", "float32", or "auto" for bfloat16 on a GPU

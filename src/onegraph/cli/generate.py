@@ -141,8 +141,8 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         "--speculative",
         metavar="METHOD",
         help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (draft layers "
-        "of DeepSeek, GLM, Qwen3-Next or Qwen3.5), or the directory of a draft model; the text stays the same up to "
-        "near-ties",
+        "of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or the directory of a draft model; the text stays the "
+        "same up to near-ties",
     )
     parser.add_argument(
         "--num-speculative-tokens",

@@ -321,7 +321,7 @@ def shared_tensors(
     if routed.shared is None or routed.shared.size != routed.size or routed.beside or routed.latent:
         return None
     stacked = routed.stacked(prefix, loader.quantization)
-    format = loader.stack(prefix + routed.whole[1])[0] if stacked else loader.format_of(prefix + routed.each[1][0])
+    format = loader.stack(prefix + routed.whole[1])[0] if stacked else loader.format_of(prefix + routed.names(0)[-1])
     *pair, down = (prefix + name for name in routed.shared.linears)
     return read_expert(loader, format, pair, down, device, share)
 

@@ -20,6 +20,7 @@ from onegraph.models.mixers import Mixers, NoMixer
 from onegraph.models.parts import Component, Parts, Stack
 from onegraph.models.rope import Rope
 from onegraph.models.routed import Routed
+from onegraph.models.windows import FULL
 
 EMBED, HEAD = "model.embed_tokens", "lm_head"
 PER_LAYER = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"  # within a block
@@ -44,7 +45,8 @@ class LlamaConfig:
     head_dim are the usual ones. `wide_from`: the layer from which on the MLP has twice the hidden units. `per_layer`:
     size and rows of the embedding that each block has of its own, (0, 0) for none. `nested`: the text model of a
     multimodal one (`models/wrapper.py`). `drafts` counts the layers behind the last, or under `mtp.`, that only predict
-    further tokens. `mixers` has one entry a layer: what stands in attention's place, None for attention.
+    further tokens; `draft_kinds`: the blocks of one where they are halves. `mixers` has one entry a layer: what stands
+    in attention's place, None for attention.
     """
 
     model_type: str
@@ -80,6 +82,7 @@ class LlamaConfig:
     attention: tuple[Heads, ...]
     wide_from: int
     per_layer: tuple[int, int]
+    draft_kinds: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
@@ -167,6 +170,7 @@ class LlamaConfig:
             quantization=quantization,
             nested=nested,
             drafts=drafts,
+            draft_kinds=_draft_kinds(traits, fields, drafts),
             latent=latent,
             mixers=traits.mixers(fields, layers),
             attention=traits.heads(fields, layers) or (Heads(kv_heads, head_dim),) * layers,
@@ -497,6 +501,22 @@ def _drafts(traits: ArchSpec, fields: Fields) -> int:
     if traits.draft is not None and fields.config.get(key) is None and fields.get(_MTP_LAYERS) is not None:
         key, has = _MTP_LAYERS, True
     return fields.integer(key, low=0, high=64) if has else 0
+
+
+def _draft_kinds(traits: ArchSpec, fields: Fields, drafts: int) -> tuple[str, ...]:
+    """Of each block of a draft layer whose blocks are halves of a layer."""
+    if traits.draft is None or not traits.draft.kinds:
+        return ()
+    key, allowed = traits.draft.kinds, (FULL, "moe", "mlp")
+    kinds = fields.get(key)
+    if not drafts:
+        return ()
+    if not isinstance(kinds, list) or FULL not in kinds or not all(kind in allowed for kind in kinds):
+        raise ValueError(
+            f"{key} is {short(kinds)}; it must list {FULL}, and moe or mlp besides: set {traits.draft.key} to 0 to run "
+            "the model without its draft layer"
+        )
+    return tuple(kinds)
 
 
 def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim: int) -> tuple[Rope | None, ...]:

@@ -71,8 +71,10 @@ class DraftNames(NamedTuple):
     Args:
         key: of config.json, which counts such layers.
         root: what all its names begin with; {} is how many layers the decoder has. block: what then those of its block
-            do. projection: the linear in front of it. norms: of embeddings, of hidden states, and behind the block.
+            do, {} its number. projection: the linear in front of it. norms: of embeddings, of hidden states, and behind
+            the block, {} the number of the last.
         copies: what files hold there once more and is the decoder's.
+        kinds: key of config.json that lists its blocks, where a block is half a layer.
     """
 
     key: str
@@ -81,6 +83,7 @@ class DraftNames(NamedTuple):
     projection: str
     norms: tuple[str, str, str]
     copies: tuple[str, ...] = ()
+    kinds: str = ""
 
 
 _MTP = DraftNames(
@@ -89,6 +92,10 @@ _MTP = DraftNames(
 _NEXTN = DraftNames(
     "num_nextn_predict_layers", "model.layers.{}.", "", "eh_proj", ("enorm", "hnorm", "shared_head.norm"),
     ("embed_tokens", "shared_head.head"),
+)  # fmt: skip
+_HALVES = DraftNames(
+    "num_nextn_predict_layers", "mtp.", "layers.{}.", "layers.0.eh_proj",
+    ("layers.0.enorm", "layers.0.hnorm", "layers.{}.final_layernorm"), kinds="mtp_layers_block_type",
 )  # fmt: skip
 
 
@@ -205,7 +212,12 @@ _QWEN_HYBRID: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     "latent": True,
     "draft": _NEXTN,
-    "fixed": {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
+    "fixed": {
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+        "moe_layer_freq": (1,),
+        "moe_router_dtype": ("float32",),
+    },
     "idle": ("ep_size", "seq_aux", "aux_loss_alpha", "index_share_for_mtp_iteration"),
 }
 _DEEPSEEK_V3: dict[str, Any] = {
@@ -548,12 +560,14 @@ FAMILIES: dict[str, ArchSpec] = {
             "time_step_limit": [0.0, math.inf], "use_conv_bias": True, "n_routed_experts": 8, "norm_topk_prob": True,
             "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
             "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+            "mtp_layers_block_type": ["full_attention", "moe"],
         },
         windows=windows.beside_mixers,
         norms=Norms("norm", None, None, None),
         relu2=True,
         single=True,
         rope="never",
+        draft=_HALVES,
         names=_NEMOTRON,
         eps="layer_norm_epsilon",
         mixers=mixers.single,
@@ -564,8 +578,7 @@ FAMILIES: dict[str, ArchSpec] = {
         },
         idle=(
             "chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
-            "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap", "mtp_layers_block_type",
-            "mtp_hybrid_override_pattern", "n_shared_experts", "norm_eps",
+            "num_logits_to_keep", "use_mamba_kernels", "moe_shared_expert_overlap", "n_shared_experts", "norm_eps",
         ),
         renames=(
             (r"^backbone\.", "model."),

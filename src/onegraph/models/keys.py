@@ -64,16 +64,18 @@ _FORMER = {"mamba": LINEAR, "attention": FULL}  # names of kinds before transfor
 
 
 def nemotron_h(config: Config) -> Config:
-    """layers_block_type from hybrid_override_pattern, whose length num_hidden_layers is."""
-    found = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
-    pattern, kinds = config.get("hybrid_override_pattern"), found.get("layers_block_type")
-    if isinstance(kinds, list):
-        found["layers_block_type"] = [_FORMER.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-    if pattern is not None:
-        if not isinstance(pattern, str) or not pattern or set(pattern) - {*_BLOCKS}:
-            raise ValueError(f"hybrid_override_pattern is {short(pattern)}; it must be made of {' '.join(_BLOCKS)}")
-        found = _merged(found, {"layers_block_type": [_BLOCKS[each] for each in pattern]})
-    elif kinds is None:
+    """layers_block_type from hybrid_override_pattern, whose length num_hidden_layers is; likewise of a draft layer."""
+    found = dict(config)
+    for prefix in ("", "mtp_"):
+        key, short_key = f"{prefix}layers_block_type", f"{prefix}hybrid_override_pattern"
+        kinds, pattern = found.get(key), found.pop(short_key, None)
+        if isinstance(kinds, list):
+            found[key] = [_FORMER.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        if pattern is not None:
+            if not isinstance(pattern, str) or not pattern or set(pattern) - {*_BLOCKS}:
+                raise ValueError(f"{short_key} is {short(pattern)}; it must be made of {' '.join(_BLOCKS)}")
+            found = _merged(found, {key: [_BLOCKS[each] for each in pattern]})
+    if found.get("layers_block_type") is None:
         found |= {"layers_block_type": [LINEAR, "moe", FULL, "mlp"], "num_hidden_layers": 4}  # the class default
     if isinstance(found["layers_block_type"], list):
         found.setdefault("num_hidden_layers", len(found["layers_block_type"]))

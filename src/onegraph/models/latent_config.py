@@ -99,7 +99,7 @@ class Latent:
             )
         if rope % 2:
             raise ValueError(f"qk_rope_head_dim is {rope}; rotary embeddings need an even one")
-        for key, allowed in (("head_dim", (rope, nope + rope)), ("qk_head_dim", (nope + rope,))):
+        for key, allowed in (("head_dim", (rope, nope, nope + rope)), ("qk_head_dim", (nope + rope,))):
             if fields.get(key) not in (None, *allowed):
                 raise ValueError(
                     f"{key} is {short(fields.get(key))}; qk_nope_head_dim and qk_rope_head_dim say {nope} + {rope}"

@@ -408,9 +408,10 @@ class Mamba:
         if heads % groups:
             raise ValueError(f"mamba_num_heads {heads} is not a multiple of n_groups {groups}")
         limit = fields.get("time_step_limit")
-        low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (-1.0, None)
-        given = isinstance(low, int | float) and 0 <= low < 1
-        if not given or high not in (float("inf"), {"__float__": "Infinity"}):
+        low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (-1.0, -1.0)
+        high = float("inf") if high == {"__float__": "Infinity"} else high
+        given = isinstance(low, int | float) and 0 <= low < 1 and isinstance(high, int | float)
+        if not given or high < 3.4e38:  # the largest float32, which steps are
             raise ValueError(f"time_step_limit is {short(limit)}; it must be two numbers, 0 to 1 and infinity")
         return cls(
             number=heads,

@@ -4,8 +4,9 @@
     h' = norm(block(x));  logits = head(h')
 
 h is what the decoder gives behind its final norm; embedding and head are the decoder's. h' stands for it when another
-token is drafted behind. Qwen3-Next and Qwen3.5 hold it under `mtp.`, GLM-4.5, GLM-5 and DeepSeek-V3 as a layer behind
-the last (`models.families.DraftNames`). What drives it, and says which drafts are kept, is `engine/draft_heads.py`.
+token is drafted behind. Qwen3-Next and Qwen3.5 hold it under `mtp.`; Nemotron 3 too, as a block that attends and one of
+experts; GLM-4.5, GLM-5 and DeepSeek-V3 as a layer behind the last (`models.families.DraftNames`). What drives it, and
+says which drafts are kept, is `engine/draft_heads.py`.
 
 Its keys and values, or latents, lie in pages of its own, in the decoder's dtype, under the decoder's block table and
 positions. Of several ranks each has its share of the block, as of the decoder's.
@@ -30,8 +31,10 @@ from onegraph.models.families import DraftNames
 from onegraph.models.llama import Llama, attention_cache
 from onegraph.models.loader import Loader
 from onegraph.models.memory import decode_unread
+from onegraph.models.mixers import NoMixer
 from onegraph.models.parts import Parts
 from onegraph.models.shares import check_ranks, share_of
+from onegraph.models.windows import FULL
 from onegraph.models.wrapper import text_config
 from onegraph.nn.attention import Attend, PagedCache
 from onegraph.nn.block import Stream
@@ -63,10 +66,13 @@ class DraftConfig(LlamaConfig):
         like = config.mixers.index(None)  # a layer that attends
         if latent is not None and latent.index is not None:
             latent = replace(latent, index=replace(latent.index, full=(True,)))
+        kinds = config.draft_kinds or ("",)  # "": attention and what feeds behind it
         alone: dict[str, Any] = {
-            "layers": 1, "windows": (config.windows[like],), "ropes": (config.ropes[like],), "mixers": (None,),
-            "attention": (config.attention[like],), "latent": latent, "wide_from": 1, "quantization": quantization,
-            "routed": config.routed and replace(config.routed, layers=(True,)),
+            name: (getattr(config, name)[like],) * len(kinds) for name in ("windows", "ropes", "attention")
+        } | {
+            "layers": len(kinds), "mixers": tuple(None if kind in ("", FULL) else NoMixer() for kind in kinds),
+            "latent": latent, "wide_from": len(kinds), "quantization": quantization,
+            "routed": config.routed and replace(config.routed, layers=tuple(kind in ("", "moe") for kind in kinds)),
         }  # fmt: skip
         told = {field.name: getattr(config, field.name) for field in fields(config)} | alone
         made = cls(**told, names=names, root=names.root.format(config.layers))
@@ -95,8 +101,8 @@ class DraftConfig(LlamaConfig):
         return replace(given, layers={name: rate for name, rate in rates.items() if rate != given.bits})
 
     def prefix(self, layer: int) -> str:
-        """What the names of the block's parts begin with."""
-        return self.root + self.names.block
+        """What the names of a block's parts begin with."""
+        return self.root + self.names.block.format(layer)
 
     @property
     def projection(self) -> str:
@@ -106,7 +112,7 @@ class DraftConfig(LlamaConfig):
     @property
     def norms(self) -> tuple[str, ...]:
         """Weights of the norms of embeddings, of hidden states, and of the block's result."""
-        return tuple(f"{self.root}{name}.weight" for name in self.names.norms)
+        return tuple(f"{self.root}{name.format(self.layers - 1)}.weight" for name in self.names.norms)
 
     @property
     def parts(self) -> Parts:
@@ -132,17 +138,17 @@ class DraftConfig(LlamaConfig):
 
 
 class DraftBlock(nn.Module):
-    """What a draft layer has of its own: two norms, the projection, the block, the norm behind it."""
+    """What a draft layer has of its own: two norms, the projection, the block or its halves, the norm behind it."""
 
     embedding_norm: Tensor
     hidden_norm: Tensor
     norm: Tensor
 
     def __init__(
-        self, *, config: DraftConfig, projection: Linear, block: Block | HalfBlock, norms: list[Tensor]
+        self, *, config: DraftConfig, projection: Linear, blocks: list[Block | HalfBlock], norms: list[Tensor]
     ) -> None:
         super().__init__()
-        self.config, self.projection, self.block = config, projection, block
+        self.config, self.projection, self.blocks = config, projection, nn.ModuleList(blocks)
         for name, norm in zip(("embedding_norm", "hidden_norm", "norm"), norms, strict=True):
             self.register_buffer(name, norm)
         self.eval()
@@ -157,7 +163,9 @@ class DraftBlock(nn.Module):
         return {
             "config": config,
             "projection": loader.linear(config.projection, device),
-            "block": build_block(loader, config, 0, tables, device, joined=joined, peer=peer),
+            "blocks": [
+                build_block(loader, config, i, tables, device, joined=joined, peer=peer) for i in range(config.layers)
+            ],
             "norms": [norm_weight(loader, config, name, device) for name in config.norms],
         }
 
@@ -169,7 +177,9 @@ class DraftBlock(nn.Module):
 
     def run(self, x: Tensor, cache: Attend) -> Stream:
         """`inputs` -> the residual stream behind the block."""
-        found: Stream = self.block(Stream(self.projection(x)), cache)
+        found = Stream(self.projection(x))
+        for block in self.blocks:
+            found = block(found, cache)
         return found
 
 

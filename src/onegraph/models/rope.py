@@ -150,8 +150,8 @@ class Rope:
                 **more,
             )  # fmt: skip
         fast, slow = value("beta_fast", 32.0, 1e-6, 1e6), value("beta_slow", 1.0, 1e-6, 1e6)
-        if not slow < fast:
-            raise ValueError(f"{where}: beta_slow {slow} must be below beta_fast {fast}")
+        if slow > fast:
+            raise ValueError(f"{where}: beta_slow {slow} must be at most beta_fast {fast}")
         if theta <= 1.0:
             raise ValueError(f"rope_theta is {theta}; YaRN takes its logarithm, so it must be above 1")
         truncate = parameters.get("truncate", True)

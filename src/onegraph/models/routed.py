@@ -223,9 +223,12 @@ class Routed:
     @property
     def each(self) -> tuple[list[tuple[str, ...]], list[str]]:
         """Within a block, gate and up of each expert, and down of each, where they are not `stacked`."""
-        _, *front, down = _NAMES[self.family]
-        experts = range(self.count)
-        return [tuple(name.format(e) for name in front) for e in experts], [down.format(e) for e in experts]
+        every = [self.names(expert) for expert in range(self.count)]
+        return [tuple(front) for *front, _ in every], [down for *_, down in every]
+
+    def names(self, expert: int) -> tuple[str, ...]:
+        """Gate and up, or up alone, and down of one of them."""
+        return tuple(name.format(expert) for name in _NAMES[self.family][1:])
 
     def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
         """Name within a block and size of experts that are not stacked: they may be in any format."""
@@ -273,7 +276,7 @@ class Routed:
         layer = name.removesuffix(layer)
         if layer in self.whole:
             return layer
-        found = [pattern.fullmatch(layer) is not None for pattern in _of_experts(self.family)]
+        found = [pattern.fullmatch(layer) is not None for pattern in _patterns(self.family)]
         return (self.whole[1] if found[-1] else self.whole[0]) if any(found) else None
 
     @property
@@ -291,9 +294,9 @@ class Routed:
 
 
 @cache
-def _of_experts(family: str) -> list[re.Pattern[str]]:
-    """What the names of an expert's linears look like within a block."""
-    return [re.compile(re.escape(each).replace(r"\{\}", r"\d+")) for each in _NAMES[family][1:]]
+def _patterns(family: str) -> tuple[re.Pattern[str], ...]:
+    """Of the names of an expert's linears within a block."""
+    return tuple(re.compile(re.escape(name).replace(r"\{\}", r"\d+")) for name in _NAMES[family][1:])
 
 
 def _count(family: str, fields: Fields) -> int:

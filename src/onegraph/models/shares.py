@@ -216,7 +216,7 @@ def _expert_cuts(
             yield gate_up, loader.stack(gate_up)[0], routed.parts * routed.size, size, Part(rows=span)
         yield down, loader.stack(down)[0], size, routed.size, columns(share, routed.size)
         return
-    front, down = routed.each[0][0], routed.each[1][0]
+    *front, down = routed.names(0)  # each is cut alike
     for name in front:
         yield prefix + name, loader.format_of(prefix + name), routed.size, size, Part(rows=share.span(routed.size))
     yield prefix + down, loader.format_of(prefix + down), size, routed.size, columns(share, routed.size)

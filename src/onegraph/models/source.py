@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +87,14 @@ class LlamaSource:
 
     def expert_layers(self, block: Block | HalfBlock | DraftBlock) -> list["DenseExperts"]:
         """The routed experts of the block."""
-        routed, within = self.parsed.routed, block.config.names.block if isinstance(block, DraftBlock) else ""
-        mlp = block.block.mlp if isinstance(block, DraftBlock) else block.mlp
-        if routed is None or not isinstance(mlp, MoE):
-            return []
-        assert isinstance(mlp.experts, Experts)  # none is loaded with a cache
-        gate_up, down = routed.whole
-        return [DenseExperts((within + gate_up, within + down), mlp.experts)]
+        routed, found = self.parsed.routed, list[DenseExperts]()
+        for within, each in _parts(block):
+            if routed is None or not isinstance(each.mlp, MoE):
+                continue
+            assert isinstance(each.mlp.experts, Experts)  # none is loaded with a cache
+            gate_up, down = routed.whole
+            found.append(DenseExperts((within + gate_up, within + down), each.mlp.experts))
+        return found
 
     def block_prefix(self, i: int) -> str:
         return self.parsed.prefix(i) if self.draft is None or i < self.num_blocks else self.draft.root
@@ -140,10 +142,11 @@ class LlamaSource:
         """Linears of the block by shared input, in the order they run: (name within the block, module)."""
         if not isinstance(block, DraftBlock):
             return self._groups(self.parsed, block)
-        names = block.config.names
-        inside = self._groups(block.config, block.block)
-        within: Groups = [[(names.block + name, module) for name, module in group] for group in inside]
-        return [[(names.projection, block.projection)], *within]
+        found: Groups = [[(block.config.names.projection, block.projection)]]
+        for within, each in _parts(block):
+            groups = self._groups(block.config, each)
+            found += [[(within + name, module) for name, module in group] for group in groups]
+        return found
 
     @staticmethod
     def _groups(config: LlamaConfig, block: Block | HalfBlock) -> Groups:
@@ -199,6 +202,14 @@ class LlamaSource:
         return self._loader.head(self._embedding, self.device)
 
 
+def _parts(block: Block | HalfBlock | DraftBlock) -> list[tuple[str, Block | HalfBlock]]:
+    """The block itself, or those of a draft layer, and what their names begin with within it."""
+    if not isinstance(block, DraftBlock):
+        return [("", block)]
+    config, halves = block.config, list[Any](block.blocks)
+    return [(config.prefix(i).removeprefix(config.root), each) for i, each in enumerate(halves)]
+
+
 def _siblings(names: Sequence[str], linear: nn.Module) -> list[tuple[str, nn.Module]]:
     """Linears of one input by name; of one name the linear itself, which files hold as one."""
     parts = linear.parts if isinstance(linear, ConcatLinear) else [linear]
@@ -252,10 +263,11 @@ def block_shapes(
 def draft_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Likewise of the draft layer, by the name behind `root`."""
     linears = config.parts.linears
-    inside = block_shapes(config, linears, 0)
-    return {config.names.projection: linears[config.projection][:2]} | {
-        config.names.block + name: shape for name, shape in inside.items()
-    }
+    found: dict[str, tuple[int, ...]] = {config.names.projection: linears[config.projection][:2]}
+    for i in range(config.layers):
+        within = config.prefix(i).removeprefix(config.root)
+        found |= {within + name: shape for name, shape in block_shapes(config, linears, i).items()}
+    return found
 
 
 def draft_loader(checkpoint: Checkpoint, config: DraftConfig, dtype: torch.dtype) -> Loader:

@@ -45,13 +45,13 @@ WRAPPERS = {
     "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",)),
     "qwen3_5": Wrapper(("qwen3_5_text",)),
     "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",)),
-    "kimi_k25": Wrapper(("deepseek_v3",), tied=True),
+    "kimi_k25": Wrapper(("deepseek_v3", "kimi_k2"), tied=True),
 }
 # Models whose text is not computed as their text model alone would.
 REFUSED = {"paligemma": "its prompt attends in both directions", "deepseek_v41": ""}
 _HANDLED = ("text_config", "model_type", "quantization_config", "compression_config", "eos_token_id", "ignore_index")
 _OF_OTHERS = re.compile(
-    r"vision|visual|image|video|audio|speech|projector|multimodal|multi_modal|mm_|spatial|merge|patch|qformer"
+    r"vision|visual|image|video|audio|speech|projector|projection|multimodal|multi_modal|mm_|spatial|merge|patch|qformer"
     r"|downsample|^(adaptor|scale_factor|window_size)$|_token_(id|index|ids)$"
 )
 _BODIES = "language_model.model.", "model.language_model.", "model.text_model."
