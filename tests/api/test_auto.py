@@ -36,7 +36,10 @@ def test_both_estimates_are_one_line(model: Path) -> None:
 def test_rates_that_one_format_has(model: Path) -> None:
     found = plan(model, format="auto", prefer="speed", bits=6, **FEW)
     assert found.format == "trellis"
-    assert "; e8p is unsupported: bits: got 6; allowed is a number from 2 to 4 (" in found.notes[0]
+    assert (
+        "; e8p is unsupported: bits: got 6; allowed is a number from 2 to 4, and from 1 to 8 with format 'trellis' ("
+        in found.notes[0]
+    )
     with pytest.raises(ValueError, match=r"bits: got 9; allowed is a number from 1 to 8"):
         plan(model, format="auto", bits=9, **FEW)
 

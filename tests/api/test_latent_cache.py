@@ -1,6 +1,7 @@
 """Latent caches in FP8 and in TurboQuant's codes by the command line and the API."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from models import save_hf
 from onegraph import LLM
 from onegraph.api.memory import Memory
 from onegraph.cli import main
+from onegraph.engine.params import SamplingParams
 from onegraph.formats.latent_kv import row_bytes
 
 CODES = [("fp8", 8), ("turboquant:4,mode=full", 4), ("turboquant:3,mode=full", 3)]
@@ -61,12 +63,28 @@ def test_commands(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "turboquant: got mode=hybrid for a latent" in said
     assert "turboquant:4,mode=full" in said
     assert len(said.splitlines()) == 1
+
+
+def test_eval_reads_a_cache_as_decoding_does(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its perplexity is that of the log-probabilities that the engine gives the same tokens."""
     text = tmp_path / "text.txt"
     text.write_text("the thing is a thing " * 400)
-    measured = ["eval", str(path), "--text", str(text), "--tokens", "200", "--window", "64", "--json"]
-    measured += ["--device", "cpu"]
-    assert main([*measured, "--kv-cache-dtype", "turboquant:4,mode=full"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["kl"] > 0
-    assert found["kv_bytes"] == 3 * row_bytes(64, 8, 4)
-    assert found["exact_kv_bytes"] == 3 * 72 * 2
+    measured = ["--text", str(text), "--tokens", "64", "--window", "64", "--device", "cpu", "--json"]
+    for kv, bits in CODES[:2]:
+        assert main(["eval", str(path), *measured, "--kv-cache-dtype", kv]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["kv"].startswith(kv)
+        assert found["kl"] > 0
+        assert found["kv_bytes"] == 3 * row_bytes(64, 8, bits)
+        assert found["exact_kv_bytes"] == 3 * 72 * 2
+        with LLM(path, kv_cache_dtype=kv, device="cpu", max_model_len=96) as llm:
+            tokens = llm.tokenizer.encode(text.read_text())[:64]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            (made,) = llm.engine.complete([tokens], params)
+        told = [each.logprob for each in made.prompt_logprobs]
+        assert found["perplexity"] == pytest.approx(math.exp(-sum(told) / len(told)), rel=1e-5)
+    assert main(["eval", str(path.parent / "plain"), *measured, "--kv-cache-dtype", "fp8"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith(
+        "onegraph: error: --kv-cache-dtype fp8: it is for latent attention, which llama does not"
+    )

@@ -300,7 +300,7 @@ def test_what_no_model_is(tmp_path: Path) -> None:
     status, _, errors = invoke(["verify", tmp_path / "none"])
     assert status == 2
     assert "no such model" in errors
-    refused(tmp_path, "is no model directory, since it has no config.json")
+    refused(tmp_path, "has no config.json; give a directory")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     found = verify(tmp_path)

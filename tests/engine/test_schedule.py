@@ -1,5 +1,6 @@
 """Requests that join and leave between steps: each gets the tokens that it gets alone, and no page is lost."""
 
+import re
 from collections import Counter
 from contextlib import closing
 from functools import cache
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.engine.scheduler import GROWTH
+from onegraph.engine.sequence import StepError
 from tiny_decoder import TinyDecoder
 
 OPTIONS = {"max_batch": 3, "max_context": 40, "page_size": 4, "chunk": 8}
@@ -300,6 +302,40 @@ def test_a_nan_reaches_nobody_who_shares_the_beginning(ahead, interleave):
     assert [request.error for request in sound] == [None, None]
     assert [request.output for request in sound] == wanted
     assert whole(e)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("broken", ["state", "prefill logprobs", "decode logprobs", "decode logprobs shaping"])
+def test_a_step_that_cannot_be_built_ends_who_needs_it(broken, ahead, monkeypatch):
+    """The others get their tokens: also the row that came later, and needs more than a plain step that can be built."""
+    plain, counted = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, frequency_penalty=1.5)
+    kind, *parts = broken.split()
+    e = engine(ahead)
+    build = e.executor._build
+
+    def fails(decoding, choice, exact):
+        if (kind == "decode") == decoding and all(getattr(choice, part) for part in parts):
+            raise torch.OutOfMemoryError("of a graph,\nwhich is large")
+        return build(decoding, choice, exact)
+
+    if broken == "state":
+        monkeypatch.setattr(e.executor, "choice_states", lambda: torch.empty(1 << 60))
+    else:
+        monkeypatch.setattr(e.executor, "_build", fails)
+    sound = [e.request(prompt, params) for prompt, params in zip(PROMPTS, (plain, counted), strict=False)]
+    lost = e.request(PROMPTS[3], SamplingParams(max_tokens=9, logprobs=1))
+    with closing(e.scheduler.open(interleave=False)) as scheduler:
+        for request in [*sound, lost] if "shaping" in parts else [lost, *sound]:
+            scheduler.add(request)
+        events = run(scheduler)
+    assert (lost, -1) in events
+    for request in [lost, sound.pop()] if broken == "state" else [lost]:
+        assert re.search(r"the \w+ step with [\w, -]+ could not be built: [^\n]*; leave [^\n]*$", str(request.error))
+    for request in sound:
+        assert request.output == alone(tuple(request.prompt), request.params)
+    assert whole(e)
+    with pytest.raises(StepError, match="could not be built"):
+        e.generate([[2]], SamplingParams(logprobs=1, presence_penalty=1))
 
 
 def test_a_nan_ends_a_prompt_at_its_chunk():

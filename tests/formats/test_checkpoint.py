@@ -432,7 +432,7 @@ def test_paths_that_are_no_models_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "no such model")
     refused(Path("x" * 5000), "cannot be read")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "empty: is no model directory, since it has no config.json")
+    refused(tmp_path / "empty", "empty: has no config.json; give a directory")
     refused(tmp_path / "absent.gguf", "absent.gguf: no such file")
     (tmp_path / "begun.partial").mkdir()
     refused(tmp_path / "begun", "quantizing it has not been finished; the same quantize command goes on")

@@ -225,11 +225,11 @@ def test_the_command_line_tells_the_curve_and_refuses_in_a_line(model: Path, tmp
     command += ["--calibration-seq-len", 64, "--recipe", "quick", "--device", "cpu"]
     for more, says in (
         (["--bits", "8.5"], "got '8.5'; allowed is a number from 1 to 8"),
-        (["--bits", "4.5"], "bits: got 4.5; allowed is a number from 2 to 4"),
+        (["--bits", "4.5"], "--bits: got 4.5; allowed is a number from 2 to 4, and from 1 to 8 with format 'trellis'"),
         (["--size", "3.2 GiB"], "'3.2 GiB' is no size; give e.g. 3.2GB"),
         (["--size", "3GB", "--bits", "3"], "not allowed with argument"),
         (["--lm-head", "9"], "'9' is no rate of an end"),
-        (["--lm-head", "5"], "lm_head: got 5; allowed is 2, 3, 4, 16 to keep it"),
+        (["--lm-head", "5"], "--lm-head: got 5; allowed is 2, 3, 4, 16 to keep it"),
         (
             ["--bits", "2", "--lm-head", "auto", "--layer", "*=3"],
             "2.81 at the least: ask for that, or for lower rates of linears whose",

@@ -32,7 +32,7 @@ from onegraph.api.completion import StopTexts
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import main
 from onegraph.cli.serve import origin
-from onegraph.engine.choice import CHOICES
+from onegraph.engine.choice import CHOICES, Choice
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
@@ -348,21 +348,12 @@ def test_no_request_waits_for_a_step_to_be_built(model: Path, prepare: Prepare, 
         assert built == (first if prepare == "plain" else 21)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_request_comes_between_steps_that_are_built_later(model: Path, fails: bool) -> None:
-    """And where one of these cannot be built, requests that do without it go on."""
+def test_a_request_comes_between_steps_that_are_built_later(model: Path) -> None:
     with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
         worker = Worker(llm, Tokenizer(checkpoint), queue=8)
         worker.start()
         real, prompt = worker._build, llm.tokenizer.encode("the")
-
-        def build(*step: Any) -> None:
-            time.sleep(0.3)
-            if fails:
-                raise MemoryError("of a graph")
-            real(*step)
-
-        worker._build = build  # type: ignore[method-assign]
+        worker._build = lambda *step: (time.sleep(0.3), real(*step))  # type: ignore[method-assign]
         worker._later += [(choice, "decode") for choice in CHOICES]
 
         async def ask() -> None:
@@ -371,12 +362,52 @@ def test_a_request_comes_between_steps_that_are_built_later(model: Path, fails: 
                 assert not piece.error
 
         asyncio.run(ask())
-        assert fails or worker._later
-        while fails and worker._later:
-            time.sleep(0.01)
-        asyncio.run(ask())
+        assert worker._later
         worker.close()
         assert not any(thread.is_alive() for thread in worker._threads)
+
+
+def test_a_step_that_cannot_be_built_ends_who_needs_it(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not the requests beside it, and only while memory is short."""
+    with LLM(model, max_num_seqs=4, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+        plain: dict[str, Any] = {"model": "plain", "prompt": "the thing", "max_tokens": 30, "temperature": 0}
+        penalized = plain | {"frequency_penalty": 1.5}
+        named = {"prompts": "the thing", "max_tokens": 30, "temperature": 0}
+        wanted = [llm.generate(**named).text, llm.generate(**named, frequency_penalty=1.5).text]
+        steps = llm.engine.executor.ranks[0]
+        llm.engine.executor.groups.clear()
+        build, short = steps.build, True
+
+        def broken(decoding: bool, choice: Choice, *rest: Any) -> Any:
+            if short and decoding and choice.logprobs:
+                raise MemoryError("of a graph,\nwhich is large")
+            return build(decoding, choice, *rest)
+
+        steps.build = broken  # type: ignore[method-assign]
+        models = Models.of("plain", worker := Worker(llm, Tokenizer(checkpoint), queue=8))
+        models.start()
+        app = Server(models, Settings()).app()
+        while worker._later:
+            time.sleep(0.01)
+
+        async def ask(*bodies: dict[str, Any]) -> list[httpx.Response]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
+                return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+
+        told = "the decode step with log-probabilities could not be built: of a graph, which is large; leave"
+        assert told in caplog.text
+        sound = [plain, penalized]
+        first, second, *refused = asyncio.run(ask(*sound, *(body | {"logprobs": 1} for body in sound)))
+        assert [each.json()["choices"][0]["text"] for each in (first, second)] == wanted
+        for each in refused:
+            assert each.status_code == 500
+            assert "log-probabilities could not be built: of a graph, which is large; leave" in each.text
+        short = False
+        (again,) = asyncio.run(ask(plain | {"logprobs": 1}))
+        assert again.json()["choices"][0]["text"] == wanted[0]
+        assert worker.counts["failed"] == 2
+        assert worker.pages[0] == 0
+        worker.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -194,7 +194,9 @@ def _budget(
     the user has set their rates."""
     low, high = rates[0], rates[-1]
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not (math.isfinite(bits) and low <= bits <= high):
-        raise ValueError(f"bits: got {bits!r}; allowed is a number from {low} to {high}")
+        more = [(min(own.formats), max(own.formats), name) for name, own in OWN.items() if max(own.formats) > high]
+        told = "".join(f", and from {least} to {most} with format {name!r}" for least, most, name in more)
+        raise ValueError(f"bits: got {bits!r}; allowed is a number from {low} to {high}{told}")
     auto = frozenset(end for end, rate in ends.items() if rate == "auto")
     if size is None:
         chosen = auto or per_linear or bits != int(bits)

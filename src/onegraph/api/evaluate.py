@@ -76,11 +76,17 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Figures of `model` on `text`, by name; against `reference` where there is one; `for_card`: of `CARD_TOKENS`
     tokens at least. `remark` is told where the text is short. Raises ValueError."""
-    setting = parse_kv(kv)
+    fp8 = kv == "fp8"
+    setting = None if fp8 else parse_kv(kv)
     with Checkpoint.open(locate(model).path) as checkpoint:
         tokenizer = Tokenizer(checkpoint)
         ids = _measured_on(tokenizer, text, tokens, remark, CARD_TOKENS if for_card else 2)
         config = LlamaConfig.from_dict(checkpoint.config)
+        if fp8 and config.latent is None:
+            raise ValueError(
+                f"kv_cache_dtype fp8: it is for latent attention, which {config.model_type} does not have; take exact "
+                "or turboquant:4"
+            )
         window = min(window, config.max_positions)
         reach = (needle or 0) + ROOM
         if reach > config.max_positions:
@@ -89,7 +95,7 @@ def evaluate_checkpoint(
                 f"{config.max_positions} positions"
             )
         loaded = Llama.load(checkpoint, device, dtype, max_context=max(window, reach))
-        setting = loaded.settled(setting)
+        setting, loaded.fp8_kv = loaded.settled(setting), fp8
         size = size_of(checkpoint)
     other = None
     if reference is not None:
@@ -101,13 +107,13 @@ def evaluate_checkpoint(
         torch.tensor(ids),
         reference=other,
         window=window,
-        kv=setting,
+        kv="fp8" if fp8 else setting,
         progress=lambda done, total: progress("evaluating", done, total),
     )
     hidden = None if needle is None else retrieve(loaded, tokenizer, text, needle, setting)
     size_of_token = None
-    if setting is not None and config.latent is not None:
-        bits = code_bits(setting, False, config.attention_layers)
+    if config.latent is not None and (fp8 or setting is not None):
+        bits = code_bits(setting, fp8, config.attention_layers)
         size_of_token = float(token_bytes(bits, config.latent.rank, config.latent.rope, 2))
     elif setting is not None:
         size_of_token = setting.token_bytes_of(config.cached) + setting.sequence_bytes_of(config.cached) / window

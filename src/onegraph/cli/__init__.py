@@ -137,7 +137,7 @@ def _report(error: BaseException) -> int:
         where = f"{error.filename}: " if error.filename else ""
         _say(f"error: {where}{error.strerror or one_line(error)}")
         return USER_ERROR
-    if kind in ("CaptureError", "FloatingPointError", "ModuleNotFoundError"):
+    if kind in ("CaptureError", "StepError", "FloatingPointError", "ModuleNotFoundError"):
         _say("error: " + one_line(error))
         return USER_ERROR
     _say(f"internal error: {kind}: {one_line(error)}; please report it with the output of the same command and --debug")

@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
         "--kv-cache-dtype",
         default="exact",
         metavar="DTYPE",
-        help="KV cache: exact, turboquant:4, turboquant:k3v4, ... [exact]",
+        help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; with latent attention (DeepSeek) also fp8 [exact]",
     )
     parser.add_argument(
         "--card",

@@ -16,6 +16,7 @@ from onegraph.cli.common import (
     human_bytes,
     number,
     one_line,
+    options,
     pick_device,
     print_json,
     read_text,
@@ -278,7 +279,7 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.plan import plan
     from onegraph.api.quantize import quantize
 
-    options = {
+    chosen = {
         "bits": args.bits,
         "size": args.size,
         "format": args.format,
@@ -298,10 +299,11 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "device": pick_device(args.device),
     }
-    if args.dry_run:
-        return tell(plan(args.source, args.output, **options), args.json)
-    with Progress(**QUANTIZING) as shown:
-        made = quantize(args.source, args.output, progress=shown, on_message=remark, **options)
+    with options(*(f"{name}:" for name in chosen if name != "layers")):
+        if args.dry_run:
+            return tell(plan(args.source, args.output, **chosen), args.json)
+        with Progress(**QUANTIZING) as shown:
+            made = quantize(args.source, args.output, progress=shown, on_message=remark, **chosen)
     if args.json:
         told: dict[str, Any] = {"source": made.source, "output": args.output}
         if args.format != "e8p":

@@ -69,6 +69,12 @@ class Choice(NamedTuple):
         """One of `CHOICES` that does as much: what changes logits and draws knows min-p, so that graphs are fewer."""
         return self._replace(min_p=self.sampling and (self.min_p or self.shaping))
 
+    @property
+    def words(self) -> str:
+        """What it does besides drawing, for a message; empty where it does no more."""
+        told = "penalties, a bias or a constraint", "min-p", "log-probabilities", "log-probabilities of the prompt"
+        return " and ".join(word for word, needed in zip(told, self[1:], strict=True) if needed)
+
 
 PLAIN = Choice()
 SCORING = Choice(*[True] * 5)  # of all prompts that are scored: whatever else a row needs is in it, so it is one graph

@@ -132,7 +132,8 @@ class Engine:
             params: for all prompts, or one for each.
             on_token: called as on_token(prompt's number, token) as soon as the host has it; True ends that prompt.
 
-        Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN.
+        Raises ValueError for what cannot run (before anything does), FloatingPointError where the model gives NaN,
+        StepError where a step cannot be captured.
         """
         return [sequence.output for sequence in self.complete(prompts, params, on_token)]
 

@@ -8,7 +8,7 @@ Logits exist for a few positions at once only.
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from onegraph.engine.choice import row_slices
 from onegraph.engine.decoder import Decoder
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.nn.turboquant import relative_errors
+
+Cached = TurboQuantConfig | Literal["fp8"] | None  # how a model is read: through a cache of this setting, or densely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ def evaluate(
     reference: Decoder | None = None,
     window: int = 512,
     batch: int = 1,
-    kv: TurboQuantConfig | None = None,
+    kv: Cached = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Evaluate `model` on tokens int [N], cut into windows that share nothing.
@@ -62,7 +64,8 @@ def evaluate(
         reference: another model of the same vocabulary, e.g. the one that `model` was quantized from.
         batch: windows computed at once.
         kv: read the model through a KV cache of this setting, as decoding does: every query sees of each earlier token
-            what a decode step would. Compared with `reference`, or with the same model and exact attention.
+            what a decode step would. Compared with `reference`, or with the same model and exact attention. "fp8" is
+            of a model loaded with `fp8_kv`.
         progress: called as progress(windows done, windows in all).
 
     Raises ValueError for arguments that make no sense, FloatingPointError where a model gives NaN or an infinite loss.
@@ -82,7 +85,7 @@ def evaluate(
     done = 0
     squares: list[Tensor] = []
     for part in parts:
-        settings = (kv, None)[: len(models)]
+        settings: tuple[Cached, ...] = (kv, None)[: len(models)]
         hidden = [
             read(m, part, how, squares)[:, :-1].flatten(0, 1) for (_, m), how in zip(models, settings, strict=True)
         ]
@@ -123,21 +126,22 @@ def evaluate(
     )
 
 
-def read(model: Decoder, tokens: Tensor, kv: TurboQuantConfig | None, squares: list[Tensor]) -> Tensor:
-    """tokens int [B, T] -> hidden states [B, T, D]: densely, or as decoding through a cache of codes from the first
+def read(model: Decoder, tokens: Tensor, kv: Cached, squares: list[Tensor]) -> Tensor:
+    """tokens int [B, T] -> hidden states [B, T, D]: densely, or as decoding through a cache of `kv` from the first
     token on would give them, whose sums of errors go to `squares` in mode `shadow`."""
     tokens = tokens.to(model.devices[0], torch.int64)
     if kv is None and model.dense_attention is not None:
         return model(tokens, model.dense_attention)
     rows, length = tokens.shape
     page = model.page_size
-    per_row = -(-max(length, 0 if kv is None else kv.window) // page)
-    cache: Any = model.new_cache(rows=rows, pages=1 + rows * per_row, page_size=page, pages_per_row=per_row, kv=kv)
+    codes = None if kv == "fp8" else kv
+    per_row = -(-max(length, 0 if codes is None else codes.window) // page)
+    cache: Any = model.new_cache(rows=rows, pages=1 + rows * per_row, page_size=page, pages_per_row=per_row, kv=codes)
     for part in cache.parts:
         part.block_table.copy_(torch.arange(1, 1 + rows * per_row).view(rows, per_row))
         part.counts.fill_(length)
     hidden = model(tokens, cache if kv is None else cache.as_decoded())
-    if kv is not None and kv.mode == "shadow":
+    if codes is not None and codes.mode == "shadow":
         squares.append(cache.squares)
     return hidden
 

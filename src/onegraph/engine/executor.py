@@ -22,13 +22,13 @@ from onegraph.engine.inputs import Report, block_table, host_rows
 from onegraph.engine.offload import offloading
 from onegraph.engine.params import Stats
 from onegraph.engine.per_token import check_invariant
-from onegraph.engine.sequence import Sequence
+from onegraph.engine.sequence import Sequence, StepError
 from onegraph.engine.speculate import At, DraftTokens, Speculation
 from onegraph.engine.steps import Steps
 from onegraph.formats.turboquant import TurboQuantConfig
 from onegraph.nn.peers import PeerError
 from onegraph.ops.ahead import Ahead
-from onegraph.runtime.graph import GraphPool, Runner
+from onegraph.runtime.graph import CaptureError, GraphPool, Runner
 from onegraph.runtime.group import RankGroup, check_links, running
 from onegraph.runtime.transfer import Download
 
@@ -169,24 +169,31 @@ class Executor:
         exact: bool = False,
     ) -> RankGroup:
         """A step, built when first needed, one graph for each device and bucket: with the parts of a `Choice`, reading
-        up to so many drafts, for exact rows or others."""
+        up to so many drafts, for exact rows or others. Raises CaptureError where it cannot be built."""
         choice = Choice(sampling, shaping, min_p, logprobs, prompt).settled
         if (kind, choice, exact) not in self.groups:
             started = perf_counter()
-            if shaping or logprobs:
-                self.choice_states()
-            with self._compiled_ahead(choice, exact):
-                self.groups[kind, choice, exact] = self._build(kind == "decode", choice, exact)
-            if exact and kind == "decode":  # what encodes rows is compiled now, too, by a row without tokens
-                window = self.sizes.exact_window
-                self._encode(torch.zeros(1, window.pages(window.tokens), dtype=torch.int32), [0], [0])
-            self.stats.build_seconds += perf_counter() - started
+            try:
+                self._add_step(kind, choice, exact)
+            except PeerError:
+                raise
+            except Exception as error:
+                what = f"the {kind} step" + (f" with {choice.words}" if choice.words else "")
+                cure = f"leave {choice.words} out, or run" if choice.words else "run"
+                raise CaptureError(
+                    f"{what} could not be built: {' '.join(str(error).split())[:500] or type(error).__name__}; {cure} "
+                    "with a smaller batch, context or cache if memory is short"
+                ) from error
+            finally:
+                self.stats.build_seconds += perf_counter() - started
         return self.groups[kind, choice, exact][drafts]
 
     # What the scheduler calls.
 
     def begin(self, sequence: Sequence) -> None:
-        """Before the first pass over a sequence in its slot: what penalties count and no decode step reads."""
+        """Before the first pass over a sequence in its slot: what penalties count and no decode step reads. Raises
+        StepError, as do `prefill` and `load`."""
+        self._step_of("prefill", [sequence], self._prefill_choice(sequence))
         if sequence.params.shaping:
             count = sequence.to_prefill - len(sequence.prompt)
             for state in self.choice_states():
@@ -198,8 +205,8 @@ class Executor:
         """Launch a pass over a sequence's tokens from `read` to `end`; the report's token is BROKEN where any of these
         tokens met a NaN. Log-probabilities are those of the tokens behind each, where the prompt is scored, and of the
         drawn one, the last."""
-        choice = SCORING if sequence.scored else Choice.of([sequence.params])
-        step = self.step("prefill", **choice._asdict(), exact=sequence.exact)
+        choice = self._prefill_choice(sequence)
+        step = self._step_of("prefill", [sequence], choice)
         part = sequence.tokens(sequence.read, end)
         tokens = torch.zeros(1, self.chunk, dtype=torch.int64)
         tokens[0, : len(part)] = torch.tensor(part)
@@ -216,6 +223,20 @@ class Executor:
         told = choice.prompt or (last and choice.logprobs)
         return self._fetch("prefill", step.replay(), choice._replace(logprobs=told))
 
+    def _prefill_choice(self, sequence: Sequence) -> Choice:
+        return SCORING if sequence.scored else Choice.of([sequence.params])
+
+    def _step_of(self, kind: Kind, rows: list[Sequence], choice: Choice) -> RankGroup:
+        """`step` of these rows, the oldest first. A StepError is of the youngest whose own step cannot be built, or
+        where each could run alone, of the one that needs the most."""
+        try:
+            return self.step(kind, **choice._asdict(), exact=rows[0].exact)
+        except CaptureError as error:
+            own = {s: Choice.of([s.params]) for s in reversed(rows)}
+            for sequence, needed in own.items() if len(rows) > 1 else ():
+                self._step_of(kind, [sequence], needed)
+            raise StepError(str(error), max(own, key=lambda s: sum(own[s]))) from error
+
     def _rows(self, rows: list[Sequence], limits: list[int], choice: Choice) -> dict[str, Tensor]:
         adapted = self.ranks[0].adapters is not None
         return host_rows(rows, self.sizes.per_row, limits=limits, choice=choice, adapted=adapted)
@@ -223,7 +244,7 @@ class Executor:
     def load(self, rows: list[Sequence]) -> None:
         """From now on decode steps are of these sequences, from where each one's `read` stands."""
         choice, exact = Choice.of(s.params for s in rows), rows[0].exact
-        step = self.step("decode", **choice._asdict(), exact=exact)
+        step = self._step_of("decode", rows, choice)
         if self.speculation is not None and self.speculation.auto:
             self._measure(step, len(rows), choice, exact)
         drawn = torch.tensor([s.tokens(s.read, s.read + 1)[0] for s in rows])
@@ -294,6 +315,15 @@ class Executor:
             return nullcontext()
         kinds = (False,) if choice.prompt else (False, True)
         return self._compiling.active([partial(self.ranks[0].run_once, decoding, choice, exact) for decoding in kinds])
+
+    def _add_step(self, kind: Kind, choice: Choice, exact: bool) -> None:
+        if choice.shaping or choice.logprobs:
+            self.choice_states()
+        with self._compiled_ahead(choice, exact):
+            self.groups[kind, choice, exact] = self._build(kind == "decode", choice, exact)
+        if exact and kind == "decode":  # what encodes rows is compiled now, too, by a row without tokens
+            window = self.sizes.exact_window
+            self._encode(torch.zeros(1, window.pages(window.tokens), dtype=torch.int32), [0], [0])
 
     def _build(self, decoding: bool, choice: Choice, exact: bool) -> Groups:
         """Ranks are warmed up and captured one by one, each alone: nothing else may be in flight."""

@@ -19,7 +19,7 @@ from onegraph.engine.pages import PageAllocator
 from onegraph.engine.params import Stats
 from onegraph.engine.prefixes import Executor as State
 from onegraph.engine.prefixes import Prefixes
-from onegraph.engine.sequence import Sequence
+from onegraph.engine.sequence import Sequence, StepError
 from onegraph.engine.snapshots import EVERY
 from onegraph.ops.calls import NAN_DRAFTS, NAN_TOKEN, NO_TOKEN
 
@@ -136,19 +136,23 @@ class Scheduler:
     def step(self) -> list[tuple[Sequence, int]]:
         """Launch a chunk of a prompt or a decode step; (sequence, token) that were read meanwhile, in order.
 
-        A sequence that is `done` then has finished. Token -1: the model gave NaN, `error` of the sequence says where;
-        the others continue from what they had.
+        A sequence that is `done` then has finished. Token -1: the model gave NaN, or a step that the sequence needs
+        could not be built, as its `error` says; the others continue from what they had.
         """
         started, built = perf_counter(), self.stats.build_seconds
         self._new = []
         if self._ended or self._poisoned:
             self.drain()
-        self._admit()
-        sequence = self._next_to_prefill()
-        if sequence is None:
-            self._decode()
-        else:
-            self._prefill(sequence)
+        sequence = None
+        try:
+            self._admit()
+            sequence = self._next_to_prefill()
+            if sequence is None:
+                self._decode()
+            else:
+                self._prefill(sequence)
+        except StepError as error:
+            self._fail(error.sequence, error)
         self._decoded = sequence is None
         seconds = perf_counter() - started - (self.stats.build_seconds - built)
         if sequence is None:
@@ -416,16 +420,23 @@ class Scheduler:
         """The token behind all that a sequence has read; False where it was known."""
         if token < 0:
             self._poisoned = True
-            sequence.error = FloatingPointError(
+            error = FloatingPointError(
                 f"prompt {sequence.index}: the model gives NaN at position {sequence.read}: its weights hold NaN or "
                 "infinities, or activations overflow its dtype; check the checkpoint, or load it in float32"
             )
-        elif sequence.read < sequence.length:
+            self._fail(sequence, error)
             return False
-        else:
-            sequence.take(token)
-            if told is not None and (wanted := sequence.params.logprobs) is not None:
-                sequence.logprobs.append(token_logprob(told.tolist(), token, wanted))
+        if sequence.read < sequence.length:
+            return False
+        sequence.take(token)
+        if told is not None and (wanted := sequence.params.logprobs) is not None:
+            sequence.logprobs.append(token_logprob(told.tolist(), token, wanted))
         self._new.append((sequence, token))
         self._ended |= sequence.done
-        return token >= 0
+        return True
+
+    def _fail(self, sequence: Sequence, error: FloatingPointError | StepError) -> None:
+        """It ends without another token."""
+        sequence.error = error
+        self._new.append((sequence, NAN_TOKEN))
+        self._ended = True

@@ -13,6 +13,7 @@ from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.choice import Constrain, Constraint, token_logprob
 from onegraph.engine.exact_window import Sizes
 from onegraph.engine.params import SamplingParams, TokenLogprob
+from onegraph.runtime.graph import CaptureError
 from onegraph.runtime.offload import Arrival
 
 
@@ -50,7 +51,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     drafts: Acceptance = field(default_factory=Acceptance)
     cancelled: bool = False
-    error: FloatingPointError | None = None
+    error: "FloatingPointError | StepError | None" = None
     adapter: int = 0
 
     @property
@@ -114,6 +115,14 @@ class Sequence:
         known = len(self.prompt_logprobs)
         for place, row in enumerate(told[known - start : len(self.prompt) - 1 - start].tolist(), start=known + 1):
             self.prompt_logprobs.append(token_logprob(row, self.prompt[place], wanted))
+
+
+class StepError(CaptureError):
+    """A step could not be built. sequence: the one that needs it; the others run without."""
+
+    def __init__(self, message: str, sequence: Sequence) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 def make_sequences(

@@ -237,7 +237,9 @@ def read_config(path: Path) -> dict[str, Any]:
                 f"{path}: is an adapter for {base}, not a model; merge it into that (peft: merge_and_unload, then "
                 "save_pretrained) and give the directory of the merged model"
             )
-        raise CheckpointError(f"{path}: is no model directory, since it has no config.json")
+        raise CheckpointError(
+            f"{path}: has no config.json; give a directory that holds it and model.safetensors, or a .gguf file"
+        )
     config = read_json(file, infinite=True)
     told = config.get("quantization_config")
     told = config.get("compression_config") if told is None else told

@@ -222,7 +222,7 @@ class Worker:
         try:
             self._build(choice, kind)
         except Exception as error:  # for lack of memory, say; a request that needs the step tries again
-            LOG.warning("a %s step was not captured (%s): %s", kind, choice, " ".join(str(error).split())[:500])
+            LOG.warning("captured when a request first needs it: %s", " ".join(str(error).split())[:500])
         finally:
             self._building = False
 
