@@ -70,6 +70,11 @@ avx2: $(VENV)/.dev ## the numeric tests with torch limited to AVX2, on a CPU wit
 # vLLM, since its pins are not ours.
 $(VENV)/vllm/.done: tests/integrations/vllm/requirements.txt $(VENV)/.dev
 	$(call overlay,$(VENV)/vllm,$<)
+	@# PyPI's torchvision loads its operators beside a CUDA build of torch only. Models of images import its transforms,
+	@# to which the operators' names are enough.
+	$(VENV)/vllm/bin/python -c 'import torchvision' 2>/dev/null || \
+	  printf 'for name in ("nms", "qnms"):\n    torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")\n' \
+	  >> $$(echo $(VENV)/vllm/lib/python*/site-packages/torchvision/extension.py)
 	@touch $@
 
 vllm: export ONEGRAPH_SMOLLM2 ?= $(abspath $(firstword $(wildcard .demo/*.gguf)))

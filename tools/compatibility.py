@@ -195,8 +195,9 @@ def in_vllm() -> frozenset[str]:
     """The model_types that run inside vLLM in the tests that `make vllm` runs, by the variants that these name."""
     files = (ROOT / "tests" / "integrations" / "vllm").glob("test_*.py")
     text = "".join(file.read_text() for file in files if file.name != "test_gpu.py")
-    tiny = of_tests("models", "VARIANTS")
-    return frozenset(kind_of(name) for variant, (name, _) in tiny.items() if f'"{variant}"' in text)
+    tiny = {variant: name for variant, (name, _) in of_tests("models", "VARIANTS").items()}
+    tiny |= {name: f"{name}Text" for name in of_tests("test_wrapper", "QWEN")}
+    return frozenset(kind_of(name) for variant, name in tiny.items() if f'"{variant}"' in text)
 
 
 def of_tests(module: str, name: str) -> Mapping[str, Any]:

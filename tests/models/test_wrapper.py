@@ -276,14 +276,16 @@ QWEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save_qwen(kind: str, path: Path) -> Any:
-    """A tiny model of Qwen-VL's kinds, saved to `path`."""
+def save_qwen(kind: str, path: Path, **changes: Any) -> Any:
+    """A tiny model of Qwen-VL's kinds, saved to `path`; `changes` are of its text model."""
     import transformers
 
     more = dict(QWEN[kind])
     vision, sizes = more.pop("vision_config"), {k: v for k, v in SIZES.items() if k != "head_dim"}
-    sizes |= {"hidden_size": 96, **more}
-    rope = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": [2, 3, 3]}
+    sizes |= {"hidden_size": 96, **more, **changes}
+    half = changes.get("head_dim", 16) // 2
+    section = [half // 4, half * 3 // 8, half * 3 // 8]
+    rope = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": section}
     config = getattr(transformers, f"{kind}Config")(
         text_config=sizes | {"rope_parameters": rope}, vision_config=vision | {"intermediate_size": 16},
         image_token_id=120, video_token_id=121, vision_start_token_id=122, vision_end_token_id=123,

@@ -260,6 +260,23 @@ def test_nothing_in_codes_is_passed_over(tmp_path: Path) -> None:
     config.check_taken()
 
 
+def test_what_of_vllms_layers_the_checkpoint_holds_in_codes(tmp_path: Path) -> None:
+    """Routers, towers and other linears without codes are dense whatever the rate; a part that no file has, such as
+    values that are keys, is as its siblings; experts whose module vLLM calls `mlp` are found (MiniMax-M2)."""
+    block, experts = "model.layers.0", f"model.layers.0.block_sparse_moe.experts.{STACKS[1]}"
+    tensors = {f"{name}.codes": torch.zeros(8, 1) for name in (f"{block}.self_attn.k_proj", experts)}
+    kept = [f"{block}.router", f"{block}.per_layer_input_gate", "visual.blocks.0.attn.qkv"]
+    tensors |= {f"{name}.{kind}": torch.zeros(8) for name in kept for kind in ("scale", "weight")}
+    write_checkpoint(tmp_path / "m", {"model_type": "llama"}, tensors.items())
+    config = OnegraphConfig.from_config(KNOWN)
+    config.maybe_update_config(str(tmp_path / "m"))
+    assert not any(format.coded for name in kept for format in config.stored_formats([name]).values())
+    fused = config.stored_formats(config.parts_of(f"{block}.self_attn.qkv_proj"))
+    assert fused == {f"{block}.self_attn.{name}_proj": E8P[4] for name in "qkv"}
+    assert config.parts_of(f"{block}.mlp.experts.{STACKS[1]}") == [experts]
+    assert config.parts_of(f"{block}.self_attn.o_proj") == [f"{block}.self_attn.o_proj"]
+
+
 def test_blocks_of_mxfp4_beside_codes_are_refused_by_name(tmp_path: Path) -> None:
     """What `onegraph quantize` makes of gpt-oss unless its experts get a rate."""
     tensors = {f"{PREFIX}.gate_up_proj_blocks": torch.zeros(1, dtype=torch.uint8)}

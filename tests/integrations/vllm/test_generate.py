@@ -31,9 +31,13 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 @contextmanager
 def serving(path: Path, *, compiled: bool = False, **settings: Any) -> Iterator[Any]:
-    """vLLM's engine on a checkpoint, in float32, told nothing of the quantization."""
+    """vLLM's engine on a checkpoint, in float32, told nothing of the quantization. What it would import a process of
+    its own for, to inspect a model's class, is imported here already."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.entrypoints.llm import LLM
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
 
     known = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128, "dtype": "float32"}
     llm = LLM(str(path), skip_tokenizer_init=True, enforce_eager=not compiled, **(known | settings))

@@ -1,5 +1,5 @@
 """Hybrids in codes inside the real vLLM, on a CPU, whose gated delta rule runs in bfloat16 alone: log-probabilities are
-those of transformers with the weights that the codes stand for. Qwen3.5 itself needs torchvision there: test_gpu.py."""
+those of transformers with the weights that the codes stand for. test_families.py has Qwen3.5."""
 
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,14 @@
 """The quantization "onegraph" as vLLM sees it: which layer is stored in which format, and so gets which method."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
+from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import STACKS, in_blocks
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization, WeightFormat
@@ -16,6 +17,7 @@ from onegraph.integrations.vllm import FUSED, fuses, unsupported
 HEAD, EMBED = "lm_head", "embed_tokens"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 BLOCK = re.compile(r".*?\.\d+\.")  # the name of a block, with what goes before it
+MODULE = re.compile(BLOCK.pattern + r"\w+\.")  # that of a module within it, such as attention
 DRAFT = "draft_model."  # what vLLM puts before the names of a model that drafts for another
 
 
@@ -41,6 +43,7 @@ class OnegraphConfig(QuantizationConfig):
         super().__init__()
         self.quantization = quantization
         self.coded: frozenset[str] = frozenset()  # layers of blocks that the checkpoint holds in codes, by vLLM's names
+        self.modules: frozenset[str] = frozenset()  # of blocks, with the block, in the checkpoint
         self.taken: set[str] = set()  # those that a method of ours runs
 
     def __repr__(self) -> str:
@@ -83,6 +86,7 @@ class OnegraphConfig(QuantizationConfig):
                 f"{blocks}: experts in MXFP4 beside codes of onegraph do not run in vLLM; serve the published model"
             )
         self.coded = frozenset(layer for name in tensors if (layer := self._coded(name)) is not None)
+        self.modules = frozenset(found[0] for name in tensors if (found := MODULE.match(name)))
         if hf_config is not None and self.unties:
             hf_config.get_text_config().tie_word_embeddings = hf_config.tie_word_embeddings = False
         names = getattr(hf_config, "architectures", None) or [""]
@@ -92,12 +96,13 @@ class OnegraphConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.quantization = self.quantization.renamed(hf_to_vllm_mapper.apply_dict)
         self.coded = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.coded)))
+        self.modules = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.modules)))
 
     def _coded(self, tensor: str) -> str | None:
         """The layer within a block whose codes the tensor of this name is; None where it is none."""
         layer = tensor.rpartition(".")[0]
         format = self.format_of(layer)
-        found = BLOCK.match(layer) and format.coded and tensor in format.names((), layer).values()
+        found = BLOCK.match(layer) and format.coded and tensor == format.names((), layer)["codes"]
         return layer if found else None
 
     def check_taken(self) -> None:
@@ -115,6 +120,13 @@ class OnegraphConfig(QuantizationConfig):
     def format_of(self, layer: str) -> WeightFormat:
         return self.quantization.format_of(layer, _Unread())
 
+    def stored_formats(self, parts: Sequence[str]) -> dict[str, WeightFormat]:
+        """Those of the linears of one layer of vLLM's: dense where the checkpoint has codes of none of them, whatever
+        rate the config has for linears at large: of routers, towers and what else a family keeps. Where no checkpoint
+        is read (dummy weights), what the config says."""
+        kept = self.coded and self.coded.isdisjoint(parts)
+        return {name: DENSE if kept else self.format_of(name) for name in parts}
+
     @property
     def unties(self) -> bool:
         """Whether head and embedding are two, whatever the config says of ties: one of them is quantized."""
@@ -125,7 +137,18 @@ class OnegraphConfig(QuantizationConfig):
         model says otherwise, as Phi-3's does. Qwen3-MoE's is silent about its dense layers."""
         parent, _, name = prefix.removeprefix(DRAFT).rpartition(".")
         names = self.packed_modules_mapping.get(name) or PACKED.get(name, [name])
-        return [f"{parent}.{part}" if parent else part for part in names]
+        return [self._stored_name(f"{parent}.{part}" if parent else part) for part in names]
+
+    def _stored_name(self, layer: str) -> str:
+        """The name that the checkpoint has for vLLM's `layer`, as vLLM maps it: a model may call a module of its blocks
+        something else where it asks for methods than where it loads (MiniMax-M2's experts)."""
+        module = MODULE.match(layer)
+        if not self.modules or module is None or module[0] in self.modules:
+            return layer
+        block, rest = BLOCK.match(layer), layer[module.end() :]
+        assert block is not None
+        found = [name for name in self.modules if name.startswith(block[0]) and name + rest in self.coded]
+        return found[0] + rest if len(found) == 1 else layer
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a layer; None leaves it to vLLM. Raises ValueError for one that does not run in codes."""
@@ -145,9 +168,7 @@ class OnegraphConfig(QuantizationConfig):
         if isinstance(layer, GateLinear):
             return UnquantizedLinearMethod()  # routers keep their file's dtype
         if isinstance(layer, LinearBase):
-            if self._of_a_tower(prefix):
-                return UnquantizedLinearMethod()
-            parts = {name: self.format_of(name) for name in self.parts_of(prefix)}
+            parts = self.stored_formats(self.parts_of(prefix))
             if any(format.coded for format in parts.values()):
                 self.taken.update(parts)
                 return OnegraphLinearMethod(parts, self.check_taken)
@@ -156,19 +177,12 @@ class OnegraphConfig(QuantizationConfig):
             return self._experts_method(layer, prefix)
         return None
 
-    def _of_a_tower(self, prefix: str) -> bool:
-        """Whether a layer is of another modality's tower or projector: those of the text model lie in the same list of
-        blocks as what the checkpoint holds in codes."""
-        roots = {block[0].rstrip(".0123456789") for name in self.coded if (block := BLOCK.match(name))}
-        own = BLOCK.match(prefix.removeprefix(DRAFT))
-        return bool(roots) and (own is None or own[0].rstrip(".0123456789") not in roots)
-
     def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
         from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
 
         prefix = prefix.removeprefix(DRAFT)
-        formats = {name: self.format_of(name) for name in (f"{prefix}.{stack}" for stack in STACKS)}
+        formats = {name: self.format_of(name) for name in (self._stored_name(f"{prefix}.{stack}") for stack in STACKS)}
         if len(set(formats.values())) > 1:
             gate_up, down = formats
             raise ValueError(f"{gate_up} and {down} have two rates; experts of a layer must have one")

@@ -19,8 +19,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import Tensors, WeightFormat
 from onegraph.integrations.vllm.shards import Shard, Slots
-from onegraph.ops.activation import SwiGLU
+from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.weight import weight_ops
+
+GATES: dict[MoEActivation, Gate] = {MoEActivation.SILU: SwiGLU(), MoEActivation.GELU_TANH: GeGLU()}
 
 
 class Stack:
@@ -91,7 +93,7 @@ class Stack:
 
 class OnegraphExpertsMethod(FusedMoEMethodBase):
     """Routed experts whose two stacks are of `format`. Raises ValueError for what the op does not do, by the layer's
-    name: another gate than SiLU, biases, adapters, weights on inputs, data and sequence parallelism."""
+    name: other gates than `GATES`, biases, adapters, weights on inputs, data and sequence parallelism."""
 
     def __init__(self, moe: FusedMoEConfig, prefix: str, format: WeightFormat, *, weighted_inputs: bool) -> None:
         super().__init__(moe)
@@ -99,7 +101,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
         parallel = moe.moe_parallel_config
         refused = {
             f"experts of {format}": run is None,
-            f"the gate {moe.activation.value!r}": moe.activation is not MoEActivation.SILU,
+            f"the gate {moe.activation.value!r}": moe.activation not in GATES,
             "a bound of the gate": moe.swiglu_limit is not None,
             "biases": moe.has_bias,
             "adapters (LoRA)": moe.is_lora_enabled,
@@ -111,7 +113,7 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
                 f"{prefix}: experts in codes do not run with {found[0]} in vLLM; serve the unquantized model there"
             )
         assert run is not None
-        self.prefix, self.format, self._run = prefix, format, run
+        self.prefix, self.format, self._run, self._gate = prefix, format, run, GATES[moe.activation]
         self.stacks: tuple[Stack, ...] = ()
         self._dummy = False
 
@@ -192,5 +194,5 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
             weights = torch.where(ids < 0, 0.0, weights)
         gate_up, down = (stack.kernel_args(layer) for stack in self.stacks)
         run = self.format, x.contiguous(), ids.contiguous(), weights.contiguous()
-        out: Tensor = self._run(*run, gate_up, down, SwiGLU(), None)
+        out: Tensor = self._run(*run, gate_up, down, self._gate, None)
         return out
