@@ -279,7 +279,7 @@ def test_the_real_command_on_the_real_model(tmp_path: Path) -> None:
         "--text",
         tmp_path / "topics.txt",
         "--tokens",
-        512,
+        1024,
         "--card",
     ]
     command = [sys.executable, "-m", "onegraph", "eval", model, *words, "--device", "cpu", "--json"]

@@ -340,7 +340,7 @@ def test_a_text_shorter_than_a_row_is_refused_before_it_begins(model: Path, tmp_
     status, _, errors = invoke([*command, tmp_path / "text"])
     assert (status, errors) == (
         2,
-        f"onegraph: error: {says}; give about 4000 tokens or more, or use shorter sequences\n",
+        f"onegraph: error: --{says}; give about 4000 tokens or more, or use shorter sequences\n",
     )
     status, _, errors = invoke([*command, tmp_path / "none"])
     assert (status, errors) == (2, f"onegraph: error: {tmp_path / 'none'}: no such file\n")

@@ -226,7 +226,7 @@ def test_what_the_simulator_lacks_is_not_told_as_an_error_of_the_step() -> None:
     assert "check with --live" in str(told.value)
 
 
-def test_an_autotuner_that_meets_a_new_key_later_is_told() -> None:
+def test_an_autotuner_that_meets_a_new_key_later_is_told(whole_scan: None) -> None:
     pytest.importorskip("triton")
     from public import tuned
 

@@ -91,7 +91,8 @@ IDLE = {
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
     "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa", "kimi_linear"},  # mlp_layer_types says which layers
-    "head_dim": {"kimi_linear"},  # transformers overwrites it
+    # transformers overwrites it in kimi_linear; elsewhere it may be either size of a latent head's parts, or their sum
+    "head_dim": {"kimi_linear", "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa"},
     **{
         key: {"nemotron_h"}
         for key in (
