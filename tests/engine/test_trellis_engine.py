@@ -1,5 +1,6 @@
 """Trellis-coded models where an engine runs them: steps that may be captured, drafts, `eval --ab`, a server."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from engines import simulated_step
 from fuzz import tiny
 from models import TILED, save_rotated
-from onegraph import LLM, quantize
+from onegraph import LLM
 from onegraph.check import check_step
 from onegraph.engine.ab import costs, exchanged
 from onegraph.engine.draft import NgramDrafter
@@ -22,8 +23,6 @@ from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from test_e8p_experts import checkpoint_of
 from test_server import Running
-
-FEW: dict[str, Any] = {"recipe": "quick", "num_calibration_tokens": 128, "calibration_seq_len": 64, "device": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +87,12 @@ def test_components_one_by_one(tmp_path: Path) -> None:
 
 
 def test_a_server_writes_what_generate_does(tmp_path: Path) -> None:
-    source = tiny.write_model(tmp_path / "source")
-    quantize(source, tmp_path / "m", format="trellis", bits=3, layers={"*.down_proj": 5}, **FEW)
+    """Of random codes: quantizing takes a minute."""
+    rates = TrellisConfig(bits=3, layers={"model.layers.0.mlp.down_proj": 5})
+    sizes = TILED | {"num_hidden_layers": 1, "vocab_size": len(tiny.TOKENS)}
+    save_rotated(rates, "qwen3", tmp_path / "m", **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.write_model(tmp_path / name) / name, tmp_path / "m")
     how: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 5}
     prompts = ["the thing", "in the inn"]
     with LLM(tmp_path / "m", max_model_len=96, device="cpu") as llm:
