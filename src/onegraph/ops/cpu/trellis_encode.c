@@ -24,7 +24,14 @@
 #define MIDS (OVERLAPS / C)
 #define WEIGHTS 256
 #define ALONG_MID (BITS <= 3)
+// As many as a register holds: of wider vectors compilers move single numbers wherever one is shuffled.
+#ifdef __AVX512F__
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define AT_ONCE (ALONG_MID ? C : C < 64 ? C / LANES : 4)  // vectors
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -37,6 +44,19 @@ typedef struct {
   float *old, *new;                 // the costs in turn
 } Scratch;
 
+static inline Bytes bytes(Ints v) {
+#if LANES == 16
+  return __builtin_convertvector(v, Bytes);
+#else  // which would take single numbers
+  typedef uint8_t Whole __attribute__((vector_size(4 * LANES)));
+  const Whole low = {0, 4, 8, 12, 16, 20, 24, 28};
+  const Whole moved = __builtin_shuffle((Whole)v, low);
+  Bytes found;
+  memcpy(&found, &moved, sizeof found);
+  return found;
+#endif
+}
+
 // Where the costs of an overlap lie: [h][mid], its bits being (mid, h), or [mid][c] as the step before has made them.
 static inline int place(int overlap) {
   return ALONG_MID ? overlap % C * MIDS + overlap / C : overlap % MIDS * C + overlap / MIDS;
@@ -47,7 +67,13 @@ static inline int left(int overlap) { return ALONG_MID ? overlap : overlap % MID
 #if ALONG_MID
 // Vector h gets every C-th number from h on: each turn moves the lowest bit of a number's place in front of the highest.
 static inline void part(Floats* v) {
+#if LANES == 16
   const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, odd = even + 1;
+#elif LANES == 8
+  const Ints even = {0, 2, 4, 6, 8, 10, 12, 14}, odd = even + 1;
+#else
+  const Ints even = {0, 2, 4, 6}, odd = even + 1;
+#endif
 #pragma GCC unroll 3
   for (int turn = 0; turn < BITS; turn++) {
     Floats to[C];
@@ -96,7 +122,7 @@ static void step(Scratch* s, uint8_t* from, const float* restrict table, float x
     }
     Bytes* to = (Bytes*)(from + (ALONG_MID ? c * MIDS + mid : mid * C + c));
 #pragma GCC unroll 8
-    for (int i = 0; i < AT_ONCE; i++) to[i] = __builtin_convertvector(which[i], Bytes);
+    for (int i = 0; i < AT_ONCE; i++) to[i] = bytes(which[i]);
 #if ALONG_MID
     part(best);
 #pragma GCC unroll 8
