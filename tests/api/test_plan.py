@@ -446,6 +446,17 @@ except (MemoryError, RuntimeError, OSError, ValueError) as error:
 """
 
 
+def test_a_head_beside_tied_embeddings_is_planned_as_it_is_written(tmp_path: Path) -> None:
+    """What would be written is a table without files: no head can be read from it."""
+    head = {"lm_head.weight": torch.randn(len(tiny.TOKENS), 64).half()}
+    write_checkpoint(tmp_path / "m", tiny.CONFIG, (tiny.tensors() | head).items())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / name).write_bytes((tiny.write_model(tmp_path / name) / name).read_bytes())
+    with pytest.warns(UserWarning, match=r"the file's head is used"):
+        said, made = plan(tmp_path / "m", **SMALL), quantize(tmp_path / "m", tmp_path / "out", **SMALL)
+    assert said.after.total_bytes == made.after.total_bytes > 2 * len(tiny.TOKENS) * 64 * 2
+
+
 @pytest.mark.slow
 def test_memory_holds_one_block(tmp_path: Path) -> None:
     """A model whose linears take 168 MB in float32 and 19 MB in codes, under a limit of 30 MB beyond what the process

@@ -14,6 +14,7 @@ import torch
 from onegraph.formats.checkpoint import Checkpoint, TensorInfo, read_config
 from onegraph.formats.files import CheckpointError, out_of_memory, quote
 from onegraph.formats.fused import BlocksConfig
+from onegraph.formats.table import UNWRITTEN
 from onegraph.models.carried import CarriedStream
 from onegraph.models.config import LlamaConfig
 from onegraph.models.llama import config_of
@@ -50,7 +51,7 @@ def described(path: Path) -> Checkpoint:
 
 def table_entry(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
     """What a checkpoint's table says of a tensor that no file holds yet."""
-    return TensorInfo(tuple(shape), dtype, torch.Size(shape).numel() * dtype.itemsize, path)
+    return TensorInfo(tuple(shape), dtype, torch.Size(shape).numel() * dtype.itemsize, path, UNWRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,13 @@ DTYPES = {
 MAX_HEADER = 100 << 20  # bytes; the safetensors library's own limit
 
 
+UNWRITTEN = -1
+
+
 class TensorInfo(NamedTuple):
     """Where a tensor lies and what it is; `nbytes` is what it occupies on disk, from byte `offset` of the file on.
-    offset None: those bytes are not the tensor's own, as in blocks that reading decodes."""
+    offset None: those bytes are not the tensor's own, as in blocks that reading decodes; `UNWRITTEN`: there are none
+    yet, and `file` is where they will be."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -23,6 +23,7 @@ from onegraph.formats.checkpoint import Checkpoint, finite
 from onegraph.formats.dense import DENSE
 from onegraph.formats.files import CheckpointError
 from onegraph.formats.fused import OneOfStack, expected_stack, stack_names
+from onegraph.formats.table import UNWRITTEN
 from onegraph.formats.weight import FLOATS, WHOLE, Expected, Field, Part, Tensors, WeightFormat, check_conversion
 from onegraph.models.parts import Family
 from onegraph.models.prefetch import AHEAD_BYTES, Prefetch
@@ -115,11 +116,12 @@ class Loader:
     @cached_property
     def own_head(self) -> bool:
         """Whether the files hold a dense head that differs from the embedding although the config ties the two. It is
-        the head then, as in transformers."""
+        the head then, as in transformers. One that is not written yet counts as such."""
         names = [f"{name}.weight" for name in (self.parts.head, self.parts.embedding[0])]
         if not self.parts.tied or not all(name in self for name in names):
             return False
-        if self.info(names[0]).shape != self.info(names[1]).shape:
+        head_info, info = map(self.info, names)
+        if head_info.shape != info.shape or head_info.offset == UNWRITTEN:
             return True
         head, embedding = (self.checkpoint.tensor(self.stored[name]) for name in names)
         return not torch.equal(head, embedding.to(head.dtype))
