@@ -73,7 +73,8 @@ class Running:
         """key: for clients. files: that the server may open."""
         words = ["serve", str(model), *OPTIONS, "--device=cpu", f"--port={port}", *options]
         self.process = Forked(words, os.environ | ({} if key is None else {"ONEGRAPH_API_KEY": key}), files)
-        assert self.process.stderr.readline() == f"loading {model}\n"
+        line = self.process.stderr.readline()
+        assert line == f"loading {model}\n", (line or self.process.wait(DEADLINE), self.process.stderr.read())
         assert self.process.stderr.readline().startswith("memory: weights ")
         line = self.process.stderr.readline()
         assert line.startswith("serving "), line + self.process.stderr.read()
