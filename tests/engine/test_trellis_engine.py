@@ -1,15 +1,12 @@
 """Trellis-coded models where an engine runs them: steps that may be captured, drafts, `eval --ab`, a server."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import test_server
 from engines import simulated_step
 from fuzz import tiny
 from models import TILED, save_rotated
@@ -25,6 +22,7 @@ from onegraph.formats.trellis import TRELLIS, TrellisConfig
 from onegraph.models.llama import Llama
 from onegraph.models.load import load_decoder
 from test_e8p_experts import checkpoint_of
+from test_server import Running
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def test_components_one_by_one(tmp_path: Path) -> None:
     assert found["mlp down"].kl == wanted.kl > 0
 
 
-def test_a_server_writes_what_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_writes_what_generate_does(tmp_path: Path) -> None:
     """Of random codes: quantizing takes a minute."""
     rates = TrellisConfig(bits=3, layers={"model.layers.0.mlp.down_proj": 5})
     sizes = TILED | {"num_hidden_layers": 1, "vocab_size": len(tiny.TOKENS)}
@@ -99,13 +97,7 @@ def test_a_server_writes_what_generate_does(tmp_path: Path, monkeypatch: pytest.
     prompts = ["the thing", "in the inn"]
     with LLM(tmp_path / "m", max_model_len=96, device="cpu") as llm:
         wanted = [output.text for output in llm.generate(prompts, **how)]
-
-    def start(words: list[str], environment: dict[str, str], files: int | None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "onegraph", *words]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-    monkeypatch.setattr(test_server, "Forked", start)  # the copies of a long session have ended here without a word
-    server = test_server.Running(tmp_path / "m")
+    server = Running(tmp_path / "m")
     try:
         made = server.client.completions.create(model="m", prompt=prompts, **how)
     finally:

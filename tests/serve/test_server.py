@@ -23,9 +23,9 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serve.forked import Forked
 
 import onegraph
+from forked import Forked
 from fuzz import tiny
 from onegraph import LLM
 from onegraph.api.completion import StopTexts
