@@ -450,8 +450,7 @@ def test_a_head_beside_tied_embeddings_is_planned_as_it_is_written(tmp_path: Pat
     """What would be written is a table without files: no head can be read from it."""
     head = {"lm_head.weight": torch.randn(len(tiny.TOKENS), 64).half()}
     write_checkpoint(tmp_path / "m", tiny.CONFIG, (tiny.tensors() | head).items())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((tiny.write_model(tmp_path / name) / name).read_bytes())
+    tiny.write_tokenizer(tmp_path / "m")
     with pytest.warns(UserWarning, match=r"the file's head is used"):
         said, made = plan(tmp_path / "m", **SMALL), quantize(tmp_path / "m", tmp_path / "out", **SMALL)
     assert said.after.total_bytes == made.after.total_bytes > 2 * len(tiny.TOKENS) * 64 * 2
@@ -476,8 +475,7 @@ def test_memory_holds_one_block(tmp_path: Path) -> None:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{i}.{name}.weight"] = torch.ones(256)
     write_checkpoint(tmp_path / "m", config, ((k, v.half()) for k, v in tensors.items()), shard_bytes=4 << 20)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "m" / name).write_bytes((tiny.write_model(tmp_path / name) / name).read_bytes())
+    tiny.write_tokenizer(tmp_path / "m")
 
     def run(kept: str) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, "-c", LIMITED, str(tmp_path / "m"), str(tmp_path / kept), str(HEADROOM), kept]

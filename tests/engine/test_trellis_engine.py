@@ -1,6 +1,5 @@
 """Trellis-coded models where an engine runs them: steps that may be captured, drafts, `eval --ab`, a server."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,7 @@ def test_a_server_writes_what_generate_does(tmp_path: Path) -> None:
     rates = TrellisConfig(bits=3, layers={"model.layers.0.mlp.down_proj": 5})
     sizes = TILED | {"num_hidden_layers": 1, "vocab_size": len(tiny.TOKENS)}
     save_rotated(rates, "qwen3", tmp_path / "m", **sizes)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny.write_model(tmp_path / name) / name, tmp_path / "m")
+    tiny.write_tokenizer(tmp_path / "m")
     how: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 5}
     prompts = ["the thing", "in the inn"]
     with LLM(tmp_path / "m", max_model_len=96, device="cpu") as llm:

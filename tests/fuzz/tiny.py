@@ -89,11 +89,15 @@ def tokenizer_json() -> dict[str, Any]:
 def write_model(path: Path, config: dict[str, Any] | None = None, seed: int = 0, shard_bytes: int = 1 << 30) -> Path:
     """The model as a directory. Returns `path`."""
     write_checkpoint(path, config or CONFIG, tensors(seed).items(), shard_bytes=shard_bytes)
+    write_tokenizer(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": False}))
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
     settings = {"eos_token": SPECIAL[2], "bos_token": SPECIAL[1], "chat_template": TEMPLATE}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": False}))
-    return path
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

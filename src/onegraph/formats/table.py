@@ -32,7 +32,7 @@ DTYPES = {
 MAX_HEADER = 100 << 20  # bytes; the safetensors library's own limit
 
 
-UNWRITTEN = -1
+UNWRITTEN = -1  # offset of a tensor that no file holds yet
 
 
 class TensorInfo(NamedTuple):

@@ -4,8 +4,8 @@
     h' = norm(block(x));  logits = head(h')
 
 h is what the decoder gives behind its final norm; embedding and head are the decoder's. h' stands for it when another
-token is drafted behind. Qwen3-Next and Qwen3.5 hold it under `mtp.`; Nemotron 3 too, as a block that attends and one of
-experts; GLM-4.5, GLM-5 and DeepSeek-V3 as a layer behind the last (`models.families.DraftNames`). What drives it, and
+token is drafted behind. Qwen3-Next and Qwen3.5 hold it under `mtp.`; Nemotron 3 too, as an attention block and a MoE
+block; GLM-4.5, GLM-5 and DeepSeek-V3 as a layer behind the last (`models.families.DraftNames`). What drives it, and
 says which drafts are kept, is `engine/draft_heads.py`.
 
 Its keys and values, or latents, lie in pages of its own, in the decoder's dtype, under the decoder's block table and

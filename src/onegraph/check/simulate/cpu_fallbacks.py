@@ -78,7 +78,7 @@ def _lstm_cell(
 
 
 def _product(plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """A product of narrow matrices whose result has a wider dtype, the last positional argument: of widened ones."""
+    """A product with `out_dtype`, its last positional argument: of matrices converted to that dtype first."""
     *matrices, dtype = args
     return plain(*(matrix.to(dtype) for matrix in matrices), **kwargs)
 
