@@ -16,14 +16,16 @@ from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.assistant import Assistant, is_assistant
 from onegraph.models.chain import ChainedLlama
+from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
-from onegraph.models.load import load_decoder, parse_config
-from onegraph.models.loader import Held
+from onegraph.models.load import checkpoint_config, load_decoder
+from onegraph.models.loader import Held, Loader
 from onegraph.models.mtp import DraftLayer, has_draft
 from onegraph.models.ranks import Ranks, one_progress
+from onegraph.models.shares import shares_draft
 
 if TYPE_CHECKING:
     from onegraph.api import Progress
@@ -138,12 +140,13 @@ def second(
     max_context: int,
     progress: Progress | None,
 ) -> list[MakeDrafter]:
-    """Another, smaller model of the same tokens, whole on each rank; or an assistant of this one."""
+    """Another, smaller model of the same tokens, shared by the ranks or whole on each (`shares_draft`); or an assistant
+    of this one."""
     vocabulary = ranks[0].config.vocab_size
     with second_checkpoint(name) as checkpoint:
         if is_assistant(checkpoint.config):
             return [partial(AssistantDrafter, assistant(checkpoint, rank)) for rank in ranks]
-        config = parse_config(checkpoint.config)
+        config = checkpoint_config(checkpoint)
         found = config.vocab_size
         if found != vocabulary:
             raise ValueError(
@@ -161,6 +164,11 @@ def second(
                 f"{NGRAM!r}"
             )
         loading = None if progress is None else partial(progress, "loading")
+        count, dtype = len(ranks), ranks[0].dtype
+        if isinstance(config, LlamaConfig) and shares_draft(Loader(checkpoint, config, dtype), config, count):
+            peers, options = ranks[0].peer.peers, {"max_context": max_context, "held": held, "progress": loading}
+            shared = Ranks.load(checkpoint, peers.devices, dtype, peers=peers, **options)
+            return [partial(ModelDrafter, model) for model in shared.ranks]
         drafting = [
             load_decoder(
                 checkpoint,
@@ -168,7 +176,7 @@ def second(
                 rank.dtype,
                 max_context=max_context,
                 held=held,
-                progress=one_progress(loading, i, len(ranks)),
+                progress=one_progress(loading, i, count),
             )
             for i, rank in enumerate(ranks)
         ]
