@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from onegraph.models.loader import Held, Loader
 from onegraph.models.mtp import DraftLayer, has_draft
 from onegraph.models.ranks import Ranks, one_progress
 from onegraph.models.shares import shares_draft
+from onegraph.nn.peers import Peers
 
 if TYPE_CHECKING:
     from onegraph.api import Progress
@@ -165,10 +166,13 @@ def second(
             )
         loading = None if progress is None else partial(progress, "loading")
         count, dtype = len(ranks), ranks[0].dtype
-        if isinstance(config, LlamaConfig) and shares_draft(Loader(checkpoint, config, dtype), config, count):
-            peers, options = ranks[0].peer.peers, {"max_context": max_context, "held": held, "progress": loading}
-            shared = Ranks.load(checkpoint, peers.devices, dtype, peers=peers, **options)
-            return [partial(ModelDrafter, model) for model in shared.ranks]
+        peer = None if count == 1 else ranks[0].peer
+        if peer is not None and isinstance(config, LlamaConfig):
+            peers: Peers = peer.peers
+            how: dict[str, Any] = {"max_context": max_context, "held": held, "progress": loading}
+            if shares_draft(Loader(checkpoint, config, dtype), config, count):
+                shared = Ranks.load(checkpoint, peers.devices, dtype, peers=peers, **how)
+                return [partial(ModelDrafter, model) for model in shared.ranks]
         drafting = [
             load_decoder(
                 checkpoint,

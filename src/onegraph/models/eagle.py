@@ -348,8 +348,8 @@ class EagleHead(nn.Module):
     def new_cache(self, *, spare: int, **sizes: Any) -> PagedCache:
         """For one layer, in the target's dtype and with its pages (rows, pages, page_size, pages_per_row): one block
         table serves both."""
-        share, about = share_of(self.peer), {"device": self.norm.device, "dtype": self.dtype}
-        found = attention_cache(self.config.layer, share, None, **sizes, **about)
+        layer, share = self.config.layer, share_of(self.peer)
+        found = attention_cache(layer, share, None, **sizes, device=self.norm.device, dtype=self.dtype)
         assert isinstance(found, PagedCache)
         return found
 
