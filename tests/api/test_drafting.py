@@ -18,6 +18,7 @@ from onegraph import LLM, SamplingParams
 from onegraph.api.drafting import drafters
 from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models import shares
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
 
@@ -47,10 +48,14 @@ def test_the_text_is_that_without_drafts(model: Path, other: Path) -> None:
         assert stats.decode_steps < 19
 
 
+@pytest.mark.parametrize("shared", [False, True])
 def test_every_rank_of_a_model_has_its_drafter(
-    model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: bool, model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks on a CPU: text, drafts and what is told while a drafting model is read."""
+    """Two ranks on a CPU: text, drafts and what is told while a drafting model is read. Models as small as these are
+    whole on each, where exchanges take time."""
+    if shared:
+        monkeypatch.setattr(shares, "EXCHANGE_S", 0.0)
     with Checkpoint.open(model) as checkpoint:
         whole = Llama.load(checkpoint, max_context=128)
         ranks = Ranks.load(checkpoint, ["cpu"] * 2, max_context=128)
@@ -68,6 +73,10 @@ def test_every_rank_of_a_model_has_its_drafter(
                 model, device="cpu", max_model_len=128, speculative=draft, num_speculative_tokens=2, progress=told
             ) as llm:
                 found.append((llm.generate(PROMPTS, params)[0].tokens, llm.stats.accepted_tokens))
+                for rank in llm.engine.executor.speculation.ranks:
+                    if draft != "ngram":
+                        module = rank.drafter.head if draft.startswith("eagle:") else rank.drafter.model
+                        assert (module.peer is not None) == (shared and loaded is ranks)
     assert found[:4] == found[4:]
     assert all(done <= total for done, total in read)
     assert read[-1][0] == read[-1][1] > read[0][1], "two ranks read twice as much"

@@ -17,10 +17,13 @@ from onegraph.api import memory
 from onegraph.api.memory import Memory
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.turboquant import parse_kv
+from onegraph.models import shares
 from onegraph.models.config import LlamaConfig
+from onegraph.models.eagle import EagleHead
 from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.llama import Llama, config_of
 from onegraph.models.loader import Loader
+from onegraph.models.ranks import Ranks
 from test_e8p_experts import checkpoint_of
 from test_serve_adapters import write_adapter
 
@@ -70,6 +73,42 @@ def test_what_drafts_is_in_the_sums(path: Path, tmp_path: Path, kind: str, dtype
     pages = sum(tensor.nbytes for tensor in (*drafter.cache.keys, *drafter.cache.values))
     assert both.cache - alone.cache == pages - pages // engine.executor.sizes.pages
     assert both.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle"])
+def test_of_what_drafts_a_rank_counts_its_share(
+    path: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a head's layer and output head on two ranks, and half of the heads of keys."""
+    method, cpu = str(path), torch.device("cpu")
+    with Checkpoint.open(path) as checkpoint:
+        if kind == "eagle":
+            whole = Llama.load(checkpoint, max_context=96)
+            layers, vocabulary = (0, 0, 1), torch.arange(whole.config.vocab_size - 8)
+            method = f"eagle:{write_head(tmp_path / 'head', net_of(whole, layers, vocabulary), layers, vocabulary)}"
+
+        def needed(speculative: str | None) -> Memory:
+            found = memory.needed_memory(
+                checkpoint, cpu, torch.float32, None, None, rows=3, context=96, tokens=None, gpus=2,
+                speculative=speculative,
+            )  # fmt: skip
+            assert found is not None
+            return found
+
+        alone, all_of_it = needed(None), needed(method)
+        monkeypatch.setattr(shares, "EXCHANGE_S", 0.0)
+        shared = needed(method)
+        assert 2 * (shared.cache - alone.cache) == all_of_it.cache - alone.cache > 0
+        if kind == "model":
+            assert shared.weights == 2 * alone.weights, "it drafts for itself"
+            return
+        ranks = Ranks.load(checkpoint, ["cpu"] * 2, max_context=96)
+    with Checkpoint.open(tmp_path / "head") as checkpoint:
+        heads = [EagleHead.load(checkpoint, rank) for rank in ranks.ranks]
+    buffers = [each for head in heads for each in head.named_buffers()]
+    taken = sum(tensor.nbytes for name, tensor in buffers if not name.endswith((".cos", ".sin"))) / 2
+    assert shared.weights - alone.weights == pytest.approx(taken, rel=0.02), "tokens go to ranks in blocks of 128"
+    assert all_of_it.weights - alone.weights > 1.2 * taken
 
 
 def test_experts_on_the_host_leave_more_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Drafts over several devices: on ranks beside one another and in stages the text is the one of one device."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import deepseek_published as published
 from eagle import load_head, net_of, write_head
@@ -16,12 +18,12 @@ from models import save_hf
 from onegraph.api.drafting import own_layers
 from onegraph.check import check_step
 from onegraph.engine.choice import PLAIN
-from onegraph.engine.draft import ModelDrafter, NgramDrafter, OracleDrafter
+from onegraph.engine.draft import DraftState, ModelDrafter, NgramDrafter, OracleDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
-from onegraph.formats.checkpoint import Checkpoint
-from onegraph.models import ranks
+from onegraph.formats.checkpoint import Checkpoint, write_checkpoint
+from onegraph.models import ranks, shares
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
@@ -195,6 +197,137 @@ def test_a_head_drafts_on_every_rank_what_it_drafts_on_one(
         for engine in engines:
             assert engine.generate(PROMPTS, params) == answers
         drafts_like(engines[1], engines[0])
+
+
+def exchanges(engine: Engine, drafts: int) -> int:
+    """Of an iteration in which two sequences read and get so many drafts."""
+    peers = engine.executor.model.peers
+    assert peers is not None
+    before = int(peers.states[0][ROUNDS])
+    engine.executor.step("decode", drafts=drafts).replay(2)
+    return int(peers.states[0][ROUNDS]) - before
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Tensor]]:
+    """By `id` of a rank's state, the drafts of each iteration, without those of padding."""
+    found: dict[int, list[Tensor]] = defaultdict(list)
+    write = DraftState.write
+
+    def record(state: DraftState, slots: Tensor, drafts: Sequence[Tensor], named: Tensor) -> Tensor:
+        found[id(state)].append(torch.stack([*drafts, slots])[:, slots > 0])
+        return write(state, slots, drafts, named)
+
+    monkeypatch.setattr(DraftState, "write", record)
+    return found
+
+
+def same_drafts(engines: list[Engine], written: dict[int, list[Tensor]]) -> None:
+    """In all iterations of all ranks."""
+    states = [rank.state for engine in engines for rank in engine.executor.speculation.ranks]  # type: ignore[union-attr]
+    first, *others = (written[id(state)] for state in states)
+    assert len(first) > 10
+    for other in others:
+        assert len(other) == len(first)
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def like(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is often right about the next token of `path`, and not always."""
+    generator, other = torch.Generator().manual_seed(5), tmp_path_factory.mktemp("like") / "m"
+    with Checkpoint.open(path) as checkpoint:
+        tensors = {name: checkpoint.tensor(name) for name in checkpoint.names}
+    noise = {name: 0.1 * x.std() * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
+    write_checkpoint(other, checkpoint.config, ((name, x + noise[name]) for name, x in tensors.items()))
+    return other
+
+
+@pytest.mark.parametrize("kv", [None, CODES])
+def test_a_draft_model_that_ranks_share_drafts_what_it_drafts_whole(
+    both: tuple[Llama, Ranks], like: Path, texts: Any, kv: str | None, written: dict[int, list[Tensor]]
+) -> None:
+    """It exchanges within the model's own steps, through the same peer buffers."""
+    one, model = both
+    with Checkpoint.open(like) as checkpoint:
+        whole, shared = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2, peers=model.peers)
+    makes = [[partial(ModelDrafter, whole)] * 2, [partial(ModelDrafter, rank) for rank in shared.ranks]]
+    engines = [Engine(model, **sizes_of(kv), draft=draft, draft_tokens=3) for draft in makes]
+    for answers, params in zip(texts[kv], asked(kv), strict=True):
+        written.clear()
+        for engine in engines:
+            assert engine.generate(PROMPTS, params) == answers
+        same_drafts(engines, written)
+        accepted = [engine.stats.accepted_tokens for engine in engines]
+        assert accepted[0] == accepted[1]
+        assert 0 < accepted[0] < engines[0].stats.drafted_tokens, "the case would show little"
+    passes = 2 * one.config.layers + 1  # exchanges of one
+    assert [exchanges(engine, 3) for engine in engines] == [passes, (1 + 3) * passes]
+
+
+def test_of_a_draft_model_each_weight_is_on_one_rank(both: tuple[Llama, Ranks], like: Path) -> None:
+    with Checkpoint.open(like) as checkpoint:
+        whole, shared = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2, peers=both[1].peers)
+    names = {name for name, _ in whole.named_buffers() if name.endswith("linear.weight") or name == "lm_head.weight"}
+    assert len(names) == 4 * whole.config.layers + 1
+    for name in names:
+        parts = [rank.get_buffer(name) for rank in shared.ranks]
+        assert sum(part.numel() for part in parts) == whole.get_buffer(name).numel(), name
+        if name.endswith(("out.linear.weight", "down.linear.weight")):
+            assert torch.equal(torch.cat(parts, dim=1), whole.get_buffer(name))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_that_ranks_share_drafts_what_it_drafts_whole(
+    own: bool, both: tuple[Llama, Ranks], texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    written: dict[int, list[Tensor]],
+) -> None:  # fmt: skip
+    """Its layer is cut, and its own output head, of fewer tokens; the model's is cut already."""
+    one, model = both
+    layers, vocabulary = (0, 1, 2), torch.arange(one.config.vocab_size - 20 * own)
+    write_head(tmp_path / "own", net_of(one, layers, vocabulary), layers, vocabulary)
+    rewritten(tmp_path / "own", tmp_path / "bare", lambda name: None if name.startswith("lm_head") else name, dict)
+    folder = tmp_path / ("own" if own else "bare")
+    heads = [[load_head(folder, rank) for rank in model.ranks]]
+    monkeypatch.setattr(shares, "EXCHANGE_S", 0.0)
+    heads += [[load_head(folder, rank) for rank in model.ranks]]
+    assert [[head.peer is not None for head in each] for each in heads] == [[False] * 2, [True] * 2]
+    whole, part = heads[0][0], heads[1][1]
+    assert 2 * part.attention.heads == whole.attention.heads
+    assert 2 * part.attention.kv_heads == whole.attention.kv_heads
+    assert 2 * part.mlp.down.linear.in_features == whole.mlp.down.linear.in_features  # type: ignore[union-attr]
+    rows = [0 if head.lm_head is None else head.lm_head.out_features for head in heads[1]]
+    assert sum(rows) == own * len(vocabulary)
+    makes = [[partial(HeadDrafter, head) for head in each] for each in heads]
+    engines = [Engine(model, **SIZES, draft=each, draft_tokens=3) for each in makes]
+    for answers, params in zip(texts[None], asked(None), strict=True):
+        written.clear()
+        for engine in engines:
+            assert engine.generate(PROMPTS, params) == answers
+        same_drafts(engines, written)
+    passes = 2 * one.config.layers + 1
+    assert [exchanges(engine, 3) for engine in engines] == [passes + 3 * (not own), passes + 3 * 3]
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle"])
+def test_what_drafts_exchanges_within_captured_steps(
+    kind: str, both: tuple[Llama, Ranks], path: Path, texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, model = both
+    if kind == "model":
+        with Checkpoint.open(path) as checkpoint:
+            shared = Ranks.load(checkpoint, ["cpu"] * 2, peers=model.peers)
+        draft = [partial(ModelDrafter, rank) for rank in shared.ranks]
+    else:
+        layers, vocabulary = (0, 1, 2), torch.arange(one.config.vocab_size - 20)
+        write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
+        monkeypatch.setattr(shares, "EXCHANGE_S", 0.0)
+        draft = [partial(HeadDrafter, load_head(tmp_path / "head", rank)) for rank in model.ranks]
+    engine = maker("captured", model, monkeypatch, **SIZES)(draft=draft, draft_tokens=2)
+    assert engine.generate(PROMPTS, WARM) == texts[None][1]
+    same_everywhere(engine)
+    if kind == "model":
+        assert engine.stats.accepted_tokens > 12
 
 
 # --------------------------------------------------------------------------------------------------------- DeepSeek-V4

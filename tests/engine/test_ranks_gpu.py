@@ -19,6 +19,7 @@ from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
 from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models import shares
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
@@ -132,9 +133,9 @@ def same_tokens(folder: Path, count: int, kv: str | None) -> None:
 
 
 @pytest.mark.parametrize("kv", [None, CODES, TURNS])
-@pytest.mark.parametrize("kind", ["ngram", "model", "oracle", "eagle"])
+@pytest.mark.parametrize("kind", ["ngram", "model", "shared model", "oracle", "eagle", "shared eagle"])
 def test_the_text_with_drafts_is_that_of_one_gpu_without(
-    folder: Path, kind: str, kv: str | None, tmp_path: Path
+    folder: Path, kind: str, kv: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, captured and eagerly; what waits for the next round is the same on all ranks."""
     with Checkpoint.open(folder) as checkpoint:
@@ -145,10 +146,18 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
     draft: Any = NgramDrafter
     if kind == "model":
         draft = [partial(ModelDrafter, each) for each in drafting]
-    if kind == "eagle":
+    if kind == "shared model":
+        with Checkpoint.open(folder) as checkpoint:
+            shared = Ranks.load(checkpoint, devices(2), torch.float32, peers=model.peers)
+        draft = [partial(ModelDrafter, each) for each in shared.ranks]
+    if kind.endswith("eagle"):
+        if kind == "shared eagle":
+            monkeypatch.setattr(shares, "EXCHANGE_S", 0.0)
         layers, vocabulary = (0, 0, 1), torch.arange(one.config.vocab_size, device="cuda:0")
         head = write_head(tmp_path / "head", net_of(one, layers, vocabulary), layers, vocabulary)
-        draft = [partial(HeadDrafter, load_head(head, rank)) for rank in model.ranks]
+        heads = [load_head(head, rank) for rank in model.ranks]
+        assert [each.peer is not None for each in heads] == [kind == "shared eagle"] * 2
+        draft = [partial(HeadDrafter, each) for each in heads]
     for params in asked(kv):
         want = Engine(one, **sizes).generate(PROMPTS, params)
         if kv is not None:
@@ -162,7 +171,7 @@ def test_the_text_with_drafts_is_that_of_one_gpu_without(
             same_everywhere(engine)
             if kind == "oracle" and kv is not None and tokens != "auto":
                 assert kept_and_not(engine) > 20
-    if kind in ("model", "oracle"):
+    if kind in ("model", "shared model", "oracle"):
         assert engine.stats.accepted_tokens > 12
 
 
@@ -187,11 +196,16 @@ def test_draft_layers_draft_over_two_gpus(split: str, tmp_path: Path) -> None:
     drafts_like(engine, alone)
 
 
-def test_many_rounds_end_and_ranks_agree(folder: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_rounds_end_and_ranks_agree(shared: bool, folder: Path) -> None:
     """Thousands of rounds of changing sizes, in bfloat16, with joins and leaves: who accepted otherwise would hang."""
     with Checkpoint.open(folder) as checkpoint:
         model = Ranks.load(checkpoint, devices(2), torch.bfloat16)
-        drafting = [partial(ModelDrafter, Llama.load(checkpoint, each, torch.bfloat16)) for each in model.devices]
+        if shared:
+            models: list[Any] = Ranks.load(checkpoint, devices(2), torch.bfloat16, peers=model.peers).ranks
+        else:
+            models = [Llama.load(checkpoint, each, torch.bfloat16) for each in model.devices]
+        drafting = [partial(ModelDrafter, each) for each in models]
     engine = Engine(model, max_batch=8, max_context=256, chunk=32, draft=drafting)
     params = [SamplingParams(max_tokens=40 + 17 * (i % 9), temperature=1.0, seed=i) for i in range(600)]
     texts = engine.generate([text(1 + i % 30, i) for i in range(600)], params)

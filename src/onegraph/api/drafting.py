@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onegraph.api.hub import locate
 from onegraph.api.tokenizer import Tokenizer
@@ -16,14 +16,17 @@ from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.assistant import Assistant, is_assistant
 from onegraph.models.chain import ChainedLlama
+from onegraph.models.config import LlamaConfig
 from onegraph.models.deepseek_v4 import DeepseekV4
 from onegraph.models.deepseek_v4_mtp import DeepseekDraft
 from onegraph.models.eagle import EagleHead
 from onegraph.models.llama import Llama
-from onegraph.models.load import load_decoder, parse_config
-from onegraph.models.loader import Held
+from onegraph.models.load import checkpoint_config, load_decoder
+from onegraph.models.loader import Held, Loader
 from onegraph.models.mtp import DraftLayer, has_draft
 from onegraph.models.ranks import Ranks, one_progress
+from onegraph.models.shares import shares_draft
+from onegraph.nn.peers import Peers
 
 if TYPE_CHECKING:
     from onegraph.api import Progress
@@ -138,12 +141,13 @@ def second(
     max_context: int,
     progress: Progress | None,
 ) -> list[MakeDrafter]:
-    """Another, smaller model of the same tokens, whole on each rank; or an assistant of this one."""
+    """Another, smaller model of the same tokens, shared by the ranks or whole on each (`shares_draft`); or an assistant
+    of this one."""
     vocabulary = ranks[0].config.vocab_size
     with second_checkpoint(name) as checkpoint:
         if is_assistant(checkpoint.config):
             return [partial(AssistantDrafter, assistant(checkpoint, rank)) for rank in ranks]
-        config = parse_config(checkpoint.config)
+        config = checkpoint_config(checkpoint)
         found = config.vocab_size
         if found != vocabulary:
             raise ValueError(
@@ -161,6 +165,14 @@ def second(
                 f"{NGRAM!r}"
             )
         loading = None if progress is None else partial(progress, "loading")
+        count, dtype = len(ranks), ranks[0].dtype
+        peer = None if count == 1 else ranks[0].peer
+        if peer is not None and isinstance(config, LlamaConfig):
+            peers: Peers = peer.peers
+            how: dict[str, Any] = {"max_context": max_context, "held": held, "progress": loading}
+            if shares_draft(Loader(checkpoint, config, dtype), config, count):
+                shared = Ranks.load(checkpoint, peers.devices, dtype, peers=peers, **how)
+                return [partial(ModelDrafter, model) for model in shared.ranks]
         drafting = [
             load_decoder(
                 checkpoint,
@@ -168,7 +180,7 @@ def second(
                 rank.dtype,
                 max_context=max_context,
                 held=held,
-                progress=one_progress(loading, i, len(ranks)),
+                progress=one_progress(loading, i, count),
             )
             for i, rank in enumerate(ranks)
         ]

@@ -26,7 +26,7 @@ from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import GB, free_cache_memory
 from onegraph.models.mtp import DraftConfig, has_layer
-from onegraph.models.shares import TPShard
+from onegraph.models.shares import TPShard, read_bytes, shares_draft
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
@@ -279,8 +279,10 @@ def _draft_bytes(
         with head_checkpoint(speculative) as found:
             loader = EagleHead.loader(found, config, device, dtype)
             loader.check()
-            layer = EagleConfig.from_dict(found.config).layer
-            return sum(loader.device_bytes().values()), 2 * layer.kv_heads * layer.head_dim * dtype.itemsize, 0
+            layer, weights = EagleConfig.from_dict(found.config).layer, sum(loader.device_bytes().values())
+            ranks = gpus if shares_draft(loader, layer, gpus) else 1
+            cache = _cache_bytes(layer, device, dtype, None, rows=rows, context=context, gpus=ranks)
+            return (weights - read_bytes(loader, layer) * (ranks - 1) // ranks, *cache)
     with second_checkpoint(speculative) as found:
         if is_assistant(found.config):
             its = AssistantConfig.of(found.config, config)
@@ -290,8 +292,9 @@ def _draft_bytes(
         other = checkpoint_config(found)
         if not isinstance(other, LlamaConfig):
             return 0, 0, 0
-        cache = _cache_bytes(other, device, dtype, kv, rows=rows, context=context, gpus=1)
-        return (_weights(found, other, device, dtype, held), *cache)
+        ranks = gpus if shares_draft(Loader(found, other, dtype), other, gpus) else 1
+        cache = _cache_bytes(other, device, dtype, kv, rows=rows, context=context, gpus=ranks)
+        return (_weights(found, other, device, dtype, held) // ranks, *cache)
 
 
 def _cache_bytes(

@@ -7,6 +7,9 @@
 The residual stream of the layer is the features. Entry t of the head's cache stands for features of token t and the
 token at t + 1, so head and model share positions and pages. Files come in two layouts, which differ in config.json and
 in two letters of a name (`EagleConfig`); what a file does not hold, embedding or output head, is the model's own.
+
+Of several ranks each has its share of the layer and of the head's own output head, and all of `fc` and embedding, where
+that saves time (`models.shares.shares_draft`); else each has the whole head.
 """
 
 from collections.abc import Mapping
@@ -19,17 +22,20 @@ from torch import Tensor, nn
 
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError
 from onegraph.formats.quantization import parse_quantization
-from onegraph.formats.weight import FLOATS, Dtypes, Quantization, Shape
+from onegraph.formats.weight import FLOATS, Dtypes, Part, Quantization, Shape
+from onegraph.models.blocks import build_attention, rotary_tables
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.config import LlamaConfig
 from onegraph.models.fields import Fields, short
-from onegraph.models.llama import Llama
+from onegraph.models.llama import Llama, attention_cache
 from onegraph.models.loader import Loader
 from onegraph.models.parts import Parts
+from onegraph.models.shares import columns, gate_up_parts, head_part, qkv_parts, share_of, shares_draft
 from onegraph.nn.attention import Attend, Attention, PagedCache
 from onegraph.nn.block import MLP, Normed, ResidualLinear
 from onegraph.nn.embedding import Embedding
 from onegraph.nn.linear import ConcatLinear, Linear
+from onegraph.nn.peers import Peer
 from onegraph.ops.activation import SwiGLU
 from onegraph.ops.norm import rms_norm
 
@@ -39,6 +45,14 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 # What a config says of the head itself, where it stands beside what it says of the layer.
 _OWN = "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "eagle_config", TAPS
 _KIND = "an EAGLE-3 head"
+
+
+class EagleLayer(LlamaConfig):
+    """The head's layer as a decoder of one layer."""
+
+    def prefix(self, layer: int) -> str:
+        """What the names of its parts begin with."""
+        return LAYER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +100,7 @@ class EagleConfig:
                 raise ValueError(f"transformer_layer_config is {short(inside)}; it must be an object")
         if inside.get("model_type") != "llama":
             raise ValueError(f"the head's layer is a {short(inside.get('model_type'))}; supported is 'llama'")
-        layer = LlamaConfig.from_dict({key: value for key, value in inside.items() if key != "quantization_config"})
+        layer = EagleLayer.from_dict({key: value for key, value in inside.items() if key != "quantization_config"})
         if layer.layers != 1:
             raise ValueError(f"num_hidden_layers is {layer.layers}; supported are heads of 1 layer")
         fields = Fields(own, {})
@@ -195,6 +209,7 @@ class EagleHead(nn.Module):
     Attributes:
         config, dtype: what config.json says; the target's. layers: of the target, behind which hidden states are taken.
         vocab_size: of the target. vocabulary: int64 [V'], the target's token of each that the head names, None for all.
+        peer, head_unit: of a rank that has a share of the head, see `Llama`; None where it has all of it.
     """
 
     vocabulary: Tensor | None
@@ -210,6 +225,8 @@ class EagleHead(nn.Module):
         layers: tuple[int, ...],
         embed: Embedding | None,
         lm_head: Linear | None,
+        head_unit: int | None,
+        peer: Peer | None,
         fc: Linear,
         qkv: Linear | ConcatLinear,
         attention: Attention,
@@ -225,6 +242,7 @@ class EagleHead(nn.Module):
         self._embed = [target.embed if embed is None else embed]
         self._logits = target.logits if lm_head is None else partial(lm_head, float32=True)
         self.own_embed, self.lm_head = embed, lm_head
+        self.peer, self.head_unit = peer, None if lm_head is None else head_unit
         self.fc, self.qkv, self.attention, self.out, self.mlp = fc, qkv, attention, out, mlp
         for name, norm in zip(("hidden_norm", "input_norm", "norm"), norms, strict=True):
             self.register_buffer(name, norm)
@@ -232,15 +250,17 @@ class EagleHead(nn.Module):
         self.eval()
 
     @staticmethod
-    def loader(checkpoint: Checkpoint, model: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Loader:
+    def loader(
+        checkpoint: Checkpoint, model: LlamaConfig, device: torch.device, dtype: torch.dtype, *, ahead: bool = True
+    ) -> Loader:
         """What reads the head of a model with this config. Raises ValueError for what `EagleConfig` does not take."""
         config = EagleConfig.from_dict(checkpoint.config)
         files = _Files(config, len(config.behind(model.layers)), checkpoint.names)
-        return Loader(checkpoint, files, dtype, decode=device.type == "cpu")
+        return Loader(checkpoint, files, dtype, decode=device.type == "cpu", ahead=ahead)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: Llama | ChainedLlama) -> "EagleHead":
-        """Reads the head that belongs to `target` onto its device, in its dtype.
+        """Reads the head that belongs to `target`, or its rank's share of it, onto its device, in its dtype.
 
         Raises ValueError (CheckpointError among them) that names what is unsupported, missing or wrong, or in what the
         two do not go together.
@@ -256,30 +276,37 @@ class EagleHead(nn.Module):
                     f"{checkpoint.path}: {name} is {found}, the model's is {wanted}: it is another model's head"
                 )
         layers, device, eps = config.behind(model.layers), target.device, layer.eps
-        loader = cls.loader(checkpoint, model, device, target.dtype)
+        loader = cls.loader(checkpoint, model, device, target.dtype, ahead=target.peer is None)
         loader.check()
-        parts, rope = loader.parts, layer.ropes[0]
+        peer = target.peer
+        if peer is not None and not shares_draft(loader, layer, peer.count):
+            peer = None
+        share, parts = share_of(peer), loader.parts
+        unit, rows = head_part(loader, config.draft_vocab, layer.hidden_size, peer)
         # Heads are trained on texts shorter than they serve (2,048 is common): tables reach as far as the target's.
-        cos, sin = (None, None) if rope is None else rope.tables(layer.head_dim, target.max_context, device)
-        attention = Attention(
-            index=0, heads=layer.heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim, cos=cos, sin=sin,
-            window=layer.windows[0], scale=layer.scale,
-        )  # fmt: skip
+        tables = rotary_tables(layer, target.max_context, device)
+
+        def joined(cut: list[tuple[str, Part]]) -> Linear | ConcatLinear:
+            return loader.siblings([LAYER + name for name, _ in cut], device, parts=[part for _, part in cut])
+
         with loader.reading():
             hidden_norm, input_norm, behind = (loader.tensor(f"{LAYER}{name}.weight", device) for name in NORMS)
-            side = [f"{LAYER}mlp.{name}_proj" for name in ("gate", "up")]
-            down = ResidualLinear(loader.linear(f"{LAYER}mlp.down_proj", device), gate=SwiGLU())
+            side = Normed(behind, joined(gate_up_parts(layer, share, 0)), eps)
+            out = loader.linear(f"{LAYER}self_attn.o_proj", device, columns(share, layer.heads, layer.head_dim))
+            down = loader.linear(f"{LAYER}mlp.down_proj", device, columns(share, layer.intermediate_size))
             return cls(
                 config=config,
                 target=target,
                 layers=layers,
                 embed=None if EMBED in parts.shared else loader.embedding(device),
-                lm_head=None if HEAD in parts.shared else loader.linear(HEAD, device),
+                lm_head=None if HEAD in parts.shared else loader.linear(HEAD, device, rows),
+                head_unit=unit,
+                peer=peer,
                 fc=loader.linear("fc", device),
-                qkv=loader.siblings([f"{LAYER}self_attn.{name}_proj" for name in "qkv"], device),
-                attention=attention,
-                out=ResidualLinear(loader.linear(f"{LAYER}self_attn.o_proj", device)),
-                mlp=MLP(Normed(behind, loader.siblings(side, device), eps), down),
+                qkv=joined(qkv_parts(layer, share, 0)),
+                attention=build_attention(loader, layer, 0, tables, device, peer)[0],
+                out=ResidualLinear(out, peer=peer),
+                mlp=MLP(side, ResidualLinear(down, gate=SwiGLU(), peer=peer)),
                 norms=(hidden_norm, input_norm, loader.tensor("norm.weight", device)),
                 vocabulary=_vocabulary(loader, config, device) if "d2t" in parts.tensors else None,
             )
@@ -313,15 +340,18 @@ class EagleHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `leave` returned [..., d] -> float32 [..., V'] of the token behind."""
-        return self._logits(hidden)
+        logits = self._logits(hidden)
+        if self.peer is None or self.head_unit is None:
+            return logits
+        return self.peer.all_gather(logits, self.config.draft_vocab, self.head_unit)
 
-    def new_cache(self, *, rows: int, pages: int, page_size: int, pages_per_row: int, spare: int) -> PagedCache:
-        """For one layer, in the target's dtype and with its pages: one block table serves both."""
-        layer = self.config.layer
-        return PagedCache(
-            layers=1, pages=pages, page_size=page_size, kv_heads=layer.kv_heads, head_dim=layer.head_dim, rows=rows,
-            pages_per_row=pages_per_row, device=self.norm.device, dtype=self.dtype,
-        )  # fmt: skip
+    def new_cache(self, *, spare: int, **sizes: Any) -> PagedCache:
+        """For one layer, in the target's dtype and with its pages (rows, pages, page_size, pages_per_row): one block
+        table serves both."""
+        layer, share = self.config.layer, share_of(self.peer)
+        found = attention_cache(layer, share, None, **sizes, device=self.norm.device, dtype=self.dtype)
+        assert isinstance(found, PagedCache)
+        return found
 
 
 def _vocabulary(loader: Loader, config: EagleConfig, device: torch.device) -> Tensor:

@@ -49,16 +49,18 @@ class Ranks:
         dtype: torch.dtype = torch.float32,
         *,
         kind: type[Llama] | type[DeepseekV4] = Llama,
+        peers: Peers | None = None,
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> "Ranks":
-        """Reads a checkpoint of this kind onto `devices`, one rank each; `options` as its `load` takes them.
+        """Reads a checkpoint of this kind onto `devices`, one rank each; `options` as its `load` takes them. peers: of
+        another model on these devices, within whose steps this one runs.
 
         Raises ValueError where so many ranks cannot share it, with the counts that can.
         """
         places = [torch.device(device) for device in devices]
         config = CONFIGS[kind].from_dict(checkpoint.config)
-        peers = peers_for(config, places, dtype)
+        peers = peers_for(config, places, dtype) if peers is None else peers
         built = [
             kind.load(
                 checkpoint, place, dtype, peer=peers.rank(i), progress=one_progress(progress, i, len(places)), **options
