@@ -2,6 +2,7 @@
 began: `from torch.cuda import current_stream`."""
 
 import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -70,13 +71,23 @@ def holders(wanted: Set[int], modules: Iterable[ModuleType]) -> list[tuple[Modul
     return found
 
 
-def modules_of(mine: Callable[[str], bool]) -> Iterator[ModuleType]:
+def modules_of(mine: Callable[[str], bool]) -> Sequence[ModuleType]:
     """Imported modules whose file `mine` says yes to."""
-    for module in list(sys.modules.values()):
-        # From its own dict: a module without a file that imports lazily would search for one.
-        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(path, str) and mine(path):
-            yield module
+    imported = list(sys.modules.values())
+    before, found = _LISTED.get(mine, ([], []))
+    if len(before) != len(imported) or not all(map(operator.is_, before, imported)):  # of thousands few are new
+        found = [module for module in imported if isinstance(path := _file_of(module), str) and mine(path)]
+        _LISTED[mine] = imported, found
+    return found
+
+
+_LISTED: dict[Callable[[str], bool], tuple[list[ModuleType], list[ModuleType]]] = {}
+"""By `mine`: all modules when it was last asked, and those it said yes to."""
+
+
+def _file_of(module: Any) -> Any:
+    # From its own dict: a module without a file that imports lazily would search for one.
+    return vars(module).get("__file__") if isinstance(module, ModuleType) else None
 
 
 def _held(pairs: Sequence[tuple[Any, Any]]) -> list[int]:

@@ -24,10 +24,14 @@ def stand_ins(world: Machine) -> Iterator[None]:
                 by_identity[id(real)] = stand_in = make(world, whole)
                 changes.append((owner, name, stand_in))
     if by_identity:  # `from cuda.core import launch` in modules of the user's
-        imported = aliases.holders(by_identity.keys(), aliases.modules_of(lambda path: package_of(path) is None))
+        imported = aliases.holders(by_identity.keys(), aliases.modules_of(_is_users))
         changes += [(module, name, by_identity[id(value)]) for module, name, value in imported]
     with aliases.changed(changes):
         yield
+
+
+def _is_users(path: str) -> bool:
+    return package_of(path) is None
 
 
 def _launcher(world: Machine, name: str) -> Any:
