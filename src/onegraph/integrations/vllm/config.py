@@ -98,6 +98,14 @@ class OnegraphConfig(QuantizationConfig):
         self.coded = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.coded)))
         self.modules = frozenset(hf_to_vllm_mapper.apply_list(sorted(self.modules)))
 
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """What vLLM's loader renames tensors by, once the model is built and before it reads one. Raises ValueError, as
+        `check_taken`: models that load by names of their own would raise a KeyError."""
+        from onegraph.integrations.vllm.experts import stack_mapper
+
+        self.check_taken()
+        return stack_mapper()
+
     def _coded(self, tensor: str) -> str | None:
         """The layer within a block whose codes the tensor of this name is; None where it is none."""
         layer = tensor.rpartition(".")[0]

@@ -4,8 +4,12 @@ ours runs what was chosen.
 A checkpoint holds all experts of a layer in two stacks (`formats/fused.py`), each tensor with the experts in front. A
 stack is loaded expert by expert into slots, as a linear is (`shards.py`): ranks of tensor parallelism cut every expert,
 its gate rows and its up rows each by themselves; ranks of expert parallelism hold whole experts.
+
+Parameters have vLLM's names of the two matrices, and tensors are renamed before a model sees them (`stack_mapper`).
+Most models pass what is below `experts` to `load_weights` of the layer; DeepSeek's looks up the parameter by its name.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +19,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.models.utils import WeightsMapper
 
 from onegraph.formats.fused import STACKS
 from onegraph.formats.weight import Tensors, WeightFormat
@@ -23,11 +28,23 @@ from onegraph.ops.activation import Gate, GeGLU, SwiGLU
 from onegraph.ops.weight import weight_ops
 
 GATES: dict[MoEActivation, Gate] = {MoEActivation.SILU: SwiGLU(), MoEActivation.GELU_TANH: GeGLU()}
+MATRICES = dict(zip(STACKS, ("w13", "w2"), strict=True))  # of each stack the name that vLLM's parameters begin with
+LAYER = "routed_experts"  # that of vLLM's layer within the module `experts`
+
+
+def stack_mapper() -> WeightsMapper:
+    """The tensors of stacks under the names of the parameters that they are loaded into."""
+    return WeightsMapper(
+        orig_to_new_regex={
+            re.compile(rf"\bexperts\.{stack}\.(\w+)$"): rf"experts.{LAYER}.{matrix}_\1"
+            for stack, matrix in MATRICES.items()
+        }
+    )
 
 
 class Stack:
-    """One matrix of all experts on this rank: parameters `{name}_{tensor}` of vLLM's layer, slots of a linear with the
-    experts in front.
+    """One matrix of all experts on this rank: parameters `w13_{tensor}` or `w2_{tensor}` of vLLM's layer, slots of a
+    linear with the experts in front.
 
     Args:
         prefix: of the layer. name: of the stack within it. rows, k: outputs (gate and up by themselves) and inputs of
@@ -45,7 +62,7 @@ class Stack:
         self.slots = Slots({self.whole: format}, rows, k, share, dtype)
 
     def parameter(self, suffix: str) -> str:
-        return f"{self.name}_{suffix}"
+        return f"{MATRICES[self.name]}_{suffix}"
 
     def create(self, layer: Any) -> None:
         for suffix, (shape, kind) in self.slots.shapes.items():
@@ -154,17 +171,14 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
     def _load_weights(self, layer: Any) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[str]]:
         """What stands in for the layer's own `load_weights`, which knows the names of single experts and of dense
         stacks. Raises ValueError for a tensor that no stack has."""
-        down = {layer.ckpt_down_proj_name: STACKS[1]}  # Mixtral's model renames it, in whatever form it comes
 
         def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
             for name, tensor in weights:
-                stack, _, suffix = name.partition(".")
-                parameter = f"{down.get(stack, stack)}_{suffix}"
-                if getattr(layer, parameter, None) is None:
+                parameter = name.removeprefix(f"{LAYER}.")
+                if (target := getattr(layer, parameter, None)) is None:
                     raise ValueError(
                         f"{self.prefix}.{name} is in the checkpoint; experts of {self.format} have no such tensor"
                     )
-                target = getattr(layer, parameter)
                 target.weight_loader(target, tensor)
                 yield parameter
 

@@ -62,8 +62,11 @@ class OnegraphLinearMethod(LinearMethodBase):
         _expect_adapters(layer, params_dtype, sum(output_partition_sizes), input_size_per_partition)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        """Also gives the layer a `qweight`, by which vLLM finds its device where it multiplies by the identity to get
+        a dense weight: latent attention absorbs that of `kv_b_proj` so."""
         self._check()
         _finish(layer)
+        layer.qweight = next(layer.parameters()).new_empty(0)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., k] -> [..., n] in x's dtype; after the norm in front, where `fused.py` gave the layer one."""
