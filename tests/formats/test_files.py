@@ -50,6 +50,13 @@ def test_json_that_would_be_repaired_in_silence_is_refused(data: bytes, why: str
     assert why in str(caught.value)
 
 
+def test_a_limit_that_transformers_does_not_set_is_infinite() -> None:
+    """`model_max_length` of published tokenizers, Gemma's for one; other integers of its size stay errors."""
+    assert parse_json(str(int(1e30)).encode(), "x.json", infinite=True) == float("inf")
+    with pytest.raises(CheckpointError, match="does not fit 64 bits"):
+        parse_json(str(int(1e30) + 1).encode(), "x.json", infinite=True)
+
+
 def test_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(b"12345")

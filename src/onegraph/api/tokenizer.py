@@ -195,7 +195,7 @@ class Tokenizer:
 
     def _object(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         data = checkpoint.sidecar(name)
-        value = parse_json(data, f"{self.path}/{name}") if data is not None else {}
+        value = parse_json(data, f"{self.path}/{name}", infinite=True) if data is not None else {}
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.path}/{name}: holds a JSON {type(value).__name__}, an object is expected")
         return value

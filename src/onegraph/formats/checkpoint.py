@@ -44,6 +44,10 @@ SIDECARS = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    "processor_config.json",  # of images and video beside the text, which transformers and vLLM read
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
     "LICENSE",  # of the base model: it holds for what is made of it, and many ask to be passed on
     "LICENSE.txt",
     "LICENSE.md",

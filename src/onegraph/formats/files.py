@@ -44,14 +44,15 @@ def quote(text: object, limit: int = 100) -> str:
 
 INFINITE = {"Infinity": math.inf, "-Infinity": -math.inf}
 TAG = "__float__"  # how transformers 5 writes an infinity: {"__float__": "Infinity"}
+UNLIMITED = str(int(1e30))  # what transformers writes for a `model_max_length` without a limit
 
 
 def parse_json(data: bytes, where: str, *, infinite: bool = False) -> Any:
     """JSON from an untrusted file. Duplicate keys, NaN, infinities, integers beyond 64 bits and nesting deeper than
     32 are errors: each means a damaged file or one made to hurt, and each would otherwise be silently repaired.
 
-    infinite: infinities are allowed, bare (`Infinity`) or as transformers 5 writes them, and become floats: limits of
-    some state-space models are such.
+    infinite: infinities are allowed, bare (`Infinity`), as transformers 5 writes them or as its integer for one, and
+    become floats: limits of some state-space models and of tokenizers are such.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> Any:
@@ -64,7 +65,9 @@ def parse_json(data: bytes, where: str, *, infinite: bool = False) -> Any:
             seen.add(name)
         return dict(items)
 
-    def integer(text: str) -> int:
+    def integer(text: str) -> int | float:
+        if infinite and text == UNLIMITED:
+            return math.inf
         if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
             raise CheckpointError(f"{where}: integer {quote(text, 40)} does not fit 64 bits")
         return int(text)

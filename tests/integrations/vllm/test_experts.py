@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
     def __init__(self, placed: Tensor | None = None) -> None:
         super().__init__()
-        self.expert_map, self.ckpt_down_proj_name = placed, "down_proj"
+        self.expert_map = placed
         self.expert_map_manager = SimpleNamespace(expert_map=placed)
 
 
@@ -158,7 +158,11 @@ def routed() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loaded(method: Any, layer: Any, file: dict[str, Tensor]) -> Any:
-    list(layer.load_weights(file.items()))
+    """What the layer computes with `file`, whose tensors vLLM's loader has renamed."""
+    from onegraph.integrations.vllm.experts import stack_mapper
+
+    names = [(stack_mapper().map_name(f"experts.{name}"), tensor) for name, tensor in file.items()]
+    list(layer.load_weights((name.removeprefix("experts."), tensor) for name, tensor in names))
     method.process_weights_after_loading(layer)
     return method.apply(layer, *routed(), None, None)
 
@@ -184,7 +188,7 @@ def test_shares_of_experts_add_up(format: RotatedFormat, monkeypatch: pytest.Mon
         before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
         parts.append(loaded(method, layer, file))
         assert before == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-        assert 2 * layer.down_proj_codes.numel() == file["down_proj.codes"].numel()
+        assert 2 * layer.w2_codes.numel() == file["down_proj.codes"].numel()
     assert float(parts[0].abs().max()) > 0.01
     torch.testing.assert_close(sum(parts), computed(format), rtol=1e-4, atol=1e-4)
 
@@ -256,8 +260,12 @@ def test_nothing_in_codes_is_passed_over(tmp_path: Path) -> None:
     for missing in (stack, names[0]):
         with pytest.raises(ValueError, match=f"{re.escape(missing)}: the checkpoint holds it in codes, and vLLM's"):
             config.check_taken()
+        with pytest.raises(ValueError, match=re.escape(missing)):
+            config.get_checkpoint_weight_mapper()  # before vLLM's model looks for a parameter of that name
         config.taken.add(missing)
-    config.check_taken()
+    renamed = config.get_checkpoint_weight_mapper()
+    assert renamed.map_name(f"{stack}.codes") == f"{PREFIX}.routed_experts.w13_codes"
+    assert all(renamed.map_name(f"{name}.codes") == f"{name}.codes" for name in names)
 
 
 def test_what_of_vllms_layers_the_checkpoint_holds_in_codes(tmp_path: Path) -> None:

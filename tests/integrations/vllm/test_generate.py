@@ -40,7 +40,8 @@ def serving(path: Path, *, compiled: bool = False, **settings: Any) -> Iterator[
     registry._run_in_subprocess = lambda inspect: inspect()
 
     known = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 128, "dtype": "float32"}
-    llm = LLM(str(path), skip_tokenizer_init=True, enforce_eager=not compiled, **(known | settings))
+    known["skip_tokenizer_init"] = True
+    llm = LLM(str(path), enforce_eager=not compiled, **(known | settings))
     try:
         yield llm
     finally:

@@ -12,72 +12,76 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make vllm` installs it", allow_module_level=True)
 
 from test_experts import places
-from test_fused import ranks
 from test_generate import PROMPTS, ours, serving, tokens_of
 
+from models import hf_model
 from onegraph.formats.trellis import TrellisConfig
 from test_e8p_experts import checkpoint_of
+from test_quant_experts import made, write_tokenizer
 
-# vLLM's decode kernel on a CPU takes latents of 512 and 64 numbers alone; its model reads `topk_method`, which published
-# files have and transformers' class does not.
+# vLLM's decode kernel on a CPU takes latents of 512 and 64 numbers alone. Its model reads `topk_method`, which
+# published files have and transformers' class does not.
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": None, "q_lora_rank": 128, "kv_lora_rank": 512,
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
 }  # fmt: skip
 PUBLISHED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-REFERENCE = {"attention_backend": "CPU_MLA"}  # that of CPUs without AMX, on each CPU
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "DeepSeek-V3": ("deepseek_v3", SIZES | PUBLISHED),
-    "Kimi-K2": ("deepseek_v3", SIZES | PUBLISHED | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
-    "queries without a low rank, trellis": (
-        "deepseek_v3", SIZES | PUBLISHED | {"q_lora_rank": None, "written": TrellisConfig},
-    ),
+TOWER = {
+    "model_type": "pixtral", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
+    "num_attention_heads": 2, "head_dim": 8,
 }  # fmt: skip
+REFERENCE = {"attention_backend": "CPU_MLA"}  # also where the CPU has AMX, whose attention rounds to bfloat16
 
 
-def save(case: str, path: Path, **changes: Any) -> Path:
-    variant, sizes = CASES[case]
-    checkpoint_of(variant, path, 4, **sizes | changes)
-    if case == "Kimi-K2":
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+def save(path: Path, **changes: Any) -> Path:
+    checkpoint_of("deepseek_v3", path, 4, **SIZES | PUBLISHED | changes)
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_are_our_engines(case: str, tmp_path: Path) -> None:
-    """A dense block and one of experts beside shared ones, chosen by sigmoids with a bias, in groups."""
-    path = save(case, tmp_path / "m")
-    with serving(path, **REFERENCE) as llm:
-        assert tokens_of(llm, PROMPTS, 8) == ours(path, PROMPTS, 8)
-
-
-def test_compiled_and_reloaded(tmp_path: Path) -> None:
-    """The absorbed products follow the weights, in the same places."""
-    first, second = save("DeepSeek-V3", tmp_path / "first"), save("DeepSeek-V3", tmp_path / "second", seed=1)
-    with serving(first, compiled=True, **REFERENCE) as llm:
-        before = llm.apply_model(places)
+def test_deepseek(tmp_path: Path) -> None:
+    """A dense block and one of experts beside shared ones, chosen by sigmoids with a bias, in groups. Reloaded, the
+    absorbed products follow the weights, in the same places."""
+    first, second = save(tmp_path / "first"), save(tmp_path / "second", seed=1)
+    with serving(first, **REFERENCE) as llm:
         assert tokens_of(llm, PROMPTS, 6) == ours(first, PROMPTS, 6)
+        before = llm.apply_model(places)
+        assert any("W_UK_T" in name for name in before[0])
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
         assert llm.apply_model(places) == before
         assert tokens_of(llm, PROMPTS, 6) == ours(second, PROMPTS, 6) != ours(first, PROMPTS, 6)
 
 
-def test_mistral4_runs_as_plain_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' model inside vLLM, whose latent attention does not take its sizes."""
+def test_kimi(tmp_path: Path) -> None:
+    """One group of experts, under the family's own name; trellis codes; queries without a low rank."""
+    path = save(tmp_path / "m", n_shared_experts=1, n_group=1, topk_group=1, q_lora_rank=None, written=TrellisConfig)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    with serving(path, **REFERENCE) as llm:
+        assert tokens_of(llm, PROMPTS, 6) == ours(path, PROMPTS, 6)
+
+
+def test_mistral4_as_plain_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' model inside vLLM, under its wrapper: vLLM has no model of its own, and its latent attention does
+    not take heads of 128 numbers."""
+    import transformers
+
+    model = tmp_path / "model"
+    text = hf_model("mistral4", **SIZES | {"kv_lora_rank": 256, "v_head_dim": 128})
+    config = transformers.Mistral3Config(
+        text_config=text.config.to_dict(), vision_config=TOWER, image_token_index=128, tie_word_embeddings=False
+    )
+    both = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(model)
+    write_tokenizer(model)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+    marks = {f"image_{name}token": f"w{i}" for name, i in (("", 128), ("break_", 129), ("end_", 130))}
+    images = transformers.PixtralImageProcessor()
+    transformers.PixtralProcessor(images, words, patch_size=16, **marks).save_pretrained(model)
+    made(tmp_path)
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
-    checkpoint_of("mistral4", tmp_path / "m", 4, **SIZES | {"kv_lora_rank": 256, "v_head_dim": 128})
-    with serving(tmp_path / "m") as llm:
-        assert tokens_of(llm, PROMPTS, 8) == ours(tmp_path / "m", PROMPTS, 8)
-
-
-@pytest.mark.slow
-def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
-    """Heads cut, whole experts placed."""
-    wide = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 128}
-    path = save("DeepSeek-V3", tmp_path / "m", **wide)
-    done = ranks(path, tmp_path / "tokens", enable_expert_parallel=True, **REFERENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens, _ = json.loads((tmp_path / "tokens").read_text())
-    assert tokens == ours(path, PROMPTS, 12)
+    settings = {"model_impl": "transformers", "language_model_only": True, "skip_tokenizer_init": False}
+    with serving(tmp_path / "out", **settings, max_num_batched_tokens=2048) as llm:
+        assert tokens_of(llm, PROMPTS, 6) == ours(tmp_path / "out", PROMPTS, 6)
