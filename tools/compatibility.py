@@ -84,7 +84,8 @@ def row(file: Path) -> tuple[str, int, str]:
         file.stem, f"`{outer}`", published(config), ", ".join(map(str, gpus)), *memory,
         "no: " + what if (what := parsed.exact_cache) else "yes" if parsed.latent is None else "`mode=full`, FP8",
         "yes" if parsed.traits.draft is not None and parsed.drafts else "",
-        "yes" if kind in in_vllm() else "", tested(kind, file.stem, parsed),
+        "yes" if kind in in_vllm() or f'"{config["model_type"]}"' in vllm_tests() else "",
+        tested(kind, file.stem, parsed),
     ]  # fmt: skip
     return kind, sizes[4], "| " + " | ".join(cells) + " |"
 
@@ -191,10 +192,17 @@ def variants() -> frozenset[str]:
 
 
 @cache
-def in_vllm() -> frozenset[str]:
-    """The model_types that run inside vLLM in the tests that `make vllm` runs, by the variants that these name."""
+def vllm_tests() -> str:
+    """The text of the tests that `make vllm` runs."""
     files = (ROOT / "tests" / "integrations" / "vllm").glob("test_*.py")
-    text = "".join(file.read_text() for file in files if file.name != "test_gpu.py")
+    return "".join(file.read_text() for file in files if file.name != "test_gpu.py")
+
+
+@cache
+def in_vllm() -> frozenset[str]:
+    """The model_types that run inside vLLM in these tests, by the variants that they name. A family with the record of
+    another (Kimi-K2) has no variant and is named itself."""
+    text = vllm_tests()
     tiny = {variant: name for variant, (name, _) in of_tests("models", "VARIANTS").items()}
     tiny |= {name: f"{name}Text" for name in of_tests("test_wrapper", "QWEN")}
     return frozenset(kind_of(name) for variant, name in tiny.items() if f'"{variant}"' in text)
