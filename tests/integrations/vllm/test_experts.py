@@ -158,11 +158,7 @@ def routed() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loaded(method: Any, layer: Any, file: dict[str, Tensor]) -> Any:
-    """What the layer computes with `file`, whose tensors vLLM's loader has renamed."""
-    from onegraph.integrations.vllm.experts import stack_mapper
-
-    names = [(stack_mapper().map_name(f"experts.{name}"), tensor) for name, tensor in file.items()]
-    list(layer.load_weights((name.removeprefix("experts."), tensor) for name, tensor in names))
+    list(layer.load_weights(file.items()))
     method.process_weights_after_loading(layer)
     return method.apply(layer, *routed(), None, None)
 

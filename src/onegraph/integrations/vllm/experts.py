@@ -170,11 +170,13 @@ class OnegraphExpertsMethod(FusedMoEMethodBase):
 
     def _load_weights(self, layer: Any) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[str]]:
         """What stands in for the layer's own `load_weights`, which knows the names of single experts and of dense
-        stacks. Raises ValueError for a tensor that no stack has."""
+        stacks. Takes a checkpoint's names, too, since not all loaders rename. Raises ValueError for a tensor that no
+        stack has."""
+        mapper = stack_mapper()
 
         def load_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
             for name, tensor in weights:
-                parameter = name.removeprefix(f"{LAYER}.")
+                parameter = mapper.map_name(f"experts.{name}").removeprefix("experts.").removeprefix(f"{LAYER}.")
                 if (target := getattr(layer, parameter, None)) is None:
                     raise ValueError(
                         f"{self.prefix}.{name} is in the checkpoint; experts of {self.format} have no such tensor"
