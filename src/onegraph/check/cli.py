@@ -102,7 +102,7 @@ def run_check(args: argparse.Namespace) -> int:
 def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
-        select, ignore = api.codes(args.select), api.codes(args.ignore)
+        select, ignore = api.codes(args.select, "--select"), api.codes(args.ignore, "--ignore")
         narrow = narrowing(args)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
@@ -307,6 +307,6 @@ def run_rule(args: argparse.Namespace) -> int:
     try:
         print(find(args.code).explain(), end="")
     except ValueError as error:
-        print(f"onegraph: error: {error}", file=sys.stderr)
+        print(f"onegraph: error: rule: {error}", file=sys.stderr)
         return 2
     return 0
