@@ -20,6 +20,7 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.device import pick_device
 from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
+from onegraph.api.hub import locate
 from onegraph.api.llm import LLM
 from onegraph.api.provenance import source_of, versions
 from onegraph.api.resources import refuse_existing
@@ -35,6 +36,7 @@ from onegraph.models.eagle_start import start_copying
 from onegraph.models.eagle_texts import Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
+from onegraph.models.load import parse_config
 from onegraph.models.memory import free_memory
 
 ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
@@ -201,9 +203,8 @@ def train_head(
             f"vocabulary: got {vocabulary} with init; a trained head keeps its vocabulary: omit one of the two"
         )
     pieces, place = Pieces(text, seed), pick_device(device)
-    with LLM(
-        path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=PROMPT + max(length, ANSWER)
-    ) as llm:
+    context = _context(path, length)
+    with LLM(path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=context) as llm:
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
@@ -314,6 +315,20 @@ def _begin(net: EagleNet, model: Llama | ChainedLlama, texts: Texts, names: torc
 def tapped(depth: int) -> tuple[int, ...]:
     """Low, middle and high: the layers of a model of so many behind which a new head takes hidden states."""
     return (1, depth // 2 - 1, depth - 4) if depth >= 8 else (0, (depth - 1) // 2, depth - 1)
+
+
+def _context(path: str | PathLike[str], length: int) -> int:
+    """Tokens of the longest text that the model writes. Raises ValueError where the model has fewer positions."""
+    longest = PROMPT + max(length, ANSWER)
+    with Checkpoint.open(locate(path).path) as checkpoint:
+        allowed = parse_config(checkpoint.config).max_positions
+    if longest > allowed:
+        cure = f"give {allowed - PROMPT} or less" if allowed >= PROMPT + ANSWER else "it is too short for a draft head"
+        raise ValueError(
+            f"length: got {length}; with the prompt a text has up to {longest} tokens, and the model's context is "
+            f"{allowed}: {cure}"
+        )
+    return longest
 
 
 def _written(

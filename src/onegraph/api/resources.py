@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def refuse_existing(out: Path) -> None:
     """Raises ValueError where `out` is there already."""
     if out.exists() or out.is_symlink():
-        left = unfinished(out)  # of a process that was killed when the result had its name: nobody works on one
-        also = f"; {left}, in which it was made, can be removed" if left.exists() else ""
+        left = unfinished(out) if out.name else None  # of a process that was killed when the result had its name
+        also = f"; {left}, in which it was made, can be removed" if left and left.exists() else ""
         raise ValueError(f"{out}: exists already; choose another output directory or remove it{also}")
 
 

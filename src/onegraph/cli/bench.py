@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     import torch
 
+    from onegraph.api.deprecated import public_names
     from onegraph.api.device import pick_dtype
     from onegraph.api.memory import MAX_MODEL_LEN, fit
     from onegraph.formats.turboquant import parse_kv
@@ -123,7 +124,11 @@ def run_fit(args: argparse.Namespace) -> int:
 
     dtype, wanted = pick_dtype(args.dtype, torch.device("cuda")), args.kv_cache_dtype or ("exact", FP8, "turboquant:4")
     rows: list[dict[str, Any]] = []
-    with open_model(args.model) as checkpoint, options("context:", "kv_cache_dtype"):
+    with (
+        open_model(args.model) as checkpoint,
+        options("context:", "kv_cache_dtype"),
+        public_names({"kv": "kv_cache_dtype"}),
+    ):
         config = parse_config(checkpoint.config)
         context = args.context or min(config.max_positions, MAX_MODEL_LEN)
         for size, kind in product(args.gpu_memory or (24, 48, 80), wanted):
