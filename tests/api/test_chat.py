@@ -236,7 +236,7 @@ def test_each_line_of_a_pipe_is_a_turn(
         ("/save\n", (), "error: /save: give a file to write"),
         ("/save /\n", (), "error: /: "),
         (b"\xff\xfe\n", (), "error: standard input: not UTF-8 text at byte 0"),
-        ("x" * 300 + "\n", (), "leaves 196 for it; shorten it, or give a larger --max-model-len"),
+        ("x" * 300 + "\n", (), " for it; shorten it, or give a larger --max-model-len"),
         ("Hi\n", ("--regex", "("), "error: --regex: at "),
         ("Hi\n", ("--thinking", "on"), "error: --thinking: the checkpoint's chat template has no switch"),
         ("Hi\n", ("--max-model-len", 1 << 17), "error: --max-model-len 131072: the model allows at most 65536"),

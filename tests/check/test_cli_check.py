@@ -263,6 +263,26 @@ def test_an_unknown_rule_names_the_option(target: Path, option: str, capsys: pyt
     assert error.startswith(f"onegraph: error: {option}: got 'CG999', allowed CG101, ")
 
 
+def test_a_report_that_cannot_be_written_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "steps.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n" + CLEAN)
+
+    def refused(*words: str) -> str:
+        assert run("check", f"{tmp_path / 'steps.py'}:factory", *words) == 2
+        assert not ran.exists()
+        return capsys.readouterr().err.removeprefix("onegraph: error: ").strip()
+
+    page, known = str(tmp_path / "no" / "page.html"), str(tmp_path / "no" / "known.json")
+    assert refused("--html", page) == f"--html {page}: {tmp_path / 'no'} is no folder; make it, or give another file"
+    assert refused("--baseline", known, "--write-baseline").startswith(f"--baseline {known}: {tmp_path / 'no'} is no ")
+    assert refused("--html", str(tmp_path)) == f"--html {tmp_path}: cannot be written; give another file"
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    page = str(tmp_path / "page.html")
+    assert refused("--html", page) == f"--html {page}: cannot be written; give another file"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("option", ["--live", "--all"])
 def test_without_a_gpu_the_options_that_need_one_are_named(

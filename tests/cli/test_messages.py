@@ -10,6 +10,7 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
+from onegraph.api import resources
 from onegraph.cli import env
 from onegraph.cli.common import UsageError, options
 from onegraph.cli.quantize import byte_count
@@ -119,6 +120,16 @@ def test_sizes_have_units_in_either_case(model: Path, tmp_path: Path) -> None:
 def test_a_rate_of_an_end_is_a_word_of_the_command_line(model: Path, tmp_path: Path, option: str) -> None:
     said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", option, "5")
     assert said == f"{option}: got 5; allowed is 2, 3, 4, 16 to keep it, or 'auto'"
+
+
+def test_a_draft_head_is_not_trained_for_an_output_that_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onegraph.api.draft_head.LLM", lambda *_, **__: pytest.fail("the model is loaded"))
+    (tmp_path / "file").write_text("x")
+    assert "file is no directory" in errors_of("draft-head", model, tmp_path / "file" / "head", "--length", 100)
+    monkeypatch.setattr(resources.os, "access", lambda *_: False)  # who runs as root may write anywhere
+    assert "cannot be written to" in errors_of("draft-head", model, tmp_path / "head", "--length", 100)
 
 
 def test_texts_of_a_draft_head_fit_the_model(model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
 from onegraph.api.hub import locate
 from onegraph.api.llm import LLM
 from onegraph.api.provenance import source_of, versions
-from onegraph.api.resources import refuse_existing
+from onegraph.api.resources import check_output
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
@@ -189,13 +189,13 @@ def train_head(
         memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
             are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
-        progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
+        progress: called as progress("sampling", texts, texts that are expected). log: takes a line now and then.
 
     Raises ValueError for a model that heads cannot go on from, an `init` that is no head for it, too little text, and
-    an output that exists.
+    an output that exists or cannot be written.
     """
     clock, target = _Clock(60 * minutes), Path(output)
-    refuse_existing(target)
+    check_output(target)
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     if init is not None and vocabulary is not None:
@@ -341,8 +341,8 @@ def _written(
         some = min(wave, count - done)
         yield from prompts.answered(some)
         done += some
-        if progress is not None:
-            progress("sampling", done, count)
+        if progress is not None:  # most often the clock is what ends it
+            progress("sampling", done, min(count, max(done, int(done * SAMPLING * clock.seconds / clock.spent))))
 
 
 def _vocabulary(counts: Counter[int], size: int, most: int) -> torch.Tensor:

@@ -104,6 +104,7 @@ def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namesp
     try:
         select, ignore = api.codes(args.select, "--select"), api.codes(args.ignore, "--ignore")
         narrow = narrowing(args)
+        check_written("--html", args.html)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
@@ -151,6 +152,8 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
         raise CheckError("--write-baseline: needs the file, --baseline FILE")
     if args.write_baseline and args.changed_since:
         raise CheckError("--write-baseline and --changed-since: a baseline is of everything; give one of the two")
+    if args.write_baseline:
+        check_written("--baseline", args.baseline)
     from onegraph.check import baseline
 
     known = baseline.load(args.baseline) if args.baseline and not args.write_baseline else None
@@ -285,6 +288,17 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
 
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         print(text.render(report, color=color), end="")
+
+
+def check_written(option: str, path: str | None) -> None:
+    """Raises CheckError where the file of an option cannot be written: now, not after all steps."""
+    if not path:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise CheckError(f"{option} {path}: {folder} is no folder; make it, or give another file")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise CheckError(f"{option} {path}: cannot be written; give another file")
 
 
 def write(path: str, text: str) -> None:
