@@ -122,6 +122,32 @@ def test_a_rate_of_an_end_is_a_word_of_the_command_line(model: Path, tmp_path: P
     assert said == f"{option}: got 5; allowed is 2, 3, 4, 16 to keep it, or 'auto'"
 
 
+def test_an_empty_text_has_no_bytes(model: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", "--calibration", empty, "--dry-run")
+    assert said.startswith("--calibration: the text has 0 bytes, fewer than the ")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--layer", "*=16"], ": no layer is left to be rounded; the rates by pattern keep all of them"),
+        (
+            ["--per-linear", "--layer", "*=3"],
+            "no rate is left to be chosen, the rates by pattern set all; leave some out",
+        ),
+        (["--prefer", "speed"], "--prefer: got 'speed' with the format 'e8p'; it is for format 'auto': leave it out"),
+    ],
+)
+def test_messages_of_quantize_name_no_argument_of_python(
+    model: Path, tmp_path: Path, more: list[str], says: str
+) -> None:
+    said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", "--dry-run", *more)
+    assert says in said
+    assert "layers`" not in said
+
+
 def test_a_draft_head_is_not_trained_for_an_output_that_cannot_be_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,10 @@ def choose(*, format: str = "e8p", prefer: str | None = None, **options: Any) ->
         raise ValueError(f"format: got {format!r}; allowed are {allowed}")
     require("prefer", prefer, prefer in (None, *PREFER), "'quality', 'speed', or None for quality")
     if format != AUTO:
-        require("prefer", prefer, prefer is None, f"None unless format is {AUTO!r}, which it decides between")
+        if prefer is not None:
+            raise ValueError(
+                f"prefer: got {prefer!r} with the format {format!r}; it is for format {AUTO!r}: leave it out"
+            )
         return _choose(format, **options)
     found, refused = list[Choices](), dict[str, str]()
     for each in OWN:

@@ -164,7 +164,7 @@ def add_parser(commands: Any) -> None:
         type=number(int, 16, 1 << 17),
         default=512,
         metavar="T",
-        help="tokens per calibration sequence [512]",
+        help="tokens per calibration sequence, at most the model's context [512]",
     )
     parser.add_argument(
         "--recipe",
