@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,23 @@ def test_a_family_that_transformers_alone_has_is_one_to_quantize(tmp_path: Path)
     said = errors_of("generate", tmp_path, "--prompt", "a")
     assert "model_type 'gpt2' is not supported" in said
     assert "if transformers has this model, `onegraph quantize` makes a checkpoint for it: `import" in said
+
+
+def test_a_field_out_of_range_names_the_option_or_the_line(model: Path, tmp_path: Path) -> None:
+    ask = "generate", model, "--raw", "--device", "cpu"
+    says = "temperature: got 1e-09; allowed is 0 for greedy, or 0.001 to 1000"
+    assert errors_of(*ask, "--prompt", "a", "--temperature", "1e-9") == f"--{says}"
+    lines = tmp_path / "a.jsonl"
+    for field, of_line in (('"temperature": 1e-9', says), ('"grammar": "x"', "grammar: ")):
+        lines.write_text(f'{{"prompt": "a", {field}}}\n')
+        assert errors_of(*ask, "--batch", lines).startswith(f"--batch {lines}, line 1: {of_line}")
+
+
+def test_a_pipe_is_read_by_another_name(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for command in (["generate", model, "--batch"], ["eval", model, "--text"]):
+        said = errors_of(*command, pipe)
+        assert said == f"{pipe}: not a regular file; give one, or '-' and the text on standard input"
 
 
 def test_an_unknown_key_of_a_line_is_named(model: Path, tmp_path: Path) -> None:

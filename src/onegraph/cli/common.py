@@ -277,7 +277,9 @@ def read_text(path: str) -> str:
     from onegraph.api import text
 
     if path != "-":
-        return text.read_text(Path(path))
+        if (file := Path(path)).exists() and not file.is_file():  # a pipe, as of <(command)
+            raise UsageError(f"{path}: not a regular file; give one, or '-' and the text on standard input")
+        return text.read_text(file)
     if sys.stdin is None:
         raise UsageError("standard input is closed, and '-' reads it; give a file, or pipe the text in")
     try:

@@ -31,7 +31,7 @@ from onegraph.cli.common import (
     tell_exact_layers,
     tell_skipped,
 )
-from onegraph.cli.sampling import add_sampling, check_constraint, sampling_of
+from onegraph.cli.sampling import FIELDS, add_sampling, check_constraint, sampling_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,9 @@ def add_parser(commands: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="prompt; '-' reads it from stdin")
     source.add_argument(
-        "--batch", metavar="FILE", help="file with one prompt per line, or a .jsonl file; all prompts run as one batch"
+        "--batch",
+        metavar="FILE",
+        help="file with one prompt per line ('-' for stdin), or a .jsonl file; all prompts run as one batch",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", help="apply the model's chat template")
@@ -253,7 +255,8 @@ def run(args: argparse.Namespace) -> int:
         budget(request, len(prompt), fields["max_tokens"], context)
         for request, prompt, fields in zip(requests, prompts, asked, strict=True)
     ]
-    params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
+    with options(*(f"{name}:" for name in FIELDS)):
+        params = [SamplingParams(**f | {"max_tokens": tokens}) for f, tokens in zip(asked, budgets, strict=True)]
     check_constraints(args, requests, params, tokenizer, config.vocab_size)
     needed = args.max_model_len or max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
@@ -369,7 +372,7 @@ def check_constraints(
     """Raises UsageError for a schema or regex of a line or option that cannot be read, before the model is."""
     from onegraph.api.constraint import Constraints
 
-    constraints, own = Constraints(tokenizer, vocabulary), {"json_schema", "regex"}
+    constraints, own = Constraints(tokenizer, vocabulary), {"json_schema", "regex", "grammar"}
     if general := next((p for r, p in zip(requests, params, strict=True) if not r.fields.keys() & own), None):
         check_constraint(args, general, constraints)
     for request, each in zip(requests, params, strict=True):
