@@ -24,6 +24,7 @@ from onegraph.cli.common import (
     number,
     one_line,
     open_model,
+    options,
     pick_device,
     pick_dtype,
     print_json,
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path(args.dir)
     device = pick_device(args.device)
-    parse_kv(args.kv)  # refused now, not after minutes of quantizing
+    with options("kv", "kv:"):
+        parse_kv(args.kv)  # refused now, not after minutes of quantizing
     folder.mkdir(parents=True, exist_ok=True)
     source = fetch(folder)
     output = folder / f"SmolLM2-135M-Instruct-{args.bits}bit"

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = out / "rounds.jsonl"
     if args.traffic:
-        with options("kv"):
+        with options("kv", "kv:"):
             verdict = soak_traffic(
                 make, kvs=args.kv or ["exact"], steps=args.steps, path=path, per_round=args.round or context,
                 seed=args.seed, seconds=60 * args.minutes if args.minutes else None, on_round=say,

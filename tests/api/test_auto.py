@@ -96,5 +96,5 @@ def test_times_of_gpus(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_preferences(model: Path) -> None:
     with pytest.raises(ValueError, match=r"prefer: got 'size'; .*'quality', 'speed', or None"):
         plan(model, format="auto", prefer="size")
-    with pytest.raises(ValueError, match=r"prefer: got 'speed'; .*unless format is 'auto'"):
+    with pytest.raises(ValueError, match=r"prefer: got 'speed' with the format 'e8p'; it is for format 'auto'"):
         plan(model, prefer="speed")

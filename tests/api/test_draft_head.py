@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fuzz import tiny
 from fuzz.run import invoke
 from models import smollm2_gguf
 from onegraph import LLM, SamplingParams
-from onegraph.api import draft_prompts
+from onegraph.api import draft_head, draft_prompts
 from onegraph.api.draft_head import KEEPER, REPEAT, DraftHead, tapped, train_head, unseen
 from onegraph.api.draft_prompts import COPIED, PIECE, PROMPT, TASKS, Pieces, Prompts
 from onegraph.engine.engine import Engine
@@ -274,3 +275,30 @@ def test_a_head_of_the_real_model_on_a_gpu(tmp_path: Path) -> None:
     assert made.nbytes < 20e6
     assert made.after.tokens > 1.3 > made.before.tokens
     assert sum(f.same_texts for f in made.unseen.values()) >= 3
+
+
+def test_progress_counts_the_texts_that_the_clock_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    class Writes:
+        def __init__(self, *_: Any) -> None: ...
+
+        def answered(self, some: int) -> list[Any]:
+            now[0] += some  # a text a second
+            return []
+
+    monkeypatch.setattr(draft_head, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(draft_head, "Prompts", Writes)
+
+    def told(count: int) -> list[tuple[int, int]]:
+        now[0], found = 0.0, list[tuple[int, int]]()
+        clock = draft_head._Clock(1000.0, started=0.0)  # 350 seconds are for texts
+
+        def report(what: str, done: int, total: int) -> None:
+            found.append((done, total))
+
+        assert not list(draft_head._written(None, None, count, 100, 8, 0, clock, report))
+        return found
+
+    assert told(1 << 15) == [(100, 350), (200, 350), (300, 350), (400, 400)]
+    assert told(150) == [(100, 150), (150, 150)]

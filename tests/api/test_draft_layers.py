@@ -169,8 +169,8 @@ def test_what_is_refused_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "model"
     for options, said in (
         ({"draft_layers": 4}, "draft_layers: got 4, and this checkpoint has no draft layer"),
-        ({"draft_layers": 5}, "draft_layers: got 5; allowed are 2, 3, 4, and 16 or None to keep them"),
-        ({"draft_layers": 4, "format": "nvfp4"}, "draft_layers: got 4; allowed are 16 and None to keep them"),
+        ({"draft_layers": 5}, "draft_layers: got 5; allowed are 2, 3, 4, and 16 to keep them"),
+        ({"draft_layers": 4, "format": "nvfp4"}, "draft_layers: got 4; allowed is 16 to keep them"),
     ):
         with pytest.raises(ValueError, match=said):
             plan(path, tmp_path / "out", **{"calibration": "bundled", "device": "cpu", **options})

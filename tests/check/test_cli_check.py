@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
+import torch
 
 from onegraph.check import CheckError, check_step, cli, reconcile
 from onegraph.check.pytest_plugin import assert_capturable
@@ -254,6 +256,57 @@ def test_other_files_and_options(target: Path, tmp_path: Path, capsys: pytest.Ca
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--select", "--ignore"])
+def test_an_unknown_rule_names_the_option(target: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", f"{target}:factory", option, "CG2,CG999") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"onegraph: error: {option}: got 'CG999', allowed CG101, ")
+
+
+def test_a_report_that_cannot_be_written_is_not_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "steps.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n" + CLEAN)
+
+    def refused(*words: str) -> str:
+        assert run("check", f"{tmp_path / 'steps.py'}:factory", *words) == 2
+        assert not ran.exists()
+        return capsys.readouterr().err.removeprefix("onegraph: error: ").strip()
+
+    page, known = str(tmp_path / "no" / "page.html"), str(tmp_path / "no" / "known.json")
+    assert refused("--html", page) == f"--html {page}: {tmp_path / 'no'} is no folder; make it, or give another file"
+    assert refused("--baseline", known, "--write-baseline").startswith(f"--baseline {known}: {tmp_path / 'no'} is no ")
+    assert refused("--html", str(tmp_path)) == f"--html {tmp_path}: cannot be written; give another file"
+    monkeypatch.setattr(cli.os, "access", lambda *_: False)
+    page = str(tmp_path / "page.html")
+    assert refused("--html", page) == f"--html {page}: cannot be written; give another file"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("option", ["--live", "--all"])
+def test_without_a_gpu_the_options_that_need_one_are_named(
+    target: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", f"{target}:factory", option) == 2
+    assert "no CUDA GPU is visible; without --live, --all or live=True" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"steps": "4"}, "steps: got '4', allowed 3 or more"),
+        ({"steps": True}, "steps: got True, allowed 3 or more"),
+        ({"gpus": 0}, "gpus: got 0, allowed 1 or more"),
+        ({"gpus": "1"}, "gpus: got '1', allowed 1 or more"),
+        ({"ignore": "CG999"}, "ignore: got 'CG999', allowed CG101"),
+    ],
+)
+def test_a_wrong_keyword_is_named(target: Path, keywords: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckError, match=says):
+        assert_capturable(load(f"{target}:factory").factory, **keywords)
+
+
 def test_several_targets_are_one_report(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = target.with_name("other.py")
     other.write_text(BAD)
@@ -308,7 +361,9 @@ def test_rule_explains_and_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("rule") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(RULES)
     assert run("rule", "CG999") == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("onegraph: error: rule: got 'CG999', allowed CG101, ")
+    assert error.count("\n") == 1
 
 
 def finding(line: int, code: str, origin: Origin, severity: Severity = Severity.ERROR) -> Finding:

@@ -386,7 +386,7 @@ def test_answers_are_out_before_the_last_is_done(model: Path, tmp_path: Path, mo
         ),
         (
             '{"messages": [{"role": "user", "content": "Hi"}], "thinking": true}',
-            "line 2: thinking: got True; the check",
+            "line 2: thinking: the check",
         ),
     ],
 )
@@ -425,7 +425,7 @@ def test_thinking_by_option_and_by_line(model: Path, tmp_path: Path) -> None:
     fails(
         "generate", path, "--raw", "--prompt", "a", "--thinking", "on", says="--prompt: thinking needs a chat template"
     )
-    fails("generate", model, "--prompt", "a", "--thinking", "on", says="--prompt: thinking: got True; the checkpoint's")
+    fails("generate", model, "--prompt", "a", "--thinking", "on", says="error: --thinking: the checkpoint's")
 
 
 def test_what_only_json_has_room_for_is_not_lost(model: Path, tmp_path: Path) -> None:

@@ -114,26 +114,26 @@ def test_stderr_that_cannot_be_written(model: Path) -> None:
 # ------------------------------------------------------------------------------------------------ files and memory
 
 
-def small_files(size: int) -> Any:
-    """Writing stops short as on a full disk, with another number."""
+def small_files(size: int) -> dict[str, Any]:
+    """Writing stops short as on a full disk, with another number. No .pyc: Python would keep a part of one."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    return limit
+    return {"before": limit, "env": {"PYTHONDONTWRITEBYTECODE": "1"}}
 
 
 def test_a_file_that_cannot_be_written_whole(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the thing in the inn, and a hat. " * 100)
     quick = ["--calibration", text, "--num-calibration-tokens", 128, "--calibration-seq-len", 64, "--recipe", "quick"]
-    fails(run("quantize", model, tmp_path / "a", *quick, before=small_files(4096)), "a.partial/", "File too large")
-    fails(run("quantize", model, tmp_path / "b", "--format", "nvfp4", before=small_files(4096)), "/.b.tmp/", "File too")
+    fails(run("quantize", model, tmp_path / "a", *quick, **small_files(4096)), "a.partial/", "File too large")
+    fails(run("quantize", model, tmp_path / "b", "--format", "nvfp4", **small_files(4096)), "/.b.tmp/", "File too")
     assert not list(tmp_path.glob(".b*")), "nothing is left"
     (tmp_path / "step.py").write_text(STEPS)
     page = tmp_path / "page.html"
-    done = run("check", tmp_path / "step.py", "--allow-no-steps", "--html", page, before=small_files(16))
+    done = run("check", tmp_path / "step.py", "--allow-no-steps", "--html", page, **small_files(16))
     fails(done, "page.html: File too large")
 
 
@@ -154,6 +154,41 @@ def test_memory_that_a_model_cannot_have(monkeypatch: pytest.MonkeyPatch, model:
     assert (status, out) == (2, "")
     assert "error: out of memory: " in errors
     assert errors.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------------- interrupts
+
+PRESSED = """
+import signal, sys
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy.linalg":  # torch imports numpy, half of which is there
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Press())
+from onegraph.cli import main
+sys.exit(main())
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_is_kept(model: Path) -> None:
+    """Torch imports numpy from C and drops what is raised there: the command would run on with half of numpy."""
+    command = [sys.executable, "-c", PRESSED, "verify", model]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    fails(done, "interrupted", status=130)
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    """A shell starts what runs in the background so."""
+    code = "import signal; from onegraph.cli import main; main(); print(signal.getsignal(signal.SIGINT))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.stdout.splitlines()[1:] == [str(signal.SIG_IGN).encode()]
 
 
 # --------------------------------------------------------------------------------------------------------- arguments

@@ -130,5 +130,5 @@ def test_the_answer_is_right(kv: str) -> None:
 def test_a_bad_cache_is_refused_before_anything_is_fetched(pip: dict[str, Any], tmp_path: Path) -> None:
     status, _, errors = run(tmp_path / ".demo", "--kv", "turboquant:9")
     assert status == 2
-    assert errors.strip() == "onegraph: error: turboquant: 9 bits for keys; allowed are 1, 2, 3 and 4"
+    assert errors.strip() == "onegraph: error: --kv: 9 bits for keys; allowed are 1, 2, 3 and 4"
     assert not pip["calls"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 
 from fuzz import tiny
 from fuzz.run import invoke
+from onegraph.api import resources
 from onegraph.cli import env
+from onegraph.cli.common import UsageError, options
+from onegraph.cli.quantize import byte_count
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,138 @@ def test_fp8_is_of_one_family(model: Path) -> None:
     assert "this model is 'llama': take turboquant:4, a quarter of the memory, or leave it out" in said
 
 
+@pytest.mark.parametrize(
+    ("command", "more"), [("generate", ("--prompt", "a", "--device", "cpu")), ("bench", ()), ("eval", ("--text", "-"))]
+)
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("turboquant:9", "--kv-cache-dtype: 9 bits for keys; allowed are 1, 2, 3 and 4"),
+        ("turboquant:4,wat=1", "--kv-cache-dtype: option 'wat=1' is not understood; allowed are "),
+        ("turbo", "--kv-cache-dtype is 'turbo'; allowed are exact, "),
+    ],
+)
+def test_a_wrong_cache_names_the_option(
+    model: Path, command: str, more: tuple[str, ...], setting: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onegraph.cli.eval.read_text", lambda _: "some text")
+    words = ["bench", "fit", model] if command == "bench" else [command, model]
+    assert errors_of(*words, *more, "--kv-cache-dtype", setting).startswith(says)
+
+
+def test_a_cache_that_the_model_cannot_have_names_the_option(model: Path) -> None:
+    said = errors_of("bench", "fit", model, "--kv-cache-dtype", "fp8")
+    assert said.startswith("--kv-cache-dtype: got fp8, which is for latent attention; llama has none")
+
+
+def test_options_are_named_within_a_message(model: Path, tmp_path: Path) -> None:
+    said = errors_of("serve", model, "--port", 0, "--device", "cpu", "--kv-cache-tokens", 1)
+    assert said.endswith("tokens: allowed is that and more, or a smaller --max-model-len")
+    says = "max_rows: got 1 in x/max_rows, 'max_rows'; fewer max_rows, or config.json: max_rows"
+    with pytest.raises(UsageError) as caught, options("max_rows", "size:"):
+        raise ValueError(says)
+    assert str(caught.value) == (
+        "--max-rows: got 1 in x/max_rows, 'max_rows'; fewer --max-rows, or config.json: max_rows"
+    )
+    with pytest.raises(UsageError, match=r"^--size: too small, of this size$"), options("max_rows", "size:"):
+        raise ValueError("size: too small, of this size")
+    with pytest.raises(ValueError, match=r"^the size is max_row$") as kept, options("max_rows", "size:"):
+        raise ValueError("the size is max_row")
+    assert type(kept.value) is ValueError
+
+
+def test_words_that_a_command_does_not_have_lead_to_its_help() -> None:
+    assert errors_of("env", "x", "y") == "unrecognized arguments: x y; see 'onegraph env --help'"
+    assert errors_of("bench", "fit", "a", "b") == "unrecognized arguments: b; see 'onegraph bench fit --help'"
+
+
+@pytest.mark.parametrize("out", [".", "/", ".."])
+def test_the_output_is_a_directory_that_is_there(model: Path, out: str) -> None:
+    for command in ("quantize", "draft-head"):
+        assert errors_of(command, model, out) == f"{out}: exists already; choose another output directory or remove it"
+
+
+def test_sizes_have_units_in_either_case(model: Path, tmp_path: Path) -> None:
+    said = errors_of("quantize", model, tmp_path / "out", "--dry-run", "--device", "cpu", "--size", "1KB")
+    assert said.startswith("--size: got 1.0 kB; this model takes ")
+    assert [byte_count(text) for text in ("3.2gb", "800 mB", "98000000", "2T")] == [
+        32 * 10**8,
+        8 * 10**8,
+        98 * 10**6,
+        2 * 10**12,
+    ]
+
+
+@pytest.mark.parametrize("option", ["--lm-head", "--embed-tokens"])
+def test_a_rate_of_an_end_is_a_word_of_the_command_line(model: Path, tmp_path: Path, option: str) -> None:
+    said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", option, "5")
+    assert said == f"{option}: got 5; allowed is 2, 3, 4, 16 to keep it, or 'auto'"
+
+
+def test_an_empty_text_has_no_bytes(model: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", "--calibration", empty, "--dry-run")
+    assert said.startswith("--calibration: the text has 0 bytes, fewer than the ")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--layer", "*=16"], ": no layer is left to be rounded; the rates by pattern keep all of them"),
+        (
+            ["--per-linear", "--layer", "*=3"],
+            "no rate is left to be chosen, the rates by pattern set all; leave some out",
+        ),
+        (["--prefer", "speed"], "--prefer: got 'speed' with the format 'e8p'; it is for format 'auto': leave it out"),
+    ],
+)
+def test_messages_of_quantize_name_no_argument_of_python(
+    model: Path, tmp_path: Path, more: list[str], says: str
+) -> None:
+    said = errors_of("quantize", model, tmp_path / "out", "--device", "cpu", "--dry-run", *more)
+    assert says in said
+    assert "layers`" not in said
+
+
+def test_a_draft_head_is_not_trained_for_an_output_that_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onegraph.api.draft_head.LLM", lambda *_, **__: pytest.fail("the model is loaded"))
+    (tmp_path / "file").write_text("x")
+    assert "file is no directory" in errors_of("draft-head", model, tmp_path / "file" / "head", "--length", 100)
+    monkeypatch.setattr(resources.os, "access", lambda *_: False)  # who runs as root may write anywhere
+    assert "cannot be written to" in errors_of("draft-head", model, tmp_path / "head", "--length", 100)
+
+
+def test_texts_of_a_draft_head_fit_the_model(model: Path, tmp_path: Path) -> None:
+    head = ["draft-head", model, tmp_path / "head", "--device", "cpu"]
+    assert errors_of(*head) == (
+        "--length: got 192; with the prompt a text has up to 304 tokens, and the model's context is 256: "
+        "give 144 or less"
+    )
+    short = tiny.write_model(tmp_path / "short", tiny.CONFIG | {"max_position_embeddings": 128})
+    assert errors_of("draft-head", short, *head[2:]).endswith(" is 128: it is too short for a draft head")
+
+
+def test_a_constraint_is_read_before_the_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("onegraph.cli.generate.load", load)
+    schema = tmp_path / "schema.json"
+    ask = "generate", model, "--raw", "--prompt", "a", "--device", "cpu"
+    for text, says in (("{", ": not valid JSON: Expecting "), ('{"type": "wat"}', ": Invalid type: wat")):
+        schema.write_text(text)
+        assert errors_of(*ask, "--json-schema", schema).startswith(f"--json-schema {schema}{says}")
+    assert errors_of(*ask, "--regex", "(").startswith("--regex: at ")
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"prompt": "a", "regex": "b"}\n{"prompt": "a"}\n')
+    assert errors_of("generate", model, "--raw", "--batch", lines, "--device", "cpu", "--regex", "(").startswith(
+        "--regex: at "
+    )
+
+
 def test_what_looks_like_a_path_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("out").mkdir()
@@ -68,6 +204,23 @@ def test_a_family_that_transformers_alone_has_is_one_to_quantize(tmp_path: Path)
     said = errors_of("generate", tmp_path, "--prompt", "a")
     assert "model_type 'gpt2' is not supported" in said
     assert "if transformers has this model, `onegraph quantize` makes a checkpoint for it: `import" in said
+
+
+def test_a_field_out_of_range_names_the_option_or_the_line(model: Path, tmp_path: Path) -> None:
+    ask = "generate", model, "--raw", "--device", "cpu"
+    says = "temperature: got 1e-09; allowed is 0 for greedy, or 0.001 to 1000"
+    assert errors_of(*ask, "--prompt", "a", "--temperature", "1e-9") == f"--{says}"
+    lines = tmp_path / "a.jsonl"
+    for field, of_line in (('"temperature": 1e-9', says), ('"grammar": "x"', "grammar: ")):
+        lines.write_text(f'{{"prompt": "a", {field}}}\n')
+        assert errors_of(*ask, "--batch", lines).startswith(f"--batch {lines}, line 1: {of_line}")
+
+
+def test_a_pipe_is_read_by_another_name(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for command in (["generate", model, "--batch"], ["eval", model, "--text"]):
+        said = errors_of(*command, pipe)
+        assert said == f"{pipe}: not a regular file; give one, or '-' and the text on standard input"
 
 
 def test_an_unknown_key_of_a_line_is_named(model: Path, tmp_path: Path) -> None:

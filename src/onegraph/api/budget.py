@@ -181,7 +181,9 @@ class Layers:
 
     def _parts(self, costs: Costs) -> list[list[Option]]:
         if not costs:
-            raise ValueError(f"{self.budget}: no rate is left to be chosen, `layers` sets all; leave the budget out")
+            raise ValueError(
+                f"{self.budget}: no rate is left to be chosen, the rates by pattern set all; leave some out"
+            )
         parts = [self._options(names, cost) for names, cost in costs.items() if names[0] not in ENDS]
         ends = {end: costs[end,] for end in ENDS if self.ends[end] is None}
         if self.tied and ends:

@@ -51,7 +51,9 @@ class Document:
     @property
     def size(self) -> int:
         """Bytes, without the blank line behind a text."""
-        return len((self.text.rstrip("\n") or json.dumps(list(self.messages), ensure_ascii=False)).encode())
+        if self.messages:
+            return len(json.dumps(list(self.messages), ensure_ascii=False).encode())
+        return len(self.text.rstrip("\n").encode())
 
 
 @dataclass(frozen=True)

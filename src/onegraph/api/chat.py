@@ -131,7 +131,7 @@ class ChatTemplate:
         if self.switch is None:
             raise ThinkingError(
                 "thinking",
-                f"thinking: got {thinking}; the checkpoint's chat template has no switch for it, leave it out",
+                "thinking: the checkpoint's chat template has no switch for it; leave it out",
             )
         return self._render(messages, {self.switch: thinking} | given)
 

@@ -90,7 +90,10 @@ def choose(*, format: str = "e8p", prefer: str | None = None, **options: Any) ->
         raise ValueError(f"format: got {format!r}; allowed are {allowed}")
     require("prefer", prefer, prefer in (None, *PREFER), "'quality', 'speed', or None for quality")
     if format != AUTO:
-        require("prefer", prefer, prefer is None, f"None unless format is {AUTO!r}, which it decides between")
+        if prefer is not None:
+            raise ValueError(
+                f"prefer: got {prefer!r} with the format {format!r}; it is for format {AUTO!r}: leave it out"
+            )
         return _choose(format, **options)
     found, refused = list[Choices](), dict[str, str]()
     for each in OWN:
@@ -130,7 +133,7 @@ def _choose(
     require("layers", layers, fine, "a mapping of pattern to bits, such as {'*.down_proj': 4}, or None")
     for name, end in (("lm_head", lm_head), ("embed_tokens", embed_tokens)):
         fine = end in (None, "auto") or (is_index(end) and end in rates)
-        require(name, end, fine, f"{told}, {KEEP} to keep it, 'auto', or None")
+        require(name, end, fine, f"{told}, {KEEP} to keep it, or 'auto'")
     require("recipe", recipe, isinstance(recipe, str | None), "the name of a recipe, or None for the device's")
     check(calibration)
     require_flag("self_generate", self_generate, none="False")
@@ -151,8 +154,8 @@ def _choose(
     if experts not in (None, *rates):
         raise ValueError(f"experts: got {experts!r}; allowed are {told}, and 16 to keep them as they are")
     if draft_layers not in (None, KEEP) and (format == "nvfp4" or draft_layers not in rates):
-        allowed = "16 and None" if format == "nvfp4" else f"{told}, and 16 or None"
-        raise ValueError(f"draft_layers: got {draft_layers!r}; allowed are {allowed} to keep them as they are")
+        allowed = "is 16" if format == "nvfp4" else f"are {told}, and 16"
+        raise ValueError(f"draft_layers: got {draft_layers!r}; allowed {allowed} to keep them as they are")
     if self_generate and (format == "nvfp4" or calibration == "self"):
         why = "nvfp4 reads no text" if format == "nvfp4" else "with calibration 'self' the model writes all of it"
         raise ValueError(f"self_generate lets the model continue a short text, and {why}; leave it out")

@@ -20,9 +20,10 @@ import torch
 from onegraph.api import Progress
 from onegraph.api.device import pick_device
 from onegraph.api.draft_prompts import HELD, PROMPT, Pieces, Prompts
+from onegraph.api.hub import locate
 from onegraph.api.llm import LLM
 from onegraph.api.provenance import source_of, versions
-from onegraph.api.resources import refuse_existing
+from onegraph.api.resources import check_output
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.engine.engine import Engine
@@ -35,6 +36,7 @@ from onegraph.models.eagle_start import start_copying
 from onegraph.models.eagle_texts import Shelf, Texts, Written
 from onegraph.models.eagle_training import Exam, Score, Teacher, train
 from onegraph.models.llama import Llama
+from onegraph.models.load import parse_config
 from onegraph.models.memory import free_memory
 
 ROWS = {"cuda": 64, "cpu": 8}  # texts that are written side by side
@@ -187,13 +189,13 @@ def train_head(
         memory: bytes of hidden states to keep on the host, beside those for which a GPU has room; those of more texts
             are computed again each time.
         seed: of everything; the same seed gives the same head with `steps`, unless the clock ended sampling or them.
-        progress: called as progress("sampling", texts, texts in all). log: takes a line now and then.
+        progress: called as progress("sampling", texts, texts that are expected). log: takes a line now and then.
 
     Raises ValueError for a model that heads cannot go on from, an `init` that is no head for it, too little text, and
-    an output that exists.
+    an output that exists or cannot be written.
     """
     clock, target = _Clock(60 * minutes), Path(output)
-    refuse_existing(target)
+    check_output(target)
     if not 1 <= ahead <= 7:
         raise ValueError(f"ahead: got {ahead}; allowed is 1 to 7")
     if init is not None and vocabulary is not None:
@@ -201,9 +203,8 @@ def train_head(
             f"vocabulary: got {vocabulary} with init; a trained head keeps its vocabulary: omit one of the two"
         )
     pieces, place = Pieces(text, seed), pick_device(device)
-    with LLM(
-        path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=PROMPT + max(length, ANSWER)
-    ) as llm:
+    context = _context(path, length)
+    with LLM(path, device=place, dtype=dtype, max_num_seqs=ROWS[place.type], max_model_len=context) as llm:
         model = llm.engine.model
         if not isinstance(model, Llama | ChainedLlama):
             raise ValueError("draft-head: EAGLE heads go on from models of the Llama kind; DeepSeek-V4 has its own")
@@ -316,6 +317,20 @@ def tapped(depth: int) -> tuple[int, ...]:
     return (1, depth // 2 - 1, depth - 4) if depth >= 8 else (0, (depth - 1) // 2, depth - 1)
 
 
+def _context(path: str | PathLike[str], length: int) -> int:
+    """Tokens of the longest text that the model writes. Raises ValueError where the model has fewer positions."""
+    longest = PROMPT + max(length, ANSWER)
+    with Checkpoint.open(locate(path).path) as checkpoint:
+        allowed = parse_config(checkpoint.config).max_positions
+    if longest > allowed:
+        cure = f"give {allowed - PROMPT} or less" if allowed >= PROMPT + ANSWER else "it is too short for a draft head"
+        raise ValueError(
+            f"length: got {length}; with the prompt a text has up to {longest} tokens, and the model's context is "
+            f"{allowed}: {cure}"
+        )
+    return longest
+
+
 def _written(
     llm: LLM, pieces: Pieces, count: int, wave: int, length: int, seed: int, clock: _Clock, progress: Progress | None
 ) -> Iterator[tuple[bool, Written]]:  # fmt: skip
@@ -326,8 +341,8 @@ def _written(
         some = min(wave, count - done)
         yield from prompts.answered(some)
         done += some
-        if progress is not None:
-            progress("sampling", done, count)
+        if progress is not None:  # most often the clock is what ends it
+            progress("sampling", done, min(count, max(done, int(done * SAMPLING * clock.seconds / clock.spent))))
 
 
 def _vocabulary(counts: Counter[int], size: int, most: int) -> torch.Tensor:

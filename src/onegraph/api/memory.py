@@ -222,7 +222,8 @@ def fit(
         raise ValueError(f"{config.model_type} has {config.exact_cache}, which a cache in codes does not know")
     if fp8 and config.latent is None:
         raise ValueError(
-            f"got fp8, which is for latent attention; {config.model_type} has none: take exact or turboquant:4"
+            f"kv_cache_dtype: got fp8, which is for latent attention; {config.model_type} has none: take exact or "
+            "turboquant:4"
         )
     weights = _weights(checkpoint, config, device, dtype, None)
     room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))

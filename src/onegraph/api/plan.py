@@ -381,7 +381,7 @@ def with_draft(choices: Choices, found: Outline) -> tuple[Choices, Outline]:
 
 def _why_none(found: Outline) -> str:
     whys = dict.fromkeys(found.left.values())
-    return "; ".join(whys) if whys and not found.shapes else "`layers` keeps all of them"
+    return "; ".join(whys) if whys and not found.shapes else "the rates by pattern keep all of them"
 
 
 def _one_rate(found: Outline, formats: Mapping[str, WeightFormat]) -> None:

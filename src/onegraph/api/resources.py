@@ -22,14 +22,26 @@ if TYPE_CHECKING:
 def refuse_existing(out: Path) -> None:
     """Raises ValueError where `out` is there already."""
     if out.exists() or out.is_symlink():
-        left = unfinished(out)  # of a process that was killed when the result had its name: nobody works on one
-        also = f"; {left}, in which it was made, can be removed" if left.exists() else ""
+        left = unfinished(out) if out.name else None  # of a process that was killed when the result had its name
+        also = f"; {left}, in which it was made, can be removed" if left and left.exists() else ""
         raise ValueError(f"{out}: exists already; choose another output directory or remove it{also}")
 
 
 def existing(out: Path) -> Path:
     """The nearest directory above `out` that is there."""
     return next(folder for folder in out.absolute().parents if folder.exists())
+
+
+def check_output(out: Path) -> Path:
+    """The nearest directory above `out` that is there. Raises ValueError where `out` exists or cannot be written: now,
+    not after hours of work."""
+    refuse_existing(out)
+    parent = existing(out)
+    if not parent.is_dir():
+        raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
+    return parent
 
 
 def _bytes_in(folder: Path, pattern: str = "*") -> int:
@@ -42,12 +54,7 @@ def _bytes_in(folder: Path, pattern: str = "*") -> int:
 
 def check_resources(found: Plan, out: Path) -> None:
     """Raises ValueError where `out` cannot be written, or memory or disk would not do: now, not after hours of work."""
-    refuse_existing(out)
-    parent = existing(out)
-    if not parent.is_dir():
-        raise ValueError(f"{out}: {parent} is no directory; choose another output directory")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{out}: {parent} cannot be written to; choose another output directory")
+    parent = check_output(out)
     stale = unfinished(out) / SPILLED  # of a job that was killed; it is removed where this one begins
     pieces = min(_bytes_in(unfinished(out), "*.safetensors"), found.disk - found.after.total_bytes)
     free = shutil.disk_usage(parent).free + _bytes_in(stale) + pieces  # which are gone on with, or thrown away

@@ -55,8 +55,9 @@ def check_step(
         reports.append(simulate_step(factory, steps=steps, target=target, gpus=gpus, probe=probe))
     if live:
         from onegraph.check.live import live_step
+        from onegraph.check.protocol import checked_count
 
-        reports.append(live_step(factory, steps=steps if steps < 3 else max(steps, LIVE_STEPS), target=target))
+        reports.append(live_step(factory, steps=max(checked_count(steps), LIVE_STEPS), target=target))
     return judge(target, reports)
 
 
@@ -101,12 +102,12 @@ def check_program(words: Sequence[str], options: Options) -> Report:
     return judge(report.target, [report])
 
 
-def codes(text: str) -> tuple[str, ...]:
-    """Codes, names or prefixes from a comma-separated option. Raises CheckError for one that names nothing."""
+def codes(text: str, option: str) -> tuple[str, ...]:
+    """Codes, names or prefixes from a comma-separated `option`. Raises CheckError for one that names nothing."""
     try:
         return tuple(prefix_of(word) for word in (w.strip() for w in text.split(",")) if word)
     except ValueError as error:
-        raise CheckError(str(error)) from None
+        raise CheckError(f"{option}: {error}") from None
 
 
 def _read(factory: Callable[[], Any], target: str, *, alone: bool) -> Report:

@@ -47,35 +47,43 @@ def add_parsers(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("target", metavar="TARGET|DIR", nargs="*", help="file.py:factory, module:factory, a folder")
+    check.add_argument(
+        "target", metavar="TARGET|DIR", nargs="*", help="file.py:factory, module:factory, a file, a folder"
+    )
     ways = check.add_mutually_exclusive_group()
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
-    check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 (default: 4)")
-    check.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the simulated machine (default: 1)")
+    check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 [4]")
+    check.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the simulated machine [1]")
     check.add_argument(
-        "--timeout", type=float, default=600, metavar="S", help="seconds that a target may take (default: 600)"
+        "--timeout",
+        type=float,
+        default=600,
+        metavar="S",
+        help="maximum seconds per target, import and factory included [600]",
     )
-    check.add_argument("--select", default="", metavar="CODES", help="only these, e.g. CG1,CG205")
-    check.add_argument("--ignore", default="", metavar="CODES", help="all but these")
+    check.add_argument(
+        "--select", default="", metavar="CODES", help="rules to report: codes, prefixes or names, e.g. CG1,CG205 [all]"
+    )
+    check.add_argument("--ignore", default="", metavar="CODES", help="rules to leave out, likewise [none]")
     check.add_argument("--strict", action="store_true", help="count warnings and unverified launches as errors")
+    check.add_argument("--allow-no-steps", action="store_true", help="exit status 0 if no step is found [2]")
+    check.add_argument("--baseline", metavar="FILE", help="hide findings that FILE lists")
     check.add_argument(
-        "--allow-no-steps", action="store_true", help="files in which no step is found are no error (exit status 0)"
+        "--write-baseline", action="store_true", help="write the present findings to the --baseline FILE"
     )
-    check.add_argument("--baseline", metavar="FILE", help="leave out the findings that are known in FILE")
-    check.add_argument("--write-baseline", action="store_true", help="write what is found now to the --baseline FILE")
     check.add_argument(
         "--changed-since", metavar="REV", help="only findings on lines and in functions changed since this git revision"
     )
     form = check.add_mutually_exclusive_group()
-    form.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
+    form.add_argument("--format", choices=FORMATS, default="text", help="format of the report [text]")
     for name, what in (("json", "JSON"), ("sarif", "SARIF 2.1.0")):
         form.add_argument(
             f"--{name}", dest="format", action="store_const", const=name, help=f"the same as --format {name}: {what}"
         )
     check.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     check.add_argument(
-        "--fix", action="store_true", help="show mechanical rewrites as a diff; they are checked, and run, before"
+        "--fix", action="store_true", help="print mechanical rewrites as a diff; each is checked and run first"
     )
     check.add_argument("--write", action="store_true", help="with --fix: change the files")
     check.add_argument(
@@ -87,8 +95,12 @@ def add_parsers(subparsers: Any) -> None:
         "options of check go before it",
     )
     check.set_defaults(run=run_check)
-    rule = subparsers.add_parser("rule", help="explain a rule: what, why, example, use instead")
-    rule.add_argument("code", nargs="?", help="e.g. CG101 or device-value-read-on-host; none lists all")
+    rule = subparsers.add_parser(
+        "rule",
+        help="explain a rule: what, why, example, use instead",
+        description="Explains a rule of `onegraph check`, or lists all rules.",
+    )
+    rule.add_argument("code", nargs="?", help="code or name, e.g. CG101 or device-value-read-on-host [list all]")
     rule.set_defaults(run=run_rule)
 
 
@@ -102,8 +114,9 @@ def run_check(args: argparse.Namespace) -> int:
 def run_with(make: Callable[[argparse.Namespace], Report], args: argparse.Namespace) -> int:
     """Tell the report that `make` gives in the form that was asked for; return 0, 1 or 2."""
     try:
-        select, ignore = api.codes(args.select), api.codes(args.ignore)
+        select, ignore = api.codes(args.select, "--select"), api.codes(args.ignore, "--ignore")
         narrow = narrowing(args)
+        check_written("--html", args.html)
         if not 3 <= args.steps <= MOST_STEPS:
             raise CheckError(
                 f"--steps: got {args.steps}, allowed 3 to {MOST_STEPS}; replay must be compared on several inputs"
@@ -151,6 +164,8 @@ def narrowing(args: argparse.Namespace) -> Callable[[Report], Report]:
         raise CheckError("--write-baseline: needs the file, --baseline FILE")
     if args.write_baseline and args.changed_since:
         raise CheckError("--write-baseline and --changed-since: a baseline is of everything; give one of the two")
+    if args.write_baseline:
+        check_written("--baseline", args.baseline)
     from onegraph.check import baseline
 
     known = baseline.load(args.baseline) if args.baseline and not args.write_baseline else None
@@ -287,6 +302,17 @@ def print_report(report: Report, args: argparse.Namespace) -> None:
         print(text.render(report, color=color), end="")
 
 
+def check_written(option: str, path: str | None) -> None:
+    """Raises CheckError where the file of an option cannot be written: now, not after all steps."""
+    if not path:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise CheckError(f"{option} {path}: {folder} is no folder; make it, or give another file")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise CheckError(f"{option} {path}: cannot be written; give another file")
+
+
 def write(path: str, text: str) -> None:
     """Write a file. Raises CheckError."""
     try:
@@ -307,6 +333,6 @@ def run_rule(args: argparse.Namespace) -> int:
     try:
         print(find(args.code).explain(), end="")
     except ValueError as error:
-        print(f"onegraph: error: {error}", file=sys.stderr)
+        print(f"onegraph: error: rule: {error}", file=sys.stderr)
         return 2
     return 0

@@ -197,7 +197,14 @@ class StepCheck(ABC):
 
 
 def checked_count(steps: int) -> int:
-    """How many steps are run. Raises CheckError where they are too few."""
-    if steps < FEWEST_STEPS:
-        raise CheckError(f"steps: got {steps}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
+    """How many steps are run. Raises CheckError where they are too few, or no integer."""
+    if type(steps) is not int or steps < FEWEST_STEPS:
+        raise CheckError(f"steps: got {steps!r}, allowed {FEWEST_STEPS} or more; one warms up, one is captured")
     return steps
+
+
+def checked_gpus(gpus: int) -> int:
+    """How many GPUs the simulated machine has. Raises CheckError where there is none, or this is no integer."""
+    if type(gpus) is not int or gpus < 1:
+        raise CheckError(f"gpus: got {gpus!r}, allowed 1 or more; it is a count of simulated GPUs")
+    return gpus

@@ -52,7 +52,7 @@ def assert_capturable(
     __tracebackhide__ = True
     from onegraph.check.output import text
 
-    left_out = codes(ignore if isinstance(ignore, str) else ",".join(ignore))
+    left_out = codes(ignore if isinstance(ignore, str) else ",".join(ignore), "ignore")
     name = f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', 'factory')}"
     try:
         report = check_step(factory, live=live, steps=steps, gpus=gpus, target=name)

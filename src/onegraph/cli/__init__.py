@@ -10,8 +10,11 @@ import importlib
 import importlib.util
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 from onegraph import __version__
 from onegraph.cli.common import Parser, UsageError, human_bytes, one_line
@@ -21,7 +24,7 @@ from onegraph.formats.files import out_of_memory
 COMMANDS = ("quantize", "verify", "generate", "chat", "serve", "eval", "draft-head", "bench", "env")
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 70, 130, 141
 
-DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and prove that it may."
+DESCRIPTION = "Run the whole decode step of a low-bit LLM as one CUDA graph, and check that this is safe."
 EPILOG = """\
 from a checkpoint to text:
   onegraph quantize models/SmolLM2-135M-Instruct out/smollm2-4bit --bits 4
@@ -33,7 +36,7 @@ what it cost, and what it runs on:
   onegraph env
 
 A model is a directory with config.json and model.safetensors, as transformers writes it, a .gguf file, or ORG/NAME of
-the Hugging Face hub, from where it is fetched; `verify` takes the first two.
+the Hugging Face hub, from where it is fetched.
 'onegraph COMMAND --help' explains each command; --debug, anywhere on the line, shows where an error came from. Exit
 status: 0 done, 1 findings (check, verify), 2 an error that one line on stderr explains, 130 interrupted.
 """
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], argparse.A
     words = list(sys.argv[1:] if argv is None else argv)
     make_parser = make_parser or functools.partial(build_parser, next(iter(words), None))
     ended: list[int] = []
+    if argv is None and "--run" not in words and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)  # a program of the user's has Python's own
     if argv is None and words[:1] != ["check"]:  # which may run a program of the user's
         atexit.register(_end_process, ended)  # before others: they run before it
     status = _command(words, make_parser)
@@ -74,6 +79,23 @@ def main(argv: Sequence[str] | None = None, make_parser: Callable[[], argparse.A
         importlib.import_module("onegraph.check.deadline").leave(status)
     ended.append(status)
     return status
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C raises KeyboardInterrupt, but while numpy is imported only when that is done: torch imports it from C code
+    that drops what is raised there, and the command would run on with half of numpy."""
+    while frame is not None and not _imports_numpy(frame):
+        frame = frame.f_back
+    if frame is None:
+        raise KeyboardInterrupt
+    again = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
+    again.daemon = True
+    again.start()
+
+
+def _imports_numpy(frame: FrameType) -> bool:
+    """Whether the frame is Python's own import of numpy or of a part of it."""
+    return frame.f_code.co_name == "_find_and_load" and str(frame.f_locals.get("name")).partition(".")[0] == "numpy"
 
 
 def _end_process(ended: list[int]) -> None:

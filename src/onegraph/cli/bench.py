@@ -45,7 +45,11 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(title="benchmarks", dest="what", metavar="WHAT", required=True)
-    step = kinds.add_parser("step", help="decode step of a model, eager and captured")
+    step = kinds.add_parser(
+        "step",
+        help="decode step of a model, eager and captured",
+        description="Measures the decode step of a model, eager and, on a GPU, captured.",
+    )
     step.add_argument("model", metavar="MODEL", help=MODEL)
     step.add_argument("--batch", action="append", type=BATCH, metavar="B", help="batch size; repeatable [1]")
     step.add_argument("--context", type=CONTEXT, default=128, metavar="N", help="tokens of the prompt [128]")
@@ -56,7 +60,11 @@ def add_parser(commands: Any) -> None:
     add_dtype(step, int8=True)
     step.add_argument("--json", action="store_true", help="print one JSON object per row")
     step.set_defaults(run=run)
-    fit = kinds.add_parser("fit", help="sequences and tokens that fit into a GPU beside a model, without one")
+    fit = kinds.add_parser(
+        "fit",
+        help="sequences and tokens that fit into a GPU beside a model, without one",
+        description="Computes how many sequences and tokens fit into a GPU beside a model. It needs no GPU.",
+    )
     fit.add_argument("model", metavar="MODEL", help=MODEL)
     fit.add_argument("--context", type=CONTEXT, metavar="N", help="tokens of a sequence [the model's, at most 4096]")
     fit.add_argument(
@@ -116,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
 def run_fit(args: argparse.Namespace) -> int:
     import torch
 
+    from onegraph.api.deprecated import public_names
     from onegraph.api.device import pick_dtype
     from onegraph.api.memory import MAX_MODEL_LEN, fit
     from onegraph.formats.turboquant import parse_kv
@@ -123,7 +132,11 @@ def run_fit(args: argparse.Namespace) -> int:
 
     dtype, wanted = pick_dtype(args.dtype, torch.device("cuda")), args.kv_cache_dtype or ("exact", FP8, "turboquant:4")
     rows: list[dict[str, Any]] = []
-    with open_model(args.model) as checkpoint, options("context:", "kv_cache_dtype"):
+    with (
+        open_model(args.model) as checkpoint,
+        options("context:", "kv_cache_dtype"),
+        public_names({"kv": "kv_cache_dtype"}),
+    ):
         config = parse_config(checkpoint.config)
         context = args.context or min(config.max_positions, MAX_MODEL_LEN)
         for size, kind in product(args.gpu_memory or (24, 48, 80), wanted):

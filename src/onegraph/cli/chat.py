@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import CONTEXT, MODEL, UsageError, import_engine, number, one_line, open_model, options
 from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
-from onegraph.cli.sampling import add_sampling, sampling_of
+from onegraph.cli.sampling import add_sampling, check_constraint, sampling_of
 
 if TYPE_CHECKING:
     from onegraph.api.conversation import Conversation
@@ -77,6 +77,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import_engine(args, "tokenizers", "templates")
+    from onegraph.api.constraint import Constraints
     from onegraph.api.conversation import Conversation
     from onegraph.api.defaults import FIELDS
     from onegraph.engine.params import SamplingParams
@@ -85,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
     thinking = thinking_of(args)
     sampling = sampling_of(args)
     lines = typed() if interactive() else piped()
-    tokenizer, context, defaults = prepare(args, thinking)
+    tokenizer, vocabulary, context, defaults = prepare(args, thinking)
     with options(*FIELDS):
         params = defaults.fill(SamplingParams(**sampling))
+    check_constraint(args, params, Constraints(tokenizer, vocabulary))
     with load(args, max_num_seqs=1, max_model_len=context, tokenizer=tokenizer, **chosen) as llm:
         conversation = Conversation(
             llm, system=args.system, params=params, max_tokens=args.max_tokens, thinking=thinking
@@ -110,9 +112,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int, SamplingDefaults]:
-    """The model's tokenizer, the length of the context, and how the model samples by default. Raises ValueError, before
-    any weight is read, for what no turn could do."""
+def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int, int, SamplingDefaults]:
+    """The model's tokenizer, the size of its vocabulary, the length of the context, and how the model samples by
+    default. Raises ValueError, before any weight is read, for what no turn could do."""
     from onegraph.api.conversation import reserved_tokens
     from onegraph.api.defaults import SamplingDefaults
     from onegraph.api.memory import MAX_MODEL_LEN
@@ -120,7 +122,8 @@ def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer,
     from onegraph.models.load import parse_config
 
     with open_model(args.model) as checkpoint:
-        largest = parse_config(checkpoint.config).max_positions
+        config = parse_config(checkpoint.config)
+        largest = config.max_positions
         tokenizer = Tokenizer(checkpoint)
         defaults = SamplingDefaults.of(checkpoint)
     if args.max_model_len is not None and args.max_model_len > largest:
@@ -137,7 +140,7 @@ def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer,
             f"takes {shortest}; give a larger --max-model-len (at most {largest}), or a shorter "
             "--system"
         )
-    return tokenizer, context, defaults
+    return tokenizer, config.vocab_size, context, defaults
 
 
 def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
@@ -164,7 +167,7 @@ def respond(llm: LLM, conversation: Conversation, line: str) -> bool:
 
 def answer(llm: LLM, conversation: Conversation, text: str) -> None:
     """Prints the answer until Ctrl-C."""
-    with stoppable() as stopped, closing(conversation.ask(text, stopped)) as pieces:
+    with options("max_model_len"), stoppable() as stopped, closing(conversation.ask(text, stopped)) as pieces:
         if dropped := conversation.dropped:
             turns = f"{len(dropped)} turn{'s' if dropped[1:] else ''}"
             first = one_line(dropped[0], 60)

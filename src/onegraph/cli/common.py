@@ -9,6 +9,7 @@ import gc
 import importlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,7 +71,10 @@ class Parser(argparse.ArgumentParser):
                     break  # what follows is somebody else's
                 if word.startswith("--") and " " not in word and name not in self._option_string_actions:
                     self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
-        return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:  # argparse says it as the parser of all commands
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def _current(self, args: Iterable[str]) -> list[str]:
         """The words with today's names of options."""
@@ -239,14 +243,25 @@ def import_engine(args: argparse.Namespace, *kinds: Kind) -> None:
 
 @contextlib.contextmanager
 def options(*names: str) -> Iterator[None]:
-    """Where the API names one of its arguments at the head of an error, the command line's option of that name."""
+    """Where an error of the API names its arguments, the command line's options of these names: any of `names` at the
+    head, those with an underscore, which no prose has, anywhere but as a key of a file (`config.json: top_p`), a layer
+    or a part of a path."""
     try:
         yield
     except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        if name in names:
-            raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
-        raise
+        told = str(error)
+        head = told.partition(" ")[0]
+        words = "|".join({name.rstrip(":") for name in names if "_" in name})
+        text = re.sub(rf"(?<!\.json: )(?<![\w./'-])({words})(?![\w./=])", _option, told) if words else told
+        if head in names and text.startswith(head):
+            text = f"--{text}"
+        if text == told:
+            raise
+        raise UsageError(text) from None
+
+
+def _option(name: re.Match[str]) -> str:
+    return f"--{name[0].replace('_', '-')}"
 
 
 def open_model(path: str) -> Checkpoint:
@@ -262,7 +277,9 @@ def read_text(path: str) -> str:
     from onegraph.api import text
 
     if path != "-":
-        return text.read_text(Path(path))
+        if (file := Path(path)).exists() and not file.is_file():  # a pipe, as of <(command)
+            raise UsageError(f"{path}: not a regular file; give one, or '-' and the text on standard input")
+        return text.read_text(file)
     if sys.stdin is None:
         raise UsageError("standard input is closed, and '-' reads it; give a file, or pipe the text in")
     try:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from onegraph.api.draft_head import train_head
 
     names = "minutes", "texts", "length", "vocabulary", "ahead", "steps", "batch", "rate", "seed", "dtype"
-    with Progress(loading="byte", sampling="text") as shown, options("init:", "text:", "vocabulary:"):
+    with Progress(loading="byte", sampling="text") as shown, options("init:", "text:", "vocabulary:", "length:"):
         made = train_head(
             args.model,
             args.out,

@@ -73,7 +73,11 @@ def add_parser(commands: Any) -> None:
         "--tokens", type=TEXT_TOKENS, default=16384, metavar="N", help="maximum number of tokens of the text [16384]"
     )
     parser.add_argument(
-        "--window", type=number(int, 2, 1 << 17), default=512, metavar="W", help="tokens per window [512]"
+        "--window",
+        type=number(int, 2, 1 << 17),
+        default=512,
+        metavar="W",
+        help="tokens per window, at most the model's context [512]",
     )
     parser.add_argument("--generation", action="store_true", help="measure generated text instead of likelihood")
     parser.add_argument("--ab", action="store_true", help="measure the cost of each component")

@@ -31,7 +31,7 @@ from onegraph.cli.common import (
     tell_exact_layers,
     tell_skipped,
 )
-from onegraph.cli.sampling import add_sampling, sampling_of
+from onegraph.cli.sampling import FIELDS, add_sampling, check_constraint, sampling_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,9 @@ def add_parser(commands: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="prompt; '-' reads it from stdin")
     source.add_argument(
-        "--batch", metavar="FILE", help="file with one prompt per line, or a .jsonl file; all prompts run as one batch"
+        "--batch",
+        metavar="FILE",
+        help="file with one prompt per line ('-' for stdin), or a .jsonl file; all prompts run as one batch",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", help="apply the model's chat template")
@@ -196,11 +198,11 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def engine_options() -> AbstractContextManager[None]:
-    """`options` of the arguments of LLM that options of the commands name."""
-    names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len"
-    single = "speculative", "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory"
-    return options(*names, *(f"{name}:" for name in (*names, *single)))
+def engine_options(args: argparse.Namespace) -> AbstractContextManager[None]:
+    """`options` of the arguments of LLM that options of the command name."""
+    names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len", "max_num_seqs"
+    more = "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory"
+    return options("speculative:", *(name for name in (*names, *more) if hasattr(args, name)))
 
 
 def load(
@@ -211,7 +213,7 @@ def load(
     from onegraph.api.llm import LLM
 
     bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
-    with engine_options(), bar as loading:
+    with engine_options(args), bar as loading:
 
         def progress(what: str, done: int, total: int) -> None:
             check()
@@ -253,8 +255,9 @@ def run(args: argparse.Namespace) -> int:
         budget(request, len(prompt), fields["max_tokens"], context)
         for request, prompt, fields in zip(requests, prompts, asked, strict=True)
     ]
-    params = [SamplingParams(**fields | {"max_tokens": tokens}) for fields, tokens in zip(asked, budgets, strict=True)]
-    check_constraints(requests, params, tokenizer, config.vocab_size)
+    with options(*(f"{name}:" for name in FIELDS)):
+        params = [SamplingParams(**f | {"max_tokens": tokens}) for f, tokens in zip(asked, budgets, strict=True)]
+    check_constraints(args, requests, params, tokenizer, config.vocab_size)
     needed = args.max_model_len or max(len(prompt) + tokens for prompt, tokens in zip(prompts, budgets, strict=True))
     if kv is not None:  # a short answer shall not make the window of exact tokens an error
         needed = max(needed, min(kv.window, context))
@@ -329,7 +332,7 @@ class Answers:
 def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool | None) -> list[int]:
     """Token ids of a prompt, unchanged or as a question in the chat template; what the request says of `thinking`
     goes over what the command line does. Raises ValueError."""
-    from onegraph.api.chat import TemplateError
+    from onegraph.api.chat import TemplateError, ThinkingError
 
     prompt, thinking = request.prompt, thinking if request.thinking is None else request.thinking
     try:
@@ -343,6 +346,8 @@ def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool |
             )
         return tokenizer.encode(prompt)
     except TemplateError as error:
+        if isinstance(error, ThinkingError) and request.thinking is None:
+            raise UsageError(f"--{error}") from None
         cure = "try --raw" if tokenizer.template else "use --raw to continue the prompt without a template"
         raise UsageError(f"{request.where}: {error}" + (f"; {cure}" if thinking is None else "")) from None
     except ValueError as error:
@@ -358,14 +363,20 @@ def check_stops(requests: list[Request], vocabulary: int) -> None:
 
 
 def check_constraints(
-    requests: list[Request], params: list[SamplingParams], tokenizer: Tokenizer, vocabulary: int
+    args: argparse.Namespace,
+    requests: list[Request],
+    params: list[SamplingParams],
+    tokenizer: Tokenizer,
+    vocabulary: int,
 ) -> None:
-    """Raises UsageError for a schema or regex of a line that cannot be read, before the model is."""
+    """Raises UsageError for a schema or regex of a line or option that cannot be read, before the model is."""
     from onegraph.api.constraint import Constraints
 
-    constraints = Constraints(tokenizer, vocabulary)
+    constraints, own = Constraints(tokenizer, vocabulary), {"json_schema", "regex", "grammar"}
+    if general := next((p for r, p in zip(requests, params, strict=True) if not r.fields.keys() & own), None):
+        check_constraint(args, general, constraints)
     for request, each in zip(requests, params, strict=True):
-        if each.constrained and request.fields.keys() & {"json_schema", "regex"}:
+        if each.constrained and request.fields.keys() & own:
             try:
                 constraints(each)
             except ValueError as error:

@@ -164,7 +164,7 @@ def add_parser(commands: Any) -> None:
         type=number(int, 16, 1 << 17),
         default=512,
         metavar="T",
-        help="tokens per calibration sequence [512]",
+        help="tokens per calibration sequence, at most the model's context [512]",
     )
     parser.add_argument(
         "--recipe",
@@ -200,9 +200,9 @@ def average(text: str) -> float:
 
 
 def byte_count(text: str) -> int:
-    """--size: 3.2GB, 800 MB, 98000000."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)B?\s*", text, re.ASCII)
-    if found is None or not (size := round(float(found[1]) * 1000.0 ** " kMGT".index(found[2] or " "))):
+    """--size: 3.2GB, 800 mb, 98000000."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", text.lower(), re.ASCII)
+    if found is None or not (size := round(float(found[1]) * 1000.0 ** " kmgt".index(found[2] or " "))):
         raise argparse.ArgumentTypeError(f"{one_line(repr(text), 40)} is no size; give e.g. 3.2GB, 800MB or 98000000")
     return size
 

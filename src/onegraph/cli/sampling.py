@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
-from onegraph.cli.common import SEED, number, read_text
+from onegraph.cli.common import SEED, UsageError, number, read_text
+
+if TYPE_CHECKING:
+    from onegraph.api.constraint import Constraints
+    from onegraph.engine.params import SamplingParams
 
 # Those whose option has the field's value
 FIELDS = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
@@ -79,7 +84,26 @@ def _stop(text: str) -> str:
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     """What the options that were given say, as fields of SamplingParams. Raises CheckpointError where the schema cannot
-    be read."""
+    be read, UsageError where it is no JSON."""
     found = {name: value for name in FIELDS if (value := getattr(args, name)) is not None}
     schema = None if args.json_schema is None else read_text(args.json_schema)
+    try:
+        json.loads(schema or "{}")
+    except RecursionError:
+        pass  # its compiler says so
+    except ValueError as error:
+        raise UsageError(f"--json-schema {args.json_schema}: not valid JSON: {error}") from None
     return found | {"stop": args.stop, "json_schema": schema}
+
+
+def check_constraint(args: argparse.Namespace, params: SamplingParams, constraints: Constraints) -> None:
+    """Raises UsageError where the options' schema or regular expression cannot be compiled into `params`' constraint:
+    before the model is loaded."""
+    if args.json_schema is None and args.regex is None:
+        return
+    option = "--regex" if args.json_schema is None else f"--json-schema {args.json_schema}"
+    try:
+        constraints(params)
+    except ValueError as error:
+        told = str(error).removeprefix("regex: ").removeprefix("json_schema: ")
+        raise UsageError(f"{option}: {told}") from None

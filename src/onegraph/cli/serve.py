@@ -249,7 +249,7 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
         llm = load(args, path, check, adapters=adapters, **sizes, **place, on_memory=on_memory)
         return Worker(llm, writer, queue=args.queue, prepare=args.prepare)
 
-    with engine_options(), open_model(path) as checkpoint:
+    with engine_options(args), open_model(path) as checkpoint:
         gpus = max(place.get(each) or 1 for each in ("tensor_parallel_size", "pipeline_parallel_size", "gpus"))
         plan = plan_load(
             checkpoint, place["device"], dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, gpus=gpus,

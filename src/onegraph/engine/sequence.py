@@ -227,8 +227,8 @@ def _check_size(sequence: Sequence, sizes: Sizes) -> None:
         )
         raise ArgumentError(
             "prompt",
-            f"prompt {sequence.index}: {found}; the context is {max_context}: {cure}, or make the engine with a larger "
-            "max_context",
+            f"prompt {sequence.index}: {found}; the context is {max_context}: {cure}, or load the model with a larger "
+            "max_model_len",
         )
     pages = sizes.needed(sequence.limit)
     if pages > sizes.pages - 1:

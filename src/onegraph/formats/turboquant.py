@@ -310,7 +310,8 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {
 def parse_kv(text: str) -> TurboQuantConfig | None:
     """A KV cache's setting: `exact` (the model's dtype, None), or `turboquant:RATE[,OPTION=VALUE]...`.
 
-    RATE is `4` or `k3v4`; the options are the fields of `TurboQuantConfig`. Raises ValueError, one line.
+    RATE is `4` or `k3v4`; the options are the fields of `TurboQuantConfig`. Raises ValueError, one line that begins
+    with "kv".
     """
     if text == "exact":
         return None
@@ -320,7 +321,15 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
             f"kv is {_short(text)}; allowed are exact, turboquant:4, turboquant:k3v4 (any of {_list(BITS)} bits), and "
             "options behind these, like turboquant:4,window=128 (docs/guides/long-context.md, Settings)"
         )
-    rate, *options = rest.split(",")
+    try:
+        return _parse_codes(rest)
+    except ValueError as error:
+        raise ValueError(f"kv: {str(error).removeprefix('turboquant: ')}") from None
+
+
+def _parse_codes(text: str) -> TurboQuantConfig:
+    """RATE[,OPTION=VALUE]..."""
+    rate, *options = text.split(",")
     k_bits, v_bits = _parse_rate(rate, "the rate")
     found: dict[str, Any] = {}
     for option in options:

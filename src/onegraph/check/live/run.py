@@ -39,7 +39,7 @@ def live_step(factory: Callable[[], Any], *, steps: int = 4, target: str = "") -
     captured at step 1 and replays the later ones. Raises CheckError without a GPU, or where the step does not run.
     """
     if not torch.cuda.is_available():
-        raise CheckError("live: no CUDA GPU is visible, allowed one or more; drop --live to simulate on the CPU")
+        raise CheckError("live: no CUDA GPU is visible; without --live, --all or live=True the step is simulated")
     return _Live(factory, checked_count(steps), target).run()
 
 

@@ -103,7 +103,7 @@ def find(code: str) -> Rule:
     """The rule of a code or a name. Raises ValueError that lists what is allowed."""
     rule = RULES.get(code.upper()) or next((r for r in RULES.values() if r.name == code.lower()), None)
     if rule is None:
-        raise ValueError(f"rule: got {code!r}, allowed {', '.join(RULES)}; or the name of one")
+        raise ValueError(f"got {code!r}, allowed {', '.join(RULES)}; or the name of one")
     return rule
 
 

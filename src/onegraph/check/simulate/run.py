@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onegraph.check import compat, containers
 from onegraph.check.declared import nameless
-from onegraph.check.protocol import GivenTensor, StepCheck, checked_count
+from onegraph.check.protocol import GivenTensor, StepCheck, checked_count, checked_gpus
 from onegraph.check.report import SILENT, CheckError, Report, Severity
 from onegraph.check.simulate import compiled, frames, memory
 from onegraph.check.simulate.calling import NO_GPU_YET, NOTHING, build, call_step, given_by, guarded
@@ -73,6 +73,7 @@ def simulate_step(
     Raises CheckError where the factory, the inputs or the step raise, or return something else than the interface says.
     """
     checked_count(steps)
+    checked_gpus(gpus)
     barred: dict[Code, str] = {}
     for tries in range(TRIES, 0, -1):
         simulation = _Simulation(factory, steps, target, gpus, probe)
