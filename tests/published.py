@@ -29,17 +29,15 @@ Coder = Callable[[Tensor], Coded]
 
 def _spread(scale: Tensor, rows: int, columns: int, n: int, k: int) -> Tensor:
     """Each number's scale, by the number's own place."""
-    i, j = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
-    return scale[i // rows, j // columns].float()
+    wide = scale.float().repeat_interleave(rows, 0)[:n]
+    return wide.repeat_interleave(columns, 1)[:, :k]
 
 
 def _largest(weight: Tensor, rows: int, columns: int) -> Tensor:
     """The largest magnitude of each block, [ceil(n/rows), ceil(k/columns)]."""
     n, k = weight.shape
-    found = [[b.abs().amax() for b in band.split(columns, 1)] for band in weight.split(rows, 0)]
-    assert len(found) == -(-n // rows)
-    assert len(found[0]) == -(-k // columns)
-    return torch.stack([torch.stack(row) for row in found])
+    whole = nn.functional.pad(weight.abs(), (0, -k % columns, 0, -n % rows))  # zeros are no block's largest
+    return whole.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
 
 
 def _power(scale: Tensor) -> Tensor:
@@ -87,7 +85,9 @@ def with_inputs(coder: Coder, name: str = "input_scale", shape: tuple[int, ...] 
 
 def _fp4(weight: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
     """Codes packed two in a byte, the even column in the low half, and their numbers."""
-    codes = ((weight / wide).unsqueeze(-1) - FP4).abs().argmin(-1)
+    wanted = weight / wide
+    codes = torch.bucketize(wanted.abs(), (FP4[1:8] + FP4[:7]) / 2)
+    codes = codes + 8 * (wanted.lt(0) & codes.gt(0))
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), FP4[codes] * wide
 
 
