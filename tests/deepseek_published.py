@@ -146,9 +146,11 @@ TINY: dict[str, Any] = FLASH | {
     "max_position_embeddings": 2048,
     "rope_scaling": FLASH["rope_scaling"] | {"factor": 4, "original_max_position_embeddings": 256},
     "compress_ratios": [0, 4, 128, 4, 0],
+    "hc_sinkhorn_iters": 4,
     "eos_token_id": None,
     "bos_token_id": None,
 }
+TINY_LESS = TINY | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}  # every kind of layer once
 TINY_BASE = TINY | {"expert_dtype": "fp8"}
 TINY_DSPARK = dspark(TINY, [1, 2, 3], 16)
 

@@ -392,17 +392,25 @@ FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_gr
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
-def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
-    """A random transformers model in float32, its norms and biases moved away from their trivial initial values."""
+def hf_config(variant: str, **changes: Any) -> Any:
+    """transformers' config of a variant."""
     import transformers
 
     family, differs = VARIANTS[variant]
-    causal = family.removesuffix("Text")
     settings = {**SIZES, **differs, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{k: v for k, v in settings.items() if v is not None or k != "head_dim"}
     )
     config._attn_implementation = "eager"
+    return config
+
+
+def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model in float32, its norms and biases moved away from their trivial initial values."""
+    import transformers
+
+    family, config = VARIANTS[variant][0], hf_config(variant, **changes)
+    causal = family.removesuffix("Text")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{causal}ForCausalLM")(config).float().eval()
     with torch.no_grad():

@@ -282,7 +282,9 @@ def modelopt(algorithm: str, kept: list[str], **more: Any) -> dict[str, Any]:
 
 
 def mixed(attention: str, mlp: dict[str, Any]) -> dict[str, Any]:
-    layers = {f"model.layers.{i}.self_attn.{name}": {"quant_algo": attention} for i in range(LAYERS) for name in ATTENTION}
+    layers = {
+        f"model.layers.{i}.self_attn.{name}": {"quant_algo": attention} for i in range(LAYERS) for name in ATTENTION
+    }
     return layers | {f"model.layers.{i}.mlp.{name}": mlp for i in range(LAYERS) for name in MLP} | {"lm_head": mlp}
 
 

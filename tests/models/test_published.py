@@ -220,7 +220,7 @@ def test_the_step_may_be_captured(name: str, tmp_path: Path) -> None:
 
         return step, lambda index: ()
 
-    report = check_step(factory)
+    report = check_step(factory, steps=5)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
 
 
