@@ -30,6 +30,14 @@ from test_speculate import round_inputs
 QWEN = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BEHIND = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # a layer behind the last
 VARIANTS = [*QWEN, *BEHIND, "nemotron_h"]
+# Of families with more layers than kinds of them.
+LESS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "glm_moe_dsa": {
+        "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+}  # fmt: skip
 PROMPTS = [[7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9], [2], [100, 0, 3], [5] * 20]
 PARAMS = [SamplingParams(max_tokens=8 + i, temperature=i % 2 * 1.0, seed=i) for i in range(len(PROMPTS))]
 
@@ -198,8 +206,7 @@ def test_drafts_change_no_token_over_keys_in_codes(
 ) -> None:
     """Greedy and sampled, past the exact window, in captured graphs; some drafts are accepted and some are not."""
     sizes = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    more = {"layer_types": ["linear_attention", "full_attention"]} if variant == "qwen3_5" else {}
-    save(variant, tmp_path, **sizes, **more)
+    save(variant, tmp_path, **LESS.get(variant, {}) | sizes)
     model, draft = load(tmp_path / "model")
     own = model.blocks[-1].state_dict()
     draft.blocks[0].load_state_dict(own)  # a draft that resembles the model is right now and then
@@ -220,7 +227,7 @@ def test_drafts_change_no_token_over_keys_in_codes(
 def test_drafts_change_no_token(
     variant: str, count: Any, capture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(variant, tmp_path)
+    save(variant, tmp_path, **LESS.get(variant, {}))
     model, draft = load(tmp_path / "model")
     make = maker(capture, model, monkeypatch)
     plain = make().generate(PROMPTS, PARAMS)
@@ -310,8 +317,7 @@ def test_it_is_read_as_published_in_fp8(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["glm_moe_dsa", "nemotron_h"])
 def test_an_iteration_may_be_captured(variant: str, tmp_path: Path) -> None:
     """`onegraph check`, in simulation: replays equal eager runs, nothing is stale."""
-    less = {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    save(variant, tmp_path, **({"num_hidden_layers": 3} | less if variant == "glm_moe_dsa" else {}))
+    save(variant, tmp_path, **LESS.get(variant, {}))
 
     def factory() -> tuple[Callable[[], Any], Callable[[int], tuple[()]]]:
         with Checkpoint.open(tmp_path / "model") as checkpoint:
@@ -336,7 +342,7 @@ def test_an_iteration_may_be_captured(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("variant", ["qwen3_5", "glm4_moe", "deepseek_v3", "nemotron_h"])
 def test_ranks_share_the_layer(variant: str, tmp_path: Path) -> None:
     """Text and drafts of two ranks are those of one device."""
-    save(variant, tmp_path)
+    save(variant, tmp_path, **LESS.get(variant, {}))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         one, two = Llama.load(checkpoint), Ranks.load(checkpoint, ["cpu"] * 2)
         drafts = [DraftLayer.load(checkpoint, rank) for rank in (one, *two.ranks)]
