@@ -33,7 +33,8 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_inte
 GATED, PLAIN = {"shared_expert_intermediate_size": 128}, {"n_shared_experts": 1}
 TWO: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5_moe": GATED | TWO, "qwen3_next": GATED | TWO | {"mlp_only_layers": []}, "qwen2_moe": GATED, "glm4_moe": PLAIN, "glm4_moe_groups": PLAIN,
+    "qwen3_5_moe": GATED | TWO, "qwen3_next": GATED | TWO | {"mlp_only_layers": []}, "qwen2_moe": GATED,
+    "glm4_moe": PLAIN, "glm4_moe_groups": PLAIN,
     "deepseek_v3": PLAIN, "mistral4": PLAIN, "glm_moe_dsa": PLAIN, "kimi_linear": PLAIN,
 }  # fmt: skip
 ROWS = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (41, 23, 4)]
