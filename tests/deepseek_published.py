@@ -4,6 +4,7 @@ The configs are written from the published ones; the writer and the numbers that
 but the table of names (`models/deepseek_v4_published.py`), whose counts and bytes are held to the published indexes.
 """
 
+import functools
 import json
 import re
 import zlib
@@ -146,9 +147,11 @@ TINY: dict[str, Any] = FLASH | {
     "max_position_embeddings": 2048,
     "rope_scaling": FLASH["rope_scaling"] | {"factor": 4, "original_max_position_embeddings": 256},
     "compress_ratios": [0, 4, 128, 4, 0],
+    "hc_sinkhorn_iters": 4,
     "eos_token_id": None,
     "bos_token_id": None,
 }
+TINY_LESS = TINY | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}  # every kind of layer once
 TINY_BASE = TINY | {"expert_dtype": "fp8"}
 TINY_DSPARK = dspark(TINY, [1, 2, 3], 16)
 
@@ -200,7 +203,14 @@ def _e8m0(exponent: Tensor) -> Tensor:
 
 def make(config: Mapping[str, Any], seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Random tensors of a checkpoint in which every part matters, and all of them dense: what they stand for. A layer's
-    numbers depend on its name alone, but for their rounding."""
+    numbers depend on its name alone, but for their rounding. Nobody writes to the tensors: others have them too."""
+    tensors, dense = _made(json.dumps(dict(config)), seed)
+    return dict(tensors), dict(dense)
+
+
+@functools.lru_cache(maxsize=4)
+def _made(text: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    config: dict[str, Any] = json.loads(text)
     table, tensors, dense = published(config), {}, {}
     for name, (dtype, shape) in table.items():
         if name in tensors:

@@ -10,6 +10,10 @@ from onegraph.ops.registry import reference_ops
 from onegraph.runtime.graph import Runner
 from test_graph import RecordedPool
 
+STEPS = {"prefill": 6, "decode": 5}
+"""How many steps of `simulated_step` are simulated: six chunks of 16 tokens meet pages that earlier ones wrote. By
+itself the checker would go on to 18, because an engine uploads from two buffers in turn."""
+
 MODES = {"eager": False, "captured": True, "split": "split"}
 
 

@@ -392,17 +392,25 @@ FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_gr
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 
 
-def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
-    """A random transformers model in float32, its norms and biases moved away from their trivial initial values."""
+def hf_config(variant: str, **changes: Any) -> Any:
+    """transformers' config of a variant."""
     import transformers
 
     family, differs = VARIANTS[variant]
-    causal = family.removesuffix("Text")
     settings = {**SIZES, **differs, **changes}
     config = getattr(transformers, f"{family}Config")(
         **{k: v for k, v in settings.items() if v is not None or k != "head_dim"}
     )
     config._attn_implementation = "eager"
+    return config
+
+
+def hf_model(variant: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model in float32, its norms and biases moved away from their trivial initial values."""
+    import transformers
+
+    family, config = VARIANTS[variant][0], hf_config(variant, **changes)
+    causal = family.removesuffix("Text")
     torch.manual_seed(seed)
     model = getattr(transformers, f"{causal}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -428,6 +436,14 @@ def save_hf(variant: str, path: Path, **changes: Any) -> Any:
     model = hf_model(variant, **changes)
     model.save_pretrained(path)
     return model
+
+
+@torch.no_grad()
+def is_greedy(hf: Any, prompt: list[int], tokens: list[int]) -> bool:
+    """Whether transformers' greedy decoding of a prompt gives these tokens: each is the likeliest behind those before
+    it, which one forward pass tells."""
+    logits = hf(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    return bool(logits.argmax(-1).tolist() == tokens)
 
 
 def smollm2_gguf() -> Path | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -29,17 +30,15 @@ Coder = Callable[[Tensor], Coded]
 
 def _spread(scale: Tensor, rows: int, columns: int, n: int, k: int) -> Tensor:
     """Each number's scale, by the number's own place."""
-    i, j = torch.meshgrid(torch.arange(n), torch.arange(k), indexing="ij")
-    return scale[i // rows, j // columns].float()
+    wide = scale.float().repeat_interleave(rows, 0)[:n]
+    return wide.repeat_interleave(columns, 1)[:, :k]
 
 
 def _largest(weight: Tensor, rows: int, columns: int) -> Tensor:
     """The largest magnitude of each block, [ceil(n/rows), ceil(k/columns)]."""
     n, k = weight.shape
-    found = [[b.abs().amax() for b in band.split(columns, 1)] for band in weight.split(rows, 0)]
-    assert len(found) == -(-n // rows)
-    assert len(found[0]) == -(-k // columns)
-    return torch.stack([torch.stack(row) for row in found])
+    whole = nn.functional.pad(weight.abs(), (0, -k % columns, 0, -n % rows))  # zeros are no block's largest
+    return whole.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
 
 
 def _power(scale: Tensor) -> Tensor:
@@ -87,7 +86,9 @@ def with_inputs(coder: Coder, name: str = "input_scale", shape: tuple[int, ...] 
 
 def _fp4(weight: Tensor, wide: Tensor) -> tuple[Tensor, Tensor]:
     """Codes packed two in a byte, the even column in the low half, and their numbers."""
-    codes = ((weight / wide).unsqueeze(-1) - FP4).abs().argmin(-1)
+    wanted = weight / wide
+    codes = torch.bucketize(wanted.abs(), (FP4[1:8] + FP4[:7]) / 2)
+    codes = codes + 8 * (wanted.lt(0) & codes.gt(0))
     return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8), FP4[codes] * wide
 
 
@@ -238,7 +239,7 @@ class Layout:
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     listed: bool = True
     variant: str = "llama"
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     def coder(self, layer: str) -> Coder | None:
         return next((coder for end, coder in self.coders.items() if layer.endswith(end)), None)
@@ -248,9 +249,13 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 # no multiples of 128: blocks at both ends are cut short
+LAYERS = 2  # of DeepSeek and Qwen3-MoE one is dense, the other one has experts
 ODD = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+ODD |= {"num_hidden_layers": LAYERS}
 # transformers divides the sizes by those of the scales, so it needs multiples
-MOE = ODD | {"moe_intermediate_size": 128}  # gate and up of an expert are one matrix: each ends with a block
+# gate and up of an expert are one matrix: each ends with a block
+MOE = ODD | {"moe_intermediate_size": 128, "mlp_only_layers": [0]}
+DEEPSEEK = ODD | {"moe_intermediate_size": 128, "num_key_value_heads": 6, "head_dim": 8}
 EVEN = ODD | {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 # exllamav3 pads others
 WHOLE = EVEN | {"vocab_size": 256, "head_dim": 64}
@@ -277,8 +282,10 @@ def modelopt(algorithm: str, kept: list[str], **more: Any) -> dict[str, Any]:
 
 
 def mixed(attention: str, mlp: dict[str, Any]) -> dict[str, Any]:
-    layers = {f"model.layers.{i}.self_attn.{name}": {"quant_algo": attention} for i in range(3) for name in ATTENTION}
-    return layers | {f"model.layers.{i}.mlp.{name}": mlp for i in range(3) for name in MLP} | {"lm_head": mlp}
+    layers = {
+        f"model.layers.{i}.self_attn.{name}": {"quant_algo": attention} for i in range(LAYERS) for name in ATTENTION
+    }
+    return layers | {f"model.layers.{i}.mlp.{name}": mlp for i in range(LAYERS) for name in MLP} | {"lm_head": mlp}
 
 
 def compressed(format: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -292,7 +299,7 @@ def deepseek(**more: Any) -> dict[str, Any]:
     return block | more
 
 
-def qwen(dtype: torch.dtype, sizes: Mapping[str, int] = ODD) -> Layout:
+def qwen(dtype: torch.dtype, sizes: Mapping[str, Any] = ODD) -> Layout:
     kept = ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"]
     return Layout(
         all_of(fp8(128, 128, "weight_scale_inv", dtype)),
@@ -422,23 +429,23 @@ LAYOUTS: dict[str, Layout] = {
         dict.fromkeys((*LATENT, *MLP), fp8(128, 128, "weight_scale_inv", torch.float32)),
         deepseek(),
         variant="deepseek_v3",
-        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+        sizes=DEEPSEEK,
     ),
     "Kimi-K2 INT4 experts": Layout(
         {f".experts.{e}.{name}": packed_int4 for e in range(12) for name in MLP},
         compressed("pack-quantized", {}, config_groups={"group_0": _INT4 | {"targets": ["Linear"]}}),
         variant="deepseek_v3",
-        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+        sizes=DEEPSEEK,
     ),
     "NVIDIA DeepSeek-R1 NVFP4": Layout(
         dict.fromkeys(MLP, nvfp4) | dict.fromkeys(LATENT, fp8(128, 128, "weight_scale_inv", torch.float32)),
         apart=modelopt("MIXED_PRECISION", ["lm_head"]),
         variant="deepseek_v3",
-        sizes=MOE | {"num_key_value_heads": 6, "head_dim": 8},
+        sizes=DEEPSEEK,
     ),
     "NVIDIA Qwen3-MoE NVFP4": Layout(
         all_of(nvfp4),
-        apart=modelopt("NVFP4", [f"model.layers.{i}.mlp.gate" for i in range(3)] + ["lm_head"], group_size=16),
+        apart=modelopt("NVFP4", [f"model.layers.{i}.mlp.gate" for i in range(LAYERS)] + ["lm_head"], group_size=16),
         extra=KV,
         variant="qwen3_moe",
         sizes=MOE,
@@ -450,7 +457,7 @@ LAYOUTS: dict[str, Layout] = {
             "MIXED_PRECISION",
             [],
             quantized_layers={
-                "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},  # one key for all
+                "model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},  # one key for all
                 "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
             },
         ),
@@ -492,7 +499,7 @@ def save(layout: Layout, path: Path, seed: int = 0) -> Any:
         made, dense = coder(parameter)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in made.items()}
         parameter.copy_(dense)
-    tensors |= {f"model.layers.{i}.{name}": t for i in range(3) for name, t in layout.extra.items()}
+    tensors |= {f"model.layers.{i}.{name}": t for i in range(LAYERS) for name, t in layout.extra.items()}
     config = hf.config.to_dict()
     if layout.config is not None:
         config["quantization_config"] = layout.config
@@ -538,6 +545,16 @@ def unlist(path: Path, endings: tuple[str, ...]) -> None:
     index = path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"] = {name: file for name, file in content["weight_map"].items() if not name.endswith(endings)}
+    index.write_text(json.dumps(content))
+
+
+def list_all(path: Path) -> None:
+    """Puts every tensor of the shards into the index."""
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for shard in set(content["weight_map"].values()):
+        with safe_open(path / shard, "pt") as tensors:
+            content["weight_map"] |= dict.fromkeys(tensors.keys(), shard)
     index.write_text(json.dumps(content))
 
 

@@ -18,7 +18,7 @@ SPARE = 8
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("rollback") / request.param
-    save_hf(request.param, path)
+    save_hf(request.param, path, hc_sinkhorn_iters=4)
     with Checkpoint.open(path) as checkpoint:
         return DeepseekV4.load(checkpoint, max_context=1024)
 
@@ -54,7 +54,7 @@ def test_drafts_that_are_taken_back_change_no_bit(model, fp8):
     drafting.feed(text)
     plain.feed(text)
     left = 0
-    for _ in range(15):
+    for _ in range(8):
         drafted, kept = int(torch.randint(1, SPARE + 1, (), generator=g)), int(torch.randint(0, 3, (), generator=g))
         block = [tokens(drafted, g) for _ in range(2)]
         lengths = drafting.cache.positions + min(kept, drafted)
@@ -79,7 +79,7 @@ def test_blocks_of_which_a_row_keeps_some(model):
     text = [tokens(30, g), tokens(3, g)]
     drafting.feed(text)
     plain.feed(text)
-    for _ in range(30):
+    for _ in range(15):
         block, other = torch.tensor([tokens(5, g) for _ in range(2)]), torch.tensor([tokens(5, g) for _ in range(2)])
         kept = torch.randint(1, 6, (2,), generator=g).int()
         real = torch.arange(5) < kept.unsqueeze(1)

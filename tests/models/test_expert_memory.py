@@ -54,21 +54,36 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+TEXTS = [
+    (prompts, params)
+    for params in (SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=0.9, seed=7))
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2])
+]
+
+
+@pytest.fixture(scope="module")
+def wanted(quantized: Path) -> list[list[list[int]]]:
+    """What a model with all experts on the device writes for each of TEXTS."""
+    with Checkpoint.open(quantized) as checkpoint:
+        whole = Llama.load(checkpoint, decode=False)
+    with pytest.MonkeyPatch.context() as patch:
+        engine = maker("eager", whole, patch, chunk=16)()
+        return [engine.generate(*text) for text in TEXTS]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_all_experts_on_the_device(
-    mode: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, quantized: Path, wanted: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row, whose experts have slots, and rows whose experts do not fit the slots, in turn; greedy and sampled."""
     with Checkpoint.open(quantized) as checkpoint:
-        whole = Llama.load(checkpoint, decode=False)
         model = Llama.load(checkpoint, decode=False, expert_memory=budget(quantized, 4))
     assert [cache.count for cache in caches(model)] == [9, 9]
     assert {len(cache.resident) for cache in caches(model)} == {4}
-    want, got = (maker(mode, each, monkeypatch, chunk=16)() for each in (whole, model))
+    engine = maker(mode, model, monkeypatch, chunk=16)()
     before = [cache.resident.clone() for cache in caches(model)]
-    for params in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.9, seed=7)):
-        for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2]):
-            assert got.generate(prompts, params) == want.generate(prompts, params)
+    for text, want in zip(TEXTS, wanted, strict=True):
+        assert engine.generate(*text) == want
     assert any(not torch.equal(now.resident, was) for now, was in zip(caches(model), before, strict=True))
     for cache in caches(model):  # what slots hold is what they say
         for slots, host in zip(cache._slots, cache._host, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import SIZES, VARIANTS, Decoder, hf_model, save_e8p, save_hf
+from models import SIZES, VARIANTS, Decoder, hf_config, hf_model, save_e8p, save_hf
 from onegraph.api.plan import plan
 from onegraph.engine.ab import components_of, in_nvfp4
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
@@ -60,7 +60,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 def told(variant: str) -> dict[str, Any]:
     """config.json of a variant, as transformers writes it."""
-    found: dict[str, Any] = json.loads(hf_model(variant).config.to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads(hf_config(variant).to_json_string(use_diff=False))
     return found
 
 

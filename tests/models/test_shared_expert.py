@@ -1,7 +1,9 @@
 """A shared expert that is one more of the routed ones: where it may be, that results stay, and what a step calls."""
 
 import copy
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from test_moe_published import FP8_SAID, NVFP4_SAID, fp8, nvfp4, published
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
 GATED, PLAIN = {"shared_expert_intermediate_size": 128}, {"n_shared_experts": 1}
-FAMILIES = {
-    "qwen3_5_moe": GATED, "qwen3_next": GATED, "qwen2_moe": GATED, "glm4_moe": PLAIN, "glm4_moe_groups": PLAIN,
+TWO: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": GATED | TWO, "qwen3_next": GATED | TWO | {"mlp_only_layers": []}, "qwen2_moe": GATED,
+    "glm4_moe": PLAIN, "glm4_moe_groups": PLAIN,
     "deepseek_v3": PLAIN, "mistral4": PLAIN, "glm_moe_dsa": PLAIN, "kimi_linear": PLAIN,
 }  # fmt: skip
 ROWS = [torch.randint(0, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (41, 23, 4)]
@@ -75,6 +79,21 @@ def save(
     return hf
 
 
+Saved = Callable[[str], tuple[Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """`save` of a variant as it is, and where; written once, for tests that only read it."""
+
+    @functools.cache
+    def made(variant: str) -> tuple[Any, Path]:
+        path = tmp_path_factory.mktemp(variant)
+        return save(variant, path), path
+
+    return made
+
+
 def load(path: Path, dtype: torch.dtype = torch.float32, decode: bool = False, **options: Any) -> Llama:
     with Checkpoint.open(path / "coded") as checkpoint:
         return Llama.load(checkpoint, "cpu", dtype, decode=decode, **options)
@@ -116,9 +135,9 @@ def generates(hf: Any, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_it_joins_the_routed_ones(variant: str, tmp_path: Path) -> None:
-    hf = save(variant, tmp_path)
-    model = load(tmp_path)
+def test_it_joins_the_routed_ones(variant: str, saved: Saved) -> None:
+    hf, path = saved(variant)
+    model = load(path)
     for half in halves(model):
         assert half.together
         assert half.experts.count == model.config.routed.count + 1
@@ -136,9 +155,9 @@ def test_it_does_in_codes_of_every_kind(written: type[RotatedConfig], bits: int,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_captured_is_eager(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = save("qwen3_5_moe", tmp_path)
-    generates(hf, maker(mode, load(tmp_path), monkeypatch, max_batch=3)())
+def test_captured_is_eager(mode: str, saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf, path = saved("qwen3_5_moe")
+    generates(hf, maker(mode, load(path), monkeypatch, max_batch=3)())
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "glm4_moe"])
@@ -186,10 +205,9 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [1, FEW])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_a_decode_step_calls_two_ops(variant: str, tokens: int, tmp_path: Path) -> None:
+def test_a_decode_step_calls_two_ops(variant: str, tokens: int, saved: Saved) -> None:
     """No sigmoid, product, sum or cast of torch, each of which is a launch on a GPU."""
-    save(variant, tmp_path)
-    half = halves(load(tmp_path, torch.bfloat16))[-1]
+    half = halves(load(saved(variant)[1], torch.bfloat16))[-1]
     stream = Stream(*torch.randn(2, tokens, 1, 128).bfloat16())
     with torch.no_grad(), Calls() as calls:
         out = half(stream)
@@ -197,9 +215,8 @@ def test_a_decode_step_calls_two_ops(variant: str, tokens: int, tmp_path: Path) 
     assert out.delta is None, "the sum is the experts'"
 
 
-def test_a_wider_router_needs_no_cast(tmp_path: Path) -> None:
-    save("qwen3_5_moe", tmp_path)
-    half = halves(load(tmp_path, torch.bfloat16))[0]
+def test_a_wider_router_needs_no_cast(saved: Saved) -> None:
+    half = halves(load(saved("qwen3_5_moe")[1], torch.bfloat16))[0]
     assert half.gate.dtype == torch.float32, "as the file has it"
     assert half.gate.shape == (7, 128), "six experts, and the shared one's gate"
 
@@ -209,14 +226,17 @@ def test_a_wider_router_needs_no_cast(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["width", "rotation", "adapter", "decoded"])
 @pytest.mark.parametrize("variant", ["qwen3_next", "glm4_moe"])
-def test_it_stays_apart_where_it_is_another_layer(variant: str, why: str, tmp_path: Path) -> None:
+def test_it_stays_apart_where_it_is_another_layer(variant: str, why: str, saved: Saved, tmp_path: Path) -> None:
     """Of another width, of gate and up that are no one layer, with an adapter, or dense on this device."""
     wide = {"shared_expert_intermediate_size": 256} if variant == "qwen3_next" else {"n_shared_experts": 2}
-    hf = save(variant, tmp_path, joined=why != "rotation", **(wide if why == "width" else {}))
-    if why == "decoded":
-        model = load(tmp_path, decode=True)
+    if why in ("decoded", "adapter"):
+        hf, path = saved(variant)
     else:
-        model = load(tmp_path, **({"adapters": {"a": adapter(variant, tmp_path)}} if why == "adapter" else {}))
+        hf, path = save(variant, tmp_path, joined=why != "rotation", **(wide if why == "width" else {})), tmp_path
+    if why == "decoded":
+        model = load(path, decode=True)
+    else:
+        model = load(path, **({"adapters": {"a": adapter(variant, tmp_path)}} if why == "adapter" else {}))
     assert [half.together for half in halves(model)] == [why == "adapter" and i > 0 for i in range(len(halves(model)))]
     check(hf, model)
 
@@ -233,10 +253,10 @@ def adapter(variant: str, path: Path) -> Path:
     return path / "adapter"
 
 
-def test_what_was_exchanged_runs_apart(tmp_path: Path) -> None:
+def test_what_was_exchanged_runs_apart(saved: Saved) -> None:
     """As `eval --ab` exchanges the parts of a component."""
-    hf = save("glm4_moe", tmp_path)
-    model = load(tmp_path)
+    hf, path = saved("glm4_moe")
+    model = load(path)
     first, second = halves(model)
     first.shared.down = copy.deepcopy(first.shared.down)
     second.experts = copy.deepcopy(second.experts)

@@ -17,7 +17,7 @@ from onegraph.models.loader import Loader
 from onegraph.models.prefetch import BLOCK_BYTES, SLOTS_EACH, THREADS
 from onegraph.models.stream import Stream
 
-LAYERS, SIZE = 12, (1024, 8192)  # 16 MB each in bfloat16
+LAYERS, SIZE = 6, (1024, 8192)  # 16 MB each in bfloat16
 
 # Loads to the device "meta", which keeps nothing: what grows is what loading itself holds.
 PROGRAM = r"""
@@ -87,7 +87,7 @@ with Checkpoint.open(sys.argv[1]) as checkpoint:
 
 
 def test_loading_holds_a_ring_of_blocks_and_not_a_layer(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "num_hash_layers": 0, "compress_ratios": [0] * 2, "n_routed_experts": 127}
+    sizes = {"num_hidden_layers": 1, "num_hash_layers": 0, "compress_ratios": [0], "n_routed_experts": 127}
     sizes |= {"hidden_size": 512, "moe_intermediate_size": 512}
     told = {"model_type": "deepseek_v4", **SIZES, **VARIANTS["flash"], **sizes}
     config = DeepseekV4Config.from_dict(told)
@@ -97,7 +97,7 @@ def test_loading_holds_a_ring_of_blocks_and_not_a_layer(tmp_path: Path) -> None:
     run = [sys.executable, "-c", EXPERTS_PROGRAM, str(tmp_path / "model")]
     grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
     layer, ring = 128 * 3 * 512 * 512 * 2, THREADS * SLOTS_EACH * BLOCK_BYTES
-    assert grown < ring + (24 << 20) < layer, f"{grown >> 20} MB for two layers of {layer >> 20} MB"
+    assert grown < ring + (24 << 20) < layer, f"{grown >> 20} MB for a layer of {layer >> 20} MB"
 
 
 CODES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu)

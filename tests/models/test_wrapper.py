@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import SIZES, Decoder, hf_model
+from models import SIZES, Decoder, hf_config, hf_model
 from onegraph.api.llm import LLM
 from onegraph.api.plan import plan
 from onegraph.api.quantize import quantize
@@ -157,7 +157,7 @@ def save_tokenizer(path: Path) -> None:
 def test_quantization_is_read_inside_and_beside(tmp_path: Path) -> None:
     """FP8 as published: the config in text_config, the tensors under the prefix."""
     told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    text = {"quantization_config": told} | hf_model("mistral_full").config.to_dict()
+    text = {"quantization_config": told} | hf_config("mistral_full").to_dict()
     inside = LlamaConfig.from_dict({"model_type": "mistral3", "text_config": text})
     plain = {key: value for key, value in text.items() if key != "quantization_config"}
     beside = LlamaConfig.from_dict({"model_type": "mistral3", "text_config": plain, "quantization_config": told})
@@ -178,7 +178,7 @@ def test_quantization_is_read_inside_and_beside(tmp_path: Path) -> None:
 
 def test_whether_the_head_is_tied(tmp_path: Path) -> None:
     """Either config may say it, transformers' class says it where none does, and a head in the file is the head."""
-    text = hf_model("mistral_full").config.to_dict()
+    text = hf_config("mistral_full").to_dict()
     silent = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
 
     def tied(kind: str, text: dict[str, Any], **more: Any) -> bool:
@@ -208,7 +208,7 @@ def test_whether_the_head_is_tied(tmp_path: Path) -> None:
     ],
 )
 def test_refused_by_name(change: dict[str, Any], message: str) -> None:
-    config = {"model_type": "mistral3", "text_config": hf_model("mistral_full").config.to_dict()}
+    config = {"model_type": "mistral3", "text_config": hf_config("mistral_full").to_dict()}
     assert LlamaConfig.from_dict(config | {"num_attention_heads": 6, "image_token_index": 9}).nested
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_dict(config | change)

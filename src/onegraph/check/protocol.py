@@ -181,8 +181,10 @@ class StepCheck(ABC):
     def _codes(self, captured: Step) -> list[CodeType]:
         """Every function of the user that ran an op, and those of objects that the steps reach."""
         steps = {**self.steps, captured.index: captured}
-        codes = dict.fromkeys(code for step in steps.values() for op in step.ops for code, _ in op.chain)
-        return [*codes, *methods(self.types)]
+        # Chains by identity first, then codes: to hash a code object is to hash all its constants and names.
+        chains = {id(op.chain): op.chain for step in steps.values() for op in step.ops}
+        codes = {id(code): code for chain in chains.values() for code, _ in chain}
+        return [*dict.fromkeys(codes.values()), *methods(self.types)]
 
     def _changed_numbers(self, captured: int) -> dict[str, tuple[Any, Any]]:
         """Python values that steps return, by path, that are not what they were at capture: (then, the first other

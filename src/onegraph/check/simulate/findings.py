@@ -298,7 +298,8 @@ class Findings:
         before: set[frames.Chain] = set()
         since: set[frames.Chain] = set()
         for index, step in self.steps.items():
-            (before if index < self.world.captured_step else since).update(op.chain for op in step.ops)
+            chains = {id(op.chain): op.chain for op in step.ops}  # most are those of the captured step: hashed once
+            (before if index < self.world.captured_step else since).update(chains.values())
         if not before - since:
             return []
         first, later = (

@@ -41,9 +41,6 @@ def _skipped(filename: str) -> bool:
     return filename.startswith(ours) or filename == warnings.__file__ or os.sep + "torchinductor_" in filename
 
 
-_SKIP: dict[CodeType, bool] = {}
-
-
 TWINS: dict[CodeType, tuple[CodeType, dict[int, int]]] = {}
 """Copies of the user's code that run in its place: the code itself, and its instruction for each of the copy's."""
 
@@ -82,7 +79,8 @@ def waits_for_thread(ident: int) -> bool:
 def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
     """The calls between `frame` and the one whose code is `stop`, or the begin of its thread."""
     found: list[tuple[CodeType, int]] = []
-    while frame is not None:
+    precall, twins = _PRECALL, TWINS
+    while frame is not None:  # sixty frames for each op of a model: as few calls as can be
         code = frame.f_code
         if code is stop:
             return (*found, *TAILS.get(stop, ()))
@@ -90,11 +88,10 @@ def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
             while found and package_of(found[-1][0].co_filename) == "":  # Python's own way to the thread's work
                 found.pop()
             return tuple(found)
-        skip = _SKIP.get(code)
-        if skip is None:
-            skip = _SKIP[code] = _skipped(code.co_filename)
-        if not skip:
-            found.append(_own(code, frame.f_lasti))
+        if not _skipped(code.co_filename):
+            lasti = frame.f_lasti
+            at_precall = precall >= 0 and lasti >= 0 and code.co_code[lasti] == precall
+            found.append(_own(code, lasti) if twins or at_precall else (code, lasti))
         frame = frame.f_back
     return ()
 

@@ -1,5 +1,6 @@
 """Writes down what an op did: for the captured step everything that a replay needs, for later ones what differs."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def record(
     fresh = tuple(storage_of(o) not in known for o in outs)
     if turns(func) or (outs and kind == "op" and not any(fresh) and not written(func)):
         kind = "view"
-    op = begun(world, func, str(func), kind, chain, tuple(scalars), virtual)
+    op = begun(world, func, name_of(func), kind, chain, tuple(scalars), virtual)
     op.out_shapes = tuple(tuple(o.shape) for o in outs)
     op.codes = (hazard.code,) if hazard else ()
     if kind != "view" and op.captured and world.streams.order.forked:
@@ -117,6 +118,13 @@ def record(
     step.ops.append(op)
 
 
+@functools.cache
+def name_of(func: Any) -> str:
+    """`str(func)`, which torch puts together anew each time."""
+    return str(func)
+
+
+@functools.cache
 def turns(func: Any) -> bool:
     """Whether an op changes shape or strides of a tensor in place and nothing else (transpose_, squeeze_, ...)."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _REPLACED
@@ -182,6 +190,7 @@ def compare(world: Machine, op: OpRecord, step: Step, outs: list[Tensor]) -> Non
     if other.func is not op.func or other.chain != op.chain:
         step.parted = True
         return
+    op.chain = other.chain  # one object for equal ones: thousands of ops have them, of dozens of frames
     differs = other.scalars != op.scalars or other.shapes != op.shapes or other.out_shapes != op.out_shapes
     differs = differs or not _same_storages(world.reference, other, step, op)
     if not differs and op.kind == "h2d" and other.contents is not None and op.contents is not None:
@@ -202,6 +211,9 @@ def _same_storages(captured: Step, ours: OpRecord, step: Step, theirs: OpRecord)
 
 def convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalars: list[Any]) -> Any:
     """`value` with inner tensors for device tensors; sorts what it meets into the three lists."""
+    if type(value) in _SCALARS:
+        scalars.append(value)
+        return value
     if isinstance(value, DeviceTensor):
         virtual.append(value)
         return value.inner
@@ -210,6 +222,11 @@ def convert(value: Any, virtual: list[DeviceTensor], hosts: list[Tensor], scalar
         return value
     if isinstance(value, list | tuple):
         return type(value)([convert(v, virtual, hosts, scalars) for v in value])
-    if not isinstance(value, torch.Generator | torch.ScriptObject):  # process groups and their options are objects
+    if not isinstance(value, _UNSAID):
         scalars.append(value)
     return value
+
+
+_SCALARS = frozenset({int, float, bool, type(None), torch.dtype, torch.layout, torch.memory_format})
+_UNSAID = (torch.Generator, torch.ScriptObject)
+"""No values of an op: process groups and their options are objects."""

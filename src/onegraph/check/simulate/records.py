@@ -180,6 +180,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the op writes, of what it is given."""
     writes = written(func)
+    if not writes:
+        return []
     given = [args[i] for i in writes.positions if i < len(args)] + [kwargs[n] for n in writes.names if n in kwargs]
     return list(tensors_in(given))
 
