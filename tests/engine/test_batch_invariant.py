@@ -5,7 +5,7 @@ test_batch_invariant_gpu.py."""
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,15 +245,38 @@ DRAFTS = {
 SIZES = {"max_context": 64, "page_size": 4, "chunk": 8, "batch_invariant": True}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    path, (variant, changes) = tmp_path_factory.mktemp("invariant") / "model", KINDS[request.param]
-    if request.param == "e8p":
-        save_e8p(variant, path, rates={"bits": 2}, num_hidden_layers=2)
-    else:
-        save_hf(variant, path, num_hidden_layers=2, **changes)
-    with Checkpoint.open(path) as checkpoint:
-        return Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Llama, list[list[int]]]]:
+    """A model, and what each prompt gets from it without others: made once, whatever order tests run in."""
+
+    @cache
+    def made(kind: str) -> tuple[Llama, list[list[int]]]:
+        path, (variant, changes) = tmp_path_factory.mktemp("invariant") / "model", KINDS[kind]
+        if kind == "e8p":
+            save_e8p(variant, path, rates={"bits": 2}, num_hidden_layers=2)
+        else:
+            save_hf(variant, path, num_hidden_layers=2, **changes)
+        with Checkpoint.open(path) as checkpoint:
+            model = Llama.load(checkpoint, "cpu", torch.bfloat16, decode=False)
+        engine = Engine(model, max_batch=1, capture=False, **SIZES)
+        return model, [engine.generate([p], q)[0] for p, q in zip(PROMPTS, MIXED, strict=True)]
+
+    return made
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(kind: str, models: Any) -> Llama:
+    return models(kind)[0]
+
+
+@pytest.fixture
+def alone(kind: str, models: Any) -> list[list[int]]:
+    return models(kind)[1]
 
 
 @pytest.fixture(params=MODES)
@@ -268,15 +291,8 @@ MIXED = [
 """Greedy rows and sampling ones beside each other; seeds tell `OracleDrafter` which text it is."""
 
 
-@pytest.fixture(scope="module")
-def alone(model: Llama) -> list[list[int]]:
-    """What each prompt gets without others."""
-    engine = Engine(model, max_batch=1, capture=False, **SIZES)
-    return [engine.generate([p], q)[0] for p, q in zip(PROMPTS, MIXED, strict=True)]
-
-
 @pytest.mark.parametrize(
-    ("model", "make"),
+    ("kind", "make"),
     [
         ("dense", "captured"), ("dense", "split"), ("e8p", "eager"), ("gates", "eager"), ("gates", "captured"),
         ("window", "eager"), ("window", "split"),
