@@ -163,7 +163,8 @@ def _pack_plane(values: Tensor, width: int) -> Tensor:
     if width == 2:
         return pairs
     halves = pairs.unflatten(-1, (-1, 2, 2))  # of 16 dimensions, then bytes
-    return (halves[..., 0, :] | (halves[..., 1, :] << 2)).flatten(-2)
+    packed: Tensor = halves[..., 0, :] | (halves[..., 1, :] << 2)
+    return packed.flatten(-2)
 
 
 def _unpack_plane(row: Tensor, width: int) -> Tensor:
