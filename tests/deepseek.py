@@ -1,6 +1,6 @@
 """Tiny random DeepSeek-V4 models, made and answered by transformers."""
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,19 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, SIZES["vocab_size"], (n,), generator=g).tolist() for n in (1, 40, 7, 133, 16)]
 
 
-@lru_cache(maxsize=1)
+@cache
+def _greedy() -> tuple[Any, list[list[int]]]:
+    """transformers' "flash" variant, and what it has generated so far."""
+    return hf_model("flash"), [[] for _ in prompts()]
+
+
 def continuations(count: int) -> list[list[int]]:
     """Greedy continuations of `prompts` by transformers' "flash" variant, the whole text anew for each token."""
-    hf, found = hf_model("flash"), []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(count):
+    hf, found = _greedy()
+    for prompt, tokens in zip(prompts(), found, strict=True):
+        while len(tokens) < count:
             with torch.no_grad():
-                tokens.append(int(hf(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-        found.append(tokens[len(prompt) :])
-    assert len({tuple(tokens) for tokens in found}) == len(found), "the texts would not show a mix-up of rows"
-    return found
+                tokens.append(int(hf(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1].argmax()))
+    some = [tokens[:count] for tokens in found]
+    assert len({tuple(tokens) for tokens in some}) == len(some), "the texts would not show a mix-up of rows"
+    return some

@@ -20,8 +20,8 @@ from onegraph.runtime.prove import prove
 from test_speculate import round_inputs
 
 PROMPTS = [[5, 9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], list(range(30, 56))]
-GREEDY = [SamplingParams(max_tokens=12)] * 3
-WARM = [SamplingParams(max_tokens=12, temperature=0.9, top_k=40, top_p=0.95, seed=i) for i in range(3)]
+GREEDY = [SamplingParams(max_tokens=9)] * 3
+WARM = [SamplingParams(max_tokens=9, temperature=0.9, top_k=40, top_p=0.95, seed=i) for i in range(3)]
 SIZES = {"max_batch": 2, "max_context": 256, "page_size": 128, "chunk": 16}
 
 
@@ -70,15 +70,16 @@ def test_drafts_are_those_of_the_references(loaded, texts):
                 if found[row]:
                     at = int(rows.positions[row])
                     known = place.history[slot, : at + 1].tolist()
-                    seen.append((known, place.drafts[slot, : int(found[row])].tolist()))
+                    count = min(int(found[row]), int(rows.inputs["limits"][row]) - at)  # nobody reads those beyond
+                    seen.append((known, place.drafts[slot, :count].tolist()))
             return found
 
         made.draft = told
         return made
 
     Engine(model, **SIZES, draft=watched, draft_tokens=3).generate(PROMPTS, GREEDY)
-    assert len(seen) > 20
-    for known, drafts in seen[::3]:
+    assert len(seen) > 15
+    for known, drafts in seen[::2]:
         assert drafts == expected(model, dense, known, len(drafts))
 
 
@@ -137,7 +138,7 @@ def test_the_round_may_be_captured(tmp_path):
 
         return step, lambda index: ()
 
-    report = check_step(factory, steps=4)
+    report = check_step(factory, steps=3)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
     assert report.facts["replay equals eager"]
 

@@ -45,26 +45,27 @@ def recorded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mode", "devices"), [*((mode, 3) for mode in sorted(MODES)), *(("split", count) for count in (1, 2, 5))]
+    ("mode", "devices"), [("captured", 1), ("eager", 2), ("captured", 3), ("split", 3), ("split", 5)]
 )
 def test_stages_give_the_tokens_of_one_device(folder, recorded, mode, devices):
     model = load(folder, ["cpu"] * devices)
     assert [len(stage) for stage in model.stages] == {1: [5], 2: [3, 2], 3: [2, 2, 1], 5: [1] * 5}[devices]
     engine = Engine(model, **SMALL, capture=MODES[mode])
-    assert engine.generate(prompts(), GREEDY) == continuations(24)
+    assert engine.generate(prompts(), GREEDY) == continuations(GREEDY.max_tokens)
     assert engine.mode == mode
     assert len(engine.executor.step("decode").stages) == devices
 
 
 def test_sampling_and_stops_too(folder, recorded):
     one, three = load(folder, "cpu"), load(folder, ["cpu"] * 3)
-    warm = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
-    expected = Engine(one, **SMALL, capture=False).generate(prompts(), warm)
+    warm = SamplingParams(max_tokens=8, temperature=0.9, top_k=40, top_p=0.9, seed=3, stop=[5, 6, 7])
+    alone = Engine(one, **SMALL, capture=False)
+    expected = alone.generate(prompts()[:3], warm)
     placed = Engine(three, **SMALL, capture=True)
-    assert placed.generate(prompts(), warm) == expected
+    assert placed.generate(prompts()[:3], warm) == expected
     shaped = replace(warm, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.02)
-    expected_shaped = Engine(one, **SMALL, capture=False).generate(prompts(), shaped)
-    assert placed.generate(prompts(), shaped) == expected_shaped != expected
+    expected_shaped = alone.generate(prompts()[:3], shaped)
+    assert placed.generate(prompts()[:3], shaped) == expected_shaped != expected
 
 
 def test_evaluation_too(folder):
@@ -255,5 +256,5 @@ def test_two_gpus_give_the_tokens_of_transformers(folder, mode):
         pytest.skip("needs two GPUs")
     engine = Engine(load(folder, ["cuda:0", "cuda:1"]), **SMALL, capture=MODES[mode])
     for _ in range(2):
-        assert engine.generate(prompts(), GREEDY) == continuations(24)
+        assert engine.generate(prompts(), GREEDY) == continuations(GREEDY.max_tokens)
     assert {t.device.index for t in engine.executor.cache.tensors()} == {0, 1}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from models import save_hf
 from onegraph.engine.draft import ModelDrafter, NgramDrafter
@@ -16,6 +17,7 @@ from onegraph.engine.params import SamplingParams
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.models.llama import Llama
 from onegraph.models.ranks import Ranks
+from onegraph.nn.hybrid_cache import SNAPSHOTS
 from onegraph.runtime import offload
 from onegraph.runtime.offload import Arrival, HostBuffer
 from test_schedule import START, Machine, MachineAhead, alone, engine, few, run, whole
@@ -250,7 +252,7 @@ class MachineOffloadingAhead(MachineAhead):
 
 
 TestMachineOffloading, TestMachineOffloadingAhead = MachineOffloading.TestCase, MachineOffloadingAhead.TestCase
-TestMachineOffloading.settings = TestMachineOffloadingAhead.settings = few
+TestMachineOffloading.settings = TestMachineOffloadingAhead.settings = settings(few, max_examples=12)
 del Machine, MachineAhead
 
 
@@ -269,20 +271,26 @@ def test_a_draft_models_pages_come_back_too(late: list[Late]) -> None:
         assert made.stats.accepted_tokens
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    path = tmp_path_factory.mktemp("hybrid")
+    save_hf("qwen3_5", path, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    with Checkpoint.open(path) as checkpoint:
+        return Llama.load(checkpoint)
+
+
 @pytest.mark.parametrize("drafts", [None, NgramDrafter])
-def test_states_of_recurrent_layers_come_back_with_their_pages(drafts: Any, tmp_path: Path, late: list[Late]) -> None:
+def test_states_of_recurrent_layers_come_back_with_their_pages(drafts: Any, hybrid: Llama, late: list[Late]) -> None:
     """More texts than there are snapshots on the device, and pages for two of them."""
-    save_hf("qwen3_5", tmp_path)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        model = Llama.load(checkpoint)
-    texts = [[(7 * n + 31 * k) % 101 for n in range(40)] for k in range(12)]
+    model, count = hybrid, SNAPSHOTS + 2
+    texts = [[(7 * n + 31 * k) % 101 for n in range(40)] for k in range(count)]
     options = {"max_batch": 2, "max_context": 64, "page_size": 4, "chunk": 16, "draft": drafts}
     plain, made = Engine(model, **options), Engine(model, **options, pages=1 + 26, kv_offloading_size=0.02)
     with closing(plain.scheduler.open(share=False)), closing(made.scheduler.open()):
         assert ask(made, texts * 2) == ask(plain, texts * 2)
-        assert made.executor.host_states.used > 12
-        assert made.stats.restored_tokens >= 12 * 32
-        assert made.stats.prefill_tokens <= 12 * 40 + 12 * 8
+        assert made.executor.host_states.used > count
+        assert made.stats.restored_tokens >= count * 32
+        assert made.stats.prefill_tokens <= count * 40 + count * 8
 
 
 def test_each_rank_keeps_its_share(tmp_path: Path, late: list[Late]) -> None:

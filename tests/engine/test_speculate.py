@@ -58,20 +58,33 @@ def seeded(params, prompts=PROMPTS):
     return [SamplingParams(**fields, seed=len(prompts) * 7 + i) for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_that_without_drafts(make, model, kind, params):
-    params = seeded(params)
+HOW = {"greedy": GREEDY, "sampling": WARM}
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "how", "counts"),
+    [
+        *(("eager", kind, how, (1, 7)) for kind in KINDS for how in HOW),
+        *(("captured", kind, how, (7,)) for kind, how in zip(KINDS, [*HOW, *HOW], strict=True)),
+        *(("split", kind, how, (1,)) for kind, how in zip(reversed(KINDS), [*HOW, *HOW], strict=True)),
+    ],
+    indirect=["make"],
+    ids=lambda value: str(value[-1]) if isinstance(value, tuple) else None,
+)
+def test_the_text_is_that_without_drafts(make, model, kind, how, counts):
+    params = seeded(HOW[how])
     expected = [dense(model, prompt, p) for prompt, p in zip(PROMPTS, params, strict=True)]
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    for tokens in (1, 7):
+    for tokens in counts:
         engine = make(draft=drafter(kind, model, texts), draft_tokens=tokens)
         assert engine.generate(PROMPTS, params) == expected
     assert [engine.generate([p], q)[0] for p, q in zip(PROMPTS, params, strict=True)] == expected
     assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("make", "seed"), [(mode, 4 * i + seed) for i, mode in enumerate(MODES) for seed in range(4)], indirect=["make"]
+)
 def test_any_mixture_gives_each_prompt_its_own_tokens(make, model, seed):
     """Rows, pages, chunks, lengths, stop tokens within what is accepted, penalties and preemptions."""
     rng, kind = random.Random(seed), KINDS[seed % 4]
@@ -290,13 +303,18 @@ def round_inputs(g, reach, table):
     }
 
 
-@pytest.mark.parametrize("choice", [Choice(), Choice(sampling=True), Choice(sampling=True, min_p=True, logprobs=True)])
+@pytest.mark.parametrize(
+    ("make", "choice"),
+    [
+        ("captured", Choice()), ("split", Choice(sampling=True)),
+        ("captured", Choice(sampling=True, min_p=True, logprobs=True)),
+    ],
+    indirect=["make"],
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rounds_are_proven(make, model, kind, choice):
     """Replay equals eager on outputs, buffers, caches and the drafter's state."""
     engine = make(draft=drafter(kind, model, PROMPTS), draft_tokens=3)
-    if engine.mode == "eager":
-        pytest.skip("nothing is replayed")
     g = torch.Generator().manual_seed(0)
     place = engine.executor.speculation.state
     state = {"history": place.history, "drafts": place.drafts, "found": place.found}
@@ -324,9 +342,9 @@ def test_the_rounds_are_proven(make, model, kind, choice):
 
 @pytest.fixture(scope="module")
 def in_codes():
-    """A model, and its texts of 70 tokens by cache, in single steps."""
-    model, params = TinyDecoder(head_dim=64), seeded(SamplingParams(max_tokens=70))
-    sizes = {"max_batch": 4, "max_context": 96, "chunk": 8}
+    """A model, and its texts of 56 tokens by cache, in single steps."""
+    model, params = TinyDecoder(head_dim=64), seeded(SamplingParams(max_tokens=56))
+    sizes = {"max_batch": 4, "max_context": 80, "chunk": 8}
     texts = {kv: Engine(model, **sizes | held(kv)).generate(PROMPTS, params) for kv in (None, CODES, TURNS)}
     assert texts[None] not in (texts[CODES], texts[TURNS]), "the cases would show no codes"
     return model, params, texts
@@ -341,10 +359,10 @@ def test_codes_roll_back_too(in_codes, mode, kind, kv, monkeypatch):
     steps."""
     model, params, texts = in_codes
     expected, make = texts[kv], maker(mode, model, monkeypatch)
-    options = held(kv) | {"max_context": 96}
+    options = held(kv) | {"max_context": 80}
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     drafting = partial(ModelDrafter, near(model)) if kind == "near" else drafter(kind, model, texts)
-    for tokens in (7,) if mode == "captured" else (1, 7):
+    for tokens in {"eager": (1, 7), "captured": (7,), "split": (1,)}[mode]:
         engine = make(**options, draft=drafting, draft_tokens=tokens)
         assert engine.generate(PROMPTS, params) == expected
         assert kept_and_not(engine) > (5 if kind == "ngram" else 20)

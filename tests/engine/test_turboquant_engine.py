@@ -60,17 +60,21 @@ def test_a_nan_is_reported_and_forgotten() -> None:
     assert e.generate(PROMPTS[:1], SamplingParams(max_tokens=8)) == good
 
 
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize(
-    "text", ["turboquant:4", "turboquant:k3v4,mode=full,keys=prod", "turboquant:4,mode=shadow", "turboquant:2,first=1"]
-)
+    ("text", "kind"),
+    [
+        ("turboquant:4", "decode"), ("turboquant:4", "prefill"), ("turboquant:k3v4,mode=full,keys=prod", "decode"),
+        ("turboquant:k3v4,mode=full,keys=prod", "prefill"), ("turboquant:4,mode=shadow", "decode"),
+        ("turboquant:2,first=1", "prefill"),
+    ],
+)  # fmt: skip
 def test_the_step_may_be_captured(text: str, kind: str) -> None:
     """Captured, replayed and compared on a simulated GPU, with the ops as plain torch, which it sees into."""
 
     def factory():
         return simulated_step(engine(text, model={"device": "cuda"}), kind, limit=120)
 
-    report = check_step(factory)
+    report = check_step(factory, steps=3)
     assert [f"{f.code} {f.path}:{f.line} {f.message}" for f in report.findings] == []
 
 

@@ -152,8 +152,8 @@ def test_rows_that_turn_have_the_codes_and_rings_of_those_that_always_had(text: 
     for each, exact in ((turned, True), (coded, False)):
         each.block_table[:2, :6] = pages
         at = 0
-        while at < tokens:  # a chunk, then one by one
-            count = 30 if not at else 1
+        while at < tokens:  # chunks, then one by one
+            count = 30 if tokens - at >= 30 else 1
             counts = [min(count, max(0, end - at)) for end in ends]
             seen(each, exact, [at] * 3, counts).attend(attention, rows[:, at : at + count].contiguous())
             at += count
@@ -184,7 +184,7 @@ def test_rows_that_turn_have_the_codes_and_rings_of_those_that_always_had(text: 
 KV = "turboquant:2,window=16,short=60"  # codes of 2 bits: who reads them too early draws other tokens
 SIZES = {"max_batch": 3, "max_context": 256, "chunk": 16}
 PROMPTS = [[5, 9, 2, 77], list(range(40, 83)), [3], list(range(7, 100)), [99, 98], [4] * 59, [4] * 60]
-PARAMS = [SamplingParams(max_tokens=n, temperature=0.5, seed=n) for n in (90, 50, 25, 70, 56, 30, 31)]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0.5, seed=n) for n in (70, 30, 25, 24, 56, 14, 15)]
 
 
 @cache
@@ -377,17 +377,16 @@ def test_rows_that_grow_are_codes_before_one_gives_up_its_pages(monkeypatch: pyt
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_gives_up_its_pages_starts_over(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts longer than a page, two rows, three pages: one of them waits, whether it was exact or not."""
-    with_sizes(monkeypatch, 256, 4, 2, 4, ExactWindow(32, PLACES))
-    wide = TinyDecoder(head_dim=64, max_context=512)
-    made = Engine(wide, kv=KV, max_batch=2, max_context=400, chunk=64, capture=False)
+    with_sizes(monkeypatch, 128, 4, 2, 4, ExactWindow(32, PLACES))
+    kv = KV.replace(":2", ":4")  # whose pages are half as long
+    made = Engine(model(), kv=kv, max_batch=2, max_context=200, chunk=64, capture=False)
     made.executor.ahead = ahead
-    prompts = [[5, 9, 2], [7] * 20, [8] * 10]
-    got = made.generate(prompts, SamplingParams(max_tokens=290))
-    assert [len(text) for text in got] == [290] * 3
+    prompts, params = [[5, 9, 2], [7] * 20, [8] * 10], SamplingParams(max_tokens=140)
+    got = made.generate(prompts, params)
+    assert [len(text) for text in got] == [140] * 3
     assert made.stats.preemptions > 0
     assert made.scheduler.allocator.free == made.scheduler.allocator.capacity
-    again = made.generate(prompts, SamplingParams(max_tokens=290))
-    assert again == got
+    assert made.generate(prompts, params) == got
 
 
 def test_pages_that_codes_do_not_need_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,7 +443,7 @@ def test_traffic_goes_on_for_ever(tmp_path: Path) -> None:
         return Engine(model(), kv=kv, max_batch=3 if tested else 1, max_context=120, chunk=32, capture=False, **pages)
 
     rounds = tmp_path / "rounds.jsonl"
-    verdict = soak_traffic(make, kvs=["turboquant:4,window=16,short=48"], per_round=150, steps=450, path=rounds)
+    verdict = soak_traffic(make, kvs=["turboquant:4,window=16,short=48"], per_round=150, steps=300, path=rounds)
     assert verdict.passed, verdict.problems
     assert all(min(r.joined, r.cancelled, r.drift) > 0 for r in read_rounds(rounds))
 
@@ -516,13 +515,13 @@ def test_a_cpu_and_who_says_so_keep_codes_alone() -> None:
 def test_the_real_model_writes_what_it_writes_exactly_until_it_turns() -> None:
     with LLM(str(smollm2_gguf()), max_num_seqs=1, max_model_len=256, device="cpu") as llm:
         prompt = llm.tokenizer.chat([{"role": "user", "content": "Tell me a story about a lighthouse."}])
-        model, short, params = llm.engine.model, len(prompt) + 12, SamplingParams(max_tokens=20, temperature=0)
+        model, short, params = llm.engine.model, len(prompt) + 5, SamplingParams(max_tokens=10, temperature=0)
         texts = llm.engine.generate([prompt], params)
     for kv in ("turboquant:4", "turboquant:1,window=4"):
         made = Engine(model, max_batch=1, max_context=256, kv=f"{kv},short={short}")
         texts += made.generate([prompt], params)
     exact, four, one = texts
-    same = 13
+    same = 6
     assert exact[:same] == four[:same] == one[:same]
     assert one[same:] != exact[same:], "a bit a number, which shows"
 

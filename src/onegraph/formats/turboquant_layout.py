@@ -24,8 +24,9 @@ because the product with the values runs along tokens and wants two of them in o
 (`prod`: the norms, then the norms of the residuals). A byte belongs to one token, so tokens are written independently.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -153,35 +154,28 @@ def layout_of(head_dim: int, k_levels: int, v_levels: int, page_bytes: int) -> T
     return TurboQuantLayout(head_dim, *bits, page_size=page_bytes // layout.bytes_per_token_head)
 
 
-def _places(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of 16 dimensions: the byte (int64 [16]) and the bit in it (uint8 [16]) at which each stands."""
-    i = torch.arange(16, device=device)
-    k = i // 2
-    if width == 4:
-        byte, bit = k, k * 0
-    elif width == 2:
-        byte, bit = k // 2, k % 2 * 2
-    else:
-        byte, bit = k // 2 % 2, k % 2 + k // 4 * 2
-    return byte, (4 * (i % 2) + bit).to(torch.uint8)
-
-
 def _pack_plane(values: Tensor, width: int) -> Tensor:
     """uint8 [..., head_dim] of values below 2^width -> uint8 [..., head_dim * width / 8]."""
-    if width == 4:  # as `_places` says, in fewer calls
-        return values[..., 0::2] | (values[..., 1::2] << 4)
-    byte, bit = _places(width, values.device)
-    moved = values.unflatten(-1, (-1, 16)) << bit
-    row = torch.zeros((*moved.shape[:-1], 2 * width), dtype=torch.uint8, device=values.device)
-    return row.index_add_(-1, byte, moved).flatten(-2)
+    pairs = values[..., 0::2] | (values[..., 1::2] << 4)
+    if width == 4:
+        return pairs
+    pairs = pairs[..., 0::2] | (pairs[..., 1::2] << width)
+    if width == 2:
+        return pairs
+    halves = pairs.unflatten(-1, (-1, 2, 2))  # of 16 dimensions, then bytes
+    packed: Tensor = halves[..., 0, :] | (halves[..., 1, :] << 2)
+    return packed.flatten(-2)
 
 
 def _unpack_plane(row: Tensor, width: int) -> Tensor:
-    if width == 4:
-        return torch.stack((row & 15, row >> 4), dim=-1).flatten(-2)
-    byte, bit = _places(width, row.device)
-    wide: Tensor = row.unflatten(-1, (-1, 2 * width)).index_select(-1, byte)
-    return ((wide >> bit) & ((1 << width) - 1)).flatten(-2)
+    """Inverse of `_pack_plane`."""
+    if width == 1:
+        groups = row.unflatten(-1, (-1, 2))
+        row = torch.stack((groups & 0x33, (groups >> 2) & 0x33), dim=-2).flatten(-3)
+    if width < 4:
+        mask = 0x11 * ((1 << width) - 1)
+        row = torch.stack((row & mask, (row >> width) & mask), dim=-1).flatten(-2)
+    return torch.stack((row & 15, row >> 4), dim=-1).flatten(-2)
 
 
 def _pack_planes(coded: Coded, code_bits: int, variant: str) -> list[Tensor]:
@@ -214,14 +208,23 @@ def pack_tokens(layout: TurboQuantLayout, keys: Coded, values: Coded) -> Tensor:
 
 def unpack_tokens(layout: TurboQuantLayout, rows: Tensor) -> tuple[Coded, Coded]:
     """Inverse of `pack_tokens`: uint8 [..., tokens, bytes_per_token_head] -> keys, values."""
-    parts = iter(rows.split([s.row for s in layout.sections], dim=-1))
+    return _unpack(layout, rows.split([s.row for s in layout.sections], dim=-1))
+
+
+def _unpack(layout: TurboQuantLayout, sections: Sequence[Tensor]) -> tuple[Coded, Coded]:
+    """Keys, values of uint8 [..., tokens, row] of each section."""
+    parts = iter(sections)
 
     def planes(code_bits: int, variant: str) -> tuple[Tensor, Tensor | None]:
-        codes, shift = torch.zeros((*rows.shape[:-1], layout.head_dim), dtype=torch.uint8, device=rows.device), 0
+        shift, found = 0, []
         for width in PLANES[code_bits]:
-            codes = codes | (_unpack_plane(next(parts), width) << shift)
+            found.append(_unpack_plane(next(parts), width) << shift)
             shift += width
-        return codes, _unpack_plane(next(parts), 1) if variant == "prod" else None
+        signs = _unpack_plane(next(parts), 1) if variant == "prod" else None
+        if not found:
+            assert signs is not None
+            return torch.zeros_like(signs), signs
+        return reduce(torch.bitwise_or, found), signs
 
     def norm() -> Tensor:
         result: Tensor = next(parts).contiguous().view(torch.float16).squeeze(-1)
@@ -236,14 +239,21 @@ def unpack_tokens(layout: TurboQuantLayout, rows: Tensor) -> tuple[Coded, Coded]
 
 def pack_pages(layout: TurboQuantLayout, keys: Coded, values: Coded) -> Tensor:
     """Whole pages: tensors of page_size tokens -> uint8 [..., page_bytes]."""
-    rows = pack_tokens(layout, keys, values)
-    place = layout.offsets(torch.arange(layout.page_size, device=rows.device)).flatten()
-    pages = torch.empty((*rows.shape[:-2], layout.page_bytes), dtype=torch.uint8, device=rows.device)
-    pages[..., place] = rows.flatten(-2)
-    return pages
+    rows = pack_tokens(layout, keys, values).unflatten(-2, (-1, BLOCK))  # [..., blocks, BLOCK, bytes]
+    parts = rows.split([s.row for s in layout.sections], dim=-1)
+    blocks = [
+        (part.unflatten(-2, (-1, 2)).transpose(-1, -2) if s.paired else part).flatten(rows.dim() - 2)
+        for s, part in zip(layout.sections, parts, strict=True)
+    ]
+    return torch.cat(blocks, dim=-1).flatten(-2)
 
 
 def unpack_pages(layout: TurboQuantLayout, pages: Tensor) -> tuple[Coded, Coded]:
     """uint8 [..., page_bytes] -> keys, values of [..., page_size] tokens."""
-    place = layout.offsets(torch.arange(layout.page_size, device=pages.device))
-    return unpack_tokens(layout, pages.index_select(-1, place.flatten()).unflatten(-1, place.shape))
+    blocks = pages.unflatten(-1, (-1, layout.block_bytes))
+    sections = []
+    for s, part in zip(layout.sections, blocks.split([BLOCK * s.row for s in layout.sections], dim=-1), strict=True):
+        if s.paired:
+            part = part.unflatten(-1, (-1, s.row, 2)).transpose(-1, -2)
+        sections.append(part.reshape(*pages.shape[:-1], layout.page_size, s.row))
+    return _unpack(layout, sections)

@@ -33,11 +33,17 @@ def write_ring(ring: Tensor, value: Tensor, slots: Tensor, positions: Tensor, co
 
     Of more than R tokens only the latest R are written: the others would be overwritten at once.
     """
-    (batch, length, dim), size = value.shape, ring.shape[1]
-    step = torch.arange(length, dtype=INT32, device=value.device)
+    row, live = ring_rows(ring.shape[1], value.shape[1], slots, positions, counts)
+    write_rows(ring.view(-1, ring.shape[2]), row, value.flatten(0, 1), live)
+
+
+def ring_rows(size: int, length: int, slots: Tensor, positions: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `write_ring` writes `length` tokens of each row in rings of `size`: the row of all rings int64 [B * Q], and
+    whether it does, bool [B * Q]."""
+    step = torch.arange(length, dtype=INT32, device=slots.device)
     live = (step < counts.unsqueeze(1)) & (step >= counts.unsqueeze(1) - size) & (slots > 0).unsqueeze(1)
     row = slots.unsqueeze(1) * size + (positions.unsqueeze(1) + step) % size
-    write_rows(ring.view(-1, dim), row.flatten().long(), value.reshape(batch * length, dim), live.flatten())
+    return row.flatten().long(), live.flatten()
 
 
 def as_rows(x: Tensor, dtype: torch.dtype, rope: int) -> Tensor:

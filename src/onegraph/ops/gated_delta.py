@@ -23,7 +23,7 @@ from torch.nn.functional import silu, softplus
 from onegraph.ops.calls import MAX_TOKENS, GatedDelta, Mamba2
 from onegraph.ops.cases import Draw
 from onegraph.ops.checks import FLOATS, Wanted, check_grouped, check_tensors
-from onegraph.ops.deepseek_compress import check_rows, write_ring, write_rows
+from onegraph.ops.deepseek_compress import check_rows, ring_rows, write_ring, write_rows
 from onegraph.ops.linear import linear, normed_linear
 from onegraph.ops.registry import Case, Op, nbytes, register
 from onegraph.ops.short_conv import check_ring, check_stacked, convolve
@@ -153,9 +153,11 @@ def advanced(
         o, state = chunked(state, *wide, g)
         base = positions + counts
     else:
-        o, deltas = stepped(state, *wide, g.exp())
-        for ring, value in ((call.keys, k), (call.deltas, deltas), (call.decays, g.exp())):
-            write_ring(ring.flatten(2), value.flatten(2), slots, positions, counts)
+        decay = g.exp()
+        o, deltas = stepped(state, *wide, decay)
+        row, written = ring_rows(call.keys.shape[1], v.shape[1], slots, positions, counts)
+        for ring, value in ((call.keys, k), (call.deltas, deltas), (call.decays, decay)):
+            write_rows(ring.view(-1, ring[0, 0].numel()), row, value.flatten(2).flatten(0, 1), written)
         base = positions
         live &= (positions == 0) | (positions + counts - first > call.limit)
     write_rows(call.state.flatten(1), slots.long(), state.to(call.state.dtype).flatten(1), live)

@@ -30,10 +30,22 @@ def _mix(z: Tensor) -> Tensor:
 def uniform(seed: Tensor, position: Tensor, index: Tensor) -> Tensor:
     """Uniform float64 in (0, 1), [B, N]: output number `index` [B, N] of the SplitMix64 stream of (seed, position) [B].
 
-    The seed is mixed before the position is added, so that neighbouring seeds and neighbouring positions do not share a
-    stream shifted by one. 52 bits and a half: neither 0 nor 1 comes out, whose logarithms would be infinite or zero.
+    52 bits and a half: neither 0 nor 1 comes out, whose logarithms would be infinite or zero.
     """
-    key = _mix(_mix(seed + _GOLDEN) + position.long() * _GOLDEN)
+    return outputs(stream(seed, position), index)
+
+
+def stream(seed: Tensor, position: Tensor) -> Tensor:
+    """The start int64 [B] of the stream of (seed, position) [B].
+
+    The seed is mixed before the position is added, so that neighbouring seeds and neighbouring positions do not share a
+    stream shifted by one.
+    """
+    return _mix(_mix(seed + _GOLDEN) + position.long() * _GOLDEN)
+
+
+def outputs(key: Tensor, index: Tensor) -> Tensor:
+    """As `uniform`, of streams that start at `key` [B]."""
     bits = _mix(key[:, None] + (index + 1) * _GOLDEN)
     return (((bits >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
 

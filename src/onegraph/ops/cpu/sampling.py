@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onegraph.ops.sampling import UNIT, sample_sorted, uniform
+from onegraph.ops.sampling import UNIT, outputs, sample_sorted, stream
 
 FEW = 1024, 16384
 """Tokens that are sorted first, then where top-p keeps more, which it seldom does of a text's distribution."""
@@ -12,15 +12,15 @@ FEW = 1024, 16384
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """See `ops.sampling.sample`; of logits that have a NaN or an infinity, the reference's answer."""
     given = logits, temperature, top_k, top_p, seed, position
-    found = []
+    found, keys = [], stream(seed, position)
     for row, (heat, most, mass) in enumerate(zip(temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True)):
         one = tuple(tensor[row : row + 1] for tensor in given)
-        drawn = _drawn(one[0].float(), heat, most, mass, one[4], one[5])
+        drawn = _drawn(one[0].float(), heat, most, mass, keys[row : row + 1])
         found.append(sample_sorted(*one) if drawn is None else drawn)
     return torch.cat(found) if found else logits.new_empty(0, dtype=torch.int64)
 
 
-def _drawn(logits: Tensor, heat: float, most: int, mass: float, seed: Tensor, position: Tensor) -> Tensor | None:
+def _drawn(logits: Tensor, heat: float, most: int, mass: float, key: Tensor) -> Tensor | None:
     """The token [1] of one row, float32 [1, V]; None where that takes the whole vocabulary in order."""
     best, first = logits.max(dim=-1, keepdim=True)
     if not best.isfinite().item():
@@ -31,12 +31,12 @@ def _drawn(logits: Tensor, heat: float, most: int, mass: float, seed: Tensor, po
     most = every if most <= 0 else min(most, every)
     if most == every and mass >= 1:
         index = torch.arange(every).unsqueeze(0)
-        return _raced(_weights(logits, best, heat), index, seed, position)
+        return _raced(_weights(logits, best, heat), index, key)
     total = (_weights(logits, best, heat) * UNIT).long().sum() if most == every else None
     for count in FEW if most == every else (most,):
         kept = _kept(logits, best, heat, min(count, every), mass, total)
         if kept is not None:
-            return _raced(*kept, seed, position)
+            return _raced(*kept, key)
     return None
 
 
@@ -68,6 +68,6 @@ def _weights(logits: Tensor, best: Tensor, heat: float) -> Tensor:
     return logits.double().sub_(best.double()).div_(heat).exp_()
 
 
-def _raced(weights: Tensor, index: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    race = weights / -uniform(seed, position, index).log()
+def _raced(weights: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    race = weights / -outputs(key, index).log()
     return index.gather(1, race.argmax(dim=-1, keepdim=True)).squeeze(1)
