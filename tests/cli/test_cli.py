@@ -464,6 +464,19 @@ def test_chat_is_the_default_where_there_is_a_template(model: Path) -> None:
     assert counts[None] == counts["--chat"] > counts["--raw"] == 1
 
 
+def test_json_lines_from_stdin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a file of that name; texts that only look like it are texts."""
+    ask = ["generate", model, "--raw", "--max-tokens", 1, "--batch", "-"]
+    monkeypatch.setattr("onegraph.cli.batch.read_text", lambda _: '{"prompt": "the", "id": 7}\n{"prompt": "in"}\n')
+    first, second = map(json.loads, invoke(list(ask))[1].splitlines())
+    assert (first["id"], first["prompt"], second["prompt"]) == (7, "the", "in")
+    for text in ('{"text": "the"}', '{"prompt"', "[1]"):
+        monkeypatch.setattr("onegraph.cli.batch.read_text", lambda _, text=text: text)
+        assert json.loads(invoke([*ask, "--json"])[1])["outputs"][0]["prompt"] == text
+    monkeypatch.setattr("onegraph.cli.batch.read_text", lambda _: "[" * 100_000)
+    fails(*ask, says="--batch -, line 1: ")
+
+
 def test_a_prompt_from_stdin(model: Path) -> None:
     found = json.loads(invoke(["generate", model, "--raw", "--prompt", "-", "--max-tokens", 1, "--json"])[1])
     assert found["outputs"][0]["prompt"] == "from stdin"

@@ -25,16 +25,25 @@ class Request:
     thinking: bool | None = None
 
 
-def read_batch(path: str) -> list[Request]:
-    """The requests of a file, a .jsonl one or one of texts. Raises UsageError that names the line, CheckpointError."""
+def read_batch(path: str) -> tuple[list[Request], bool]:
+    """The requests of a file, and whether it holds JSON Lines, not texts: its name says so, or, of standard input, its
+    first line. Raises UsageError that names the line, CheckpointError."""
     # Not splitlines, which also cuts at characters that may stand in JSON: U+2028, U+0085
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f"--batch {path}: holds no prompt; one a line is expected")
     named = [(line, f"--batch {path}, line {i}") for i, line in lines]
-    if not path.endswith(".jsonl"):
-        return [Request(where, line, {"prompt": line}) for line, where in named]
-    return [_request(line, where) for line, where in named]
+    if path.endswith(".jsonl") or (path == "-" and _is_request(lines[0][1])):
+        return [_request(line, where) for line, where in named], True
+    return [Request(where, line, {"prompt": line}) for line, where in named], False
+
+
+def _is_request(line: str) -> bool:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and bool(found.keys() & {"prompt", "messages"})
 
 
 def _request(line: str, where: str) -> Request:

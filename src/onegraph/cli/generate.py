@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
     source.add_argument(
         "--batch",
         metavar="FILE",
-        help="file with one prompt per line ('-' for stdin), or a .jsonl file; all prompts run as one batch",
+        help="file with one prompt per line, or a .jsonl file; '-': either, from stdin; all prompts run as one batch",
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--chat", action="store_true", help="apply the model's chat template")
@@ -227,9 +227,6 @@ def load(
 
 
 def run(args: argparse.Namespace) -> int:
-    lines = args.batch is not None and args.batch.endswith(".jsonl") and not args.json
-    if args.logprobs is not None and not (args.json or lines):
-        raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
     import_engine(args, "tokenizers", *(() if args.raw else ("templates",)))
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
@@ -238,7 +235,10 @@ def run(args: argparse.Namespace) -> int:
 
     place = engine(args)
     kv = None if args.kv_cache_dtype == "fp8" else parse_kv(args.kv_cache_dtype)
-    requests, chosen = requests_of(args), sampling_of(args)
+    (requests, lines), chosen = requests_of(args), sampling_of(args)
+    lines = lines and not args.json
+    if args.logprobs is not None and not (args.json or lines):
+        raise UsageError(f"--logprobs {args.logprobs}: needs JSON output; add --json")
     with open_model(args.model) as checkpoint:
         config = parse_config(checkpoint.config)
         tokenizer = Tokenizer(checkpoint)
@@ -383,14 +383,14 @@ def check_constraints(
                 raise UsageError(f"{request.where}: {error}") from None
 
 
-def requests_of(args: argparse.Namespace) -> list[Request]:
-    """What the command line asks for. Raises ValueError where there is no prompt."""
+def requests_of(args: argparse.Namespace) -> tuple[list[Request], bool]:
+    """What the command line asks for, and whether that is JSON Lines. Raises ValueError where there is no prompt."""
     if args.batch is not None:
         return read_batch(args.batch)
     text = read_text("-") if args.prompt == "-" else args.prompt
     if not text:
         raise UsageError("--prompt: the prompt is empty")
-    return [Request("--prompt", text, {"prompt": text})]
+    return [Request("--prompt", text, {"prompt": text})], False
 
 
 def budget(request: Request, length: int, asked: int | None, context: int) -> int:
