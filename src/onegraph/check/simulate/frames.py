@@ -79,8 +79,7 @@ def waits_for_thread(ident: int) -> bool:
 def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
     """The calls between `frame` and the one whose code is `stop`, or the begin of its thread."""
     found: list[tuple[CodeType, int]] = []
-    precall, twins = _PRECALL, TWINS
-    while frame is not None:  # sixty frames for each op of a model: as few calls as can be
+    while frame is not None:
         code = frame.f_code
         if code is stop:
             return (*found, *TAILS.get(stop, ()))
@@ -89,9 +88,7 @@ def chain_from(frame: FrameType | None, stop: CodeType) -> Chain:
                 found.pop()
             return tuple(found)
         if not _skipped(code.co_filename):
-            lasti = frame.f_lasti
-            at_precall = precall >= 0 and lasti >= 0 and code.co_code[lasti] == precall
-            found.append(_own(code, lasti) if twins or at_precall else (code, lasti))
+            found.append(_own(code, frame.f_lasti))
         frame = frame.f_back
     return ()
 
