@@ -139,7 +139,11 @@ OWN = {
     "deepseek_v3": SMALL | LATENT,
     "gemma4": {"head_dim": 64, "global_head_dim": 128},
     "gemma4_e": {"head_dim": 64, "global_head_dim": 128},
-}
+    "nemotron_h": {
+        "hidden_size": 128, "num_attention_heads": 4, "head_dim": 64, "mamba_head_dim": 32, "moe_latent_size": 64,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", OWN)
