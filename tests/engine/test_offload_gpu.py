@@ -52,7 +52,7 @@ def test_what_is_evicted_comes_back(capture: bool | None, monkeypatch: pytest.Mo
     load = HostBuffer.load
 
     def slow(store: HostBuffer, slots: list[int], places: list[int]) -> Arrival:
-        with store._aside():
+        with store._on_side_stream():
             torch.cuda._sleep(LONG)
         return load(store, slots, places)
 

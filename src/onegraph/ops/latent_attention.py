@@ -23,7 +23,6 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 INT32 = torch.int32
 MAX_RANK = 512
-MOST_CODED = 128  # numbers of a latent that the kernel makes TurboQuant's codes of
 
 
 def quantize(y: Tensor, bits: int, curve: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -89,16 +88,6 @@ def _latent_write(call: LatentWrite) -> Tensor:
     values = torch.where(real.flatten().unsqueeze(1), new.flatten(0, 1), pool[0, 0])
     pool.index_put_((page, place), values)
     return turned
-
-
-def _write_on_gpu(call: LatentWrite) -> Tensor:
-    """The kernel, but for TurboQuant's codes of long latents: those of 512 numbers are wrong on an H200, though not in
-    Triton's interpreter, and 256 have not run there."""
-    if call.bits not in (0, FP8) and call.norm.shape[0] > MOST_CODED:
-        return _latent_write(call)
-    from onegraph.ops.triton.latent_attention import latent_write as kernel
-
-    return kernel(call)
 
 
 def _latent_attention(call: LatentAttention) -> Tensor:
@@ -264,7 +253,7 @@ latent_write = register(
         schema="-> Tensor",
         reference=_latent_write,
         fake=lambda call: call.q.new_empty((*call.q.shape[:3], 2 * call.cos.shape[1])),
-        kernel="onegraph.ops.latent_attention:_write_on_gpu",
+        kernel="onegraph.ops.triton.latent_attention:latent_write",
         check=_check_write,
         cases=(
             _write_case("v3", heads=128, nope=128, rank=512, rope=64, positions=[0, 700, 9], counts=[1, 1, 0]),

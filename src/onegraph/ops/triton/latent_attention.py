@@ -80,7 +80,9 @@ def _store_latent(
                 rank += beyond.to(tl.int32)
                 level = tl.where(beyond, above, level)
                 below = above
-            code = (1 << (BITS - 1)) + tl.where(unit < 0, -1 - rank, rank)
+            # HALF + rank or HALF - 1 - rank, without a sum: ptxas 12.8 drops the constant of two 16-bit sums in one.
+            HALF: tl.constexpr = 1 << (BITS - 1)
+            code = rank ^ tl.where(unit < 0, HALF - 1, HALF)
             if BITS == 3:
                 _store_plane(to, code & 3, RANK, 2, real)
                 _store_plane(to + RANK // 4, code >> 2, RANK, 1, real)
