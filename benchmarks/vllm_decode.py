@@ -22,6 +22,7 @@ before the one in front of it has ended (PDL) counts the time that it waits ther
 import argparse
 import fcntl
 import gzip
+import importlib.util
 import json
 import os
 import shlex
@@ -144,6 +145,8 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
 
         flash.take_over = lambda attention, table: None
     length = args.context + OUTPUTS[1] + 16
+    # vLLM takes FlashInfer's kernel for prompts of gated delta nets, whether it is installed or not.
+    prefill = {} if importlib.util.find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
     traces = tempfile.mkdtemp()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces}
     profiler |= {"torch_profiler_activities": ["CUDA"], "torch_profiler_dump_cuda_time_total": False}
@@ -164,7 +167,7 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
             enable_prefix_caching=args.context >= LONG,
             compilation_config={"cudagraph_capture_sizes": sizes},
             tensor_parallel_size=args.ranks,
-            additional_config={"onegraph_exchange": "exchange" in options},
+            additional_config={"onegraph_exchange": "exchange" in options} | prefill,
             kv_cache_dtype=kv,
             **({"attention_config": {"backend": "CUSTOM"}} if kv.startswith("turboquant") else {}),
             **({"profiler_config": profiler} if args.profile else {}),
