@@ -278,6 +278,7 @@ latent_write = register(
             ),
             _write_case("fp8_v3", heads=4, nope=128, rank=512, rope=64, positions=[700, 9], counts=[1, 0], bits=FP8),
             _write_case("4_bits_v3", heads=4, nope=128, rank=512, rope=64, positions=[700, 9], counts=[1, 0], bits=4),
+            _write_case("3_bits_m4", heads=2, nope=64, rank=256, rope=64, positions=[63, 64], counts=[1, 1], bits=3),
         ),
         tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
         bytes_moved=lambda call: 2 * nbytes(call.latent) + 2 * call.cos.shape[1] * nbytes(call.q) // call.q.shape[3],
