@@ -193,6 +193,13 @@ def refused(config: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(
     ("variant", "change", "message"),
     [
+        ("hy_v3", {"expert_hidden_dim": 25}, "moe_intermediate_size is 24 and, by another name, 25"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy"},
+            "topk_method is 'group_limited_greedy'; supported: gre",
+        ),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_pytorch"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; this feature is not"),

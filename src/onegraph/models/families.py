@@ -654,6 +654,11 @@ FAMILIES: dict[str, ArchSpec] = {
         },
         head_norm=True,
         mlp_bias="mlp_bias",
+        keys=keys.hy_v3,
+        fixed={
+            "qk_norm": (True,), "route_norm": (True,), "moe_router_use_sigmoid": (True,),
+            "moe_router_enable_expert_bias": (True,),
+        },
         idle=("enable_moe_fp32_combine",),
         renames=(
             (r"\.mlp\.router\.gate\.", ".mlp.gate."),

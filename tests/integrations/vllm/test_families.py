@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h without experts": SIZES | MAMBA | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "gemma2": SIZES,
     "granite": SIZES,
+    "exaone_moe": SIZES | WINDOWS | {"moe_intermediate_size": 64},
 }  # fmt: skip
 # What transformers calls a multimodal model -> its text model here, and the keys beside the text model's config.
 EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 128, "intermediate_size": 16}
