@@ -44,6 +44,11 @@ _NAMES = {
     "nemotron_h": ("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
     "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
 }
+_GRANITE = "granitemoe", "granitemoeshared", "granitemoehybrid"
+_NAMES |= dict.fromkeys(
+    _GRANITE,
+    ("block_sparse_moe.router", *(f"block_sparse_moe.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
+)
 # Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
 BESIDE_NORMS = "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
 ROUTED_IN = "pre_feedforward_layernorm_2"
@@ -79,18 +84,19 @@ class Sigmoid(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and
-    whether it has up rows alone."""
+    """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and how
+    it calls gate and up, or up alone, or one linear of both; and down."""
 
     name: str
     size: int
     gated: bool
-    single: bool = False
+    front: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Gate, up and down."""
-        return tuple(f"{self.name}.{each}_proj" for each in ("gate", "up", "down")[self.single :])
+        """Within a block, those in `front`, and down."""
+        return tuple(f"{self.name}.{each}" for each in (*self.front, self.down))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,9 @@ class Routed:
         beside = family == "gemma4_text"
         if beside and not fields.flag("enable_moe_block"):
             fields.read("num_experts", "top_k_experts", "moe_intermediate_size")
+            return None
+        if family == "granitemoehybrid" and fields.get("num_local_experts") == 0:
+            fields.read("num_experts_per_tok", "intermediate_size")
             return None
         count, glm = _count(family, fields), family in _DEEPSEEK
         top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
@@ -246,7 +255,8 @@ class Routed:
         """Likewise of the expert beside them, if there is one, and of what is around them."""
         if self.shared is not None:
             *front, down = self.shared.linears
-            yield from ((name, (self.shared.size, hidden, False)) for name in front)
+            rows = self.parts * self.shared.size // len(front)
+            yield from ((name, (rows, hidden, False)) for name in front)
             yield down, (hidden, self.shared.size, False)
         for name, size in zip(self.around, ((self.latent, hidden), (hidden, self.latent)), strict=False):
             yield name, (*size, False)
@@ -289,7 +299,7 @@ class Routed:
         }
         if self.shared is not None:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
-            found["shared expert"] = Component(paths, rf"{re.escape(self.shared.name)}\.(gate|up|down)_proj$")
+            found["shared expert"] = Component(paths, f"({'|'.join(map(re.escape, self.shared.linears))})$")
         return found
 
 
@@ -330,7 +340,11 @@ def _shared(family: str, fields: Fields) -> Shared | None:
     if family in _GATED:
         return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
     if family == "nemotron_h":
-        return Shared(_SHARED[family], fields.integer("moe_shared_expert_intermediate_size", high=2**22), False, True)
+        size = fields.integer("moe_shared_expert_intermediate_size", high=2**22)
+        return Shared(_SHARED[family], size, False, front=("up_proj",))
+    if family in _GRANITE[1:]:
+        size = fields.integer("shared_intermediate_size", low=family == "granitemoehybrid", high=2**22)
+        return Shared("shared_mlp", size, False, ("input_linear",), "output_linear") if size else None
     if family in _DEEPSEEK:
         size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
         return Shared(_SHARED[family], size, False)
