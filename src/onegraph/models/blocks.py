@@ -158,7 +158,7 @@ def build_block(
         return HalfBlock(layer=i, mlp=feed())
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
-        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, share=share)
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, peer=peer)
         back = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
         out = ResidualLinear(back, after=behind(names.attention_out), fused=fused, peer=peer)
         return whole(inputs, recurrent, out)

@@ -395,10 +395,11 @@ class Mamba:
     @property
     def heads(self) -> dict[str, int]:
         """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
-        return {"Mamba-2 heads": self.number, "groups of Mamba-2 heads": self.groups}
+        found = {"Mamba-2 heads": self.number}
+        return found if self.groups == 1 else found | {"groups of Mamba-2 heads": self.groups}
 
     def of_rank(self, ranks: int) -> Self:
-        return replace(self, number=self.number // ranks, groups=self.groups // ranks)
+        return replace(self, number=self.number // ranks, groups=max(1, self.groups // ranks))
 
     @property
     def behind_heads(self) -> tuple[int, int]:
