@@ -31,6 +31,10 @@ WIDE: dict[str, Any] = TWO | {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }  # fmt: skip
+GRANITE = {
+    "hidden_size": 128, "intermediate_size": 128, "shared_intermediate_size": 128, "num_attention_heads": 4,
+    "mamba_n_heads": 8, "mamba_d_head": 32,
+}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 
 
@@ -117,6 +121,38 @@ def test_published_checkpoints_are_what_their_codes_stand_for(
         assert model.blocks[0].qkv.rates.format is DENSE
         got = Decoder(model, rows=1, max_context=64).feed([row])[0]
         torch.testing.assert_close(got, truth(hf, row), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
+def test_experts_of_granite_in_codes_lie_one_by_one(code: Any, said: dict[str, Any], tmp_path: Path) -> None:
+    """As tools that split the two stacks write them; mixers and the shared MLP in codes too."""
+    hf = save_hf("granite4_moe", tmp_path / "dense", **GRANITE)
+    source = Checkpoint.open(tmp_path / "dense")
+    coded = {name: source.tensor(name) for name in source.names}
+    for name in LlamaConfig.from_dict(source.config).parts.linears:
+        if name == "lm_head":
+            continue
+        block, _, within = name.partition(".experts.")
+        if within:
+            expert, leaf = within.split(".")
+            owner = "output_linear" if leaf == "down_proj" else "input_linear"
+            held = hf.get_parameter(f"{block}.experts.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}")
+            weight = held.data[int(expert)]
+            weight = weight if leaf == "down_proj" else weight.chunk(2)[leaf == "up_proj"]
+            coded.pop(f"{block}.{owner}.weight", None)
+        else:
+            weight = hf.get_parameter(f"{name}.weight").data
+            del coded[f"{name}.weight"]
+        made, numbers = code(name, weight.clone())
+        coded |= made
+        weight.copy_(numbers)
+    inside = {"quantization_config": said} if "quant_method" in said else {}
+    write_checkpoint(tmp_path / "coded", source.config | inside, coded.items())
+    if not inside:
+        (tmp_path / "coded" / "hf_quant_config.json").write_text(json.dumps(said))
+    for decode in (True, False):
+        got = Decoder(load(tmp_path / "coded", decode=decode), rows=1, max_context=64).feed([ROWS[1]])[0]
+        torch.testing.assert_close(got, truth(hf, ROWS[1]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("variant", ["qwen3_5", "qwen3_next", "lfm2"])
