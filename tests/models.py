@@ -429,12 +429,39 @@ VARIANTS |= {
 }  # fmt: skip
 RELATIVES = ["glm4_moe_lite", "deepseek_v2", "youtu", "dots1", "solar_open", "hy_v3", "exaone4", "exaone4_full"]
 RELATIVES += ["exaone_moe", "seed_oss", "arcee"]
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 5.0,
+    "shared_intermediate_size": 56, "head_dim": None,
+}  # fmt: skip
+_GRANITE_EXPERTS = _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}
+_GRANITE_MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 6, "mamba_d_head": 24,
+    "mamba_d_state": 16,
+}  # fmt: skip
+VARIANTS |= {
+    "granitemoe": ("GraniteMoe", _GRANITE_EXPERTS | {"attention_bias": True, "shared_intermediate_size": None}),
+    "granitemoeshared": ("GraniteMoeShared", _GRANITE_EXPERTS | {"tie_word_embeddings": True}),
+    "granite4_moe": ("GraniteMoeHybrid", _GRANITE_EXPERTS | _GRANITE_MAMBA | {"tie_word_embeddings": True}),
+    "granite4_h": (
+        "GraniteMoeHybrid",
+        _GRANITE
+        | _GRANITE_MAMBA
+        | {"num_local_experts": 0, "mamba_d_head": "auto", "mamba_d_conv": 3, "mamba_conv_bias": False},
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        _GRANITE
+        | {"num_local_experts": 0, "layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"}
+        | {"mamba_n_heads": 6},
+    ),
+}
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "olmo_hybrid"]
-HYBRIDS += ["kimi_linear", "nemotron_h"]
+HYBRIDS += ["kimi_linear", "nemotron_h", "granite4_moe", "granite4_h"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 FAMILIES += ["exaone4", "arcee"]
+FAMILIES += ["granitemoe", "granitemoeshared", "granite4"]
 
 
 def hf_config(variant: str, **changes: Any) -> Any:

@@ -112,7 +112,7 @@ def test_a_preempted_sequence_goes_on_with_the_same_tokens(make: Any, alone: lis
     assert [request.output for request in requests] == alone
 
 
-@pytest.mark.parametrize("variant", ["kimi_linear", "olmo_hybrid", "lfm2_moe", "nemotron_h"])
+@pytest.mark.parametrize("variant", ["kimi_linear", "olmo_hybrid", "lfm2_moe", "nemotron_h", "granite4_moe"])
 def test_other_hybrids_generate_what_transformers_does(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

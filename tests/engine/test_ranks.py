@@ -106,6 +106,10 @@ CASES = [
     ("lfm2_moe", 2, {}),
     ("kimi_linear", 2, {}),
     ("nemotron_h", 2, {}),
+    ("granitemoeshared", 2, {}),
+    ("granite4", 2, {}),
+    ("granite4_moe", 3, {"num_key_value_heads": 3, "intermediate_size": 48, "shared_intermediate_size": 60}),
+    ("granite4_h", 2, {}),  # ranks add up the squares of all heads of Mamba-2, and each has B and C
     ("olmo2", 2, {}),  # ranks add up the squares of all heads of q and of k
     ("olmo3", 6, {"intermediate_size": 96}),  # a head of keys that three ranks have counts once
     ("olmoe", 2, {}),

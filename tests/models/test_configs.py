@@ -6,6 +6,7 @@ they were read: model_configs of ai-dynamo/aiconfigurator at 095f58a (gpt-oss-12
 8B and 32B, Qwen3.5 122B and 397B, Llama-3.1, Nemotron 3 Super and Ultra); hf_model_configs.py of
 AI-Hypercomputer/maxtext (Gemma 4, of which aiconfigurator's two say the same); sizes of Qwen3.5 4B and 9B in
 scripts/models of radixark/miles, and of 0.8B in a public listing of its config.json; GLM-4.7 in a converter's tests;
+sizes of Granite 4 in tests of public converters, its other keys from memory;
 transformers' class defaults (Mistral Small 4, whose dtype is therefore not given).
 """
 
@@ -30,7 +31,8 @@ from tools.compatibility import without_quantization
 FILES = {file.stem: file for file in sorted((Path(__file__).parent / "configs").glob("*.json"))}
 
 
-COUNTED = "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "gpt-oss-20b"  # in a known number, below
+GIBIBYTES = {"granite-4.0-h-tiny": 12.93, "granite-4.0-h-small": 59.99}  # of their files
+COUNTED = "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "gpt-oss-20b", *GIBIBYTES  # in a known number, below
 
 
 def told(name: str) -> dict[str, Any]:
@@ -86,6 +88,8 @@ def test_a_published_model_is_the_one_that_transformers_makes_of_it(
     if name == "Qwen3.5-35B-A3B":
         blocks = found.before.parameters - 2 * 248320 * 2048 - 2048  # without embedding, head and the last norm
         assert blocks == 33_643_489_920, "as the inventory of the published files counts them"
+    if name in GIBIBYTES:
+        assert found.before.total_bytes / 2**30 == pytest.approx(GIBIBYTES[name], abs=0.01)
     if name == "gpt-oss-20b":
         assert found.before.total_bytes == 13_761_264_768, "experts in MXFP4 blocks, as its index says"
 
@@ -140,6 +144,25 @@ def granite(config: LlamaConfig) -> None:
     assert (config.scale, config.embed_scale, config.residual_scale, config.logits_divisor) == (1 / 64, 12.0, 0.22, 8.0)
 
 
+def granite4(config: LlamaConfig) -> None:
+    assert [i for i, mixer in enumerate(config.mixers) if mixer is None] == [5, 15, 25, 35]
+    assert set(config.ropes) == {None}
+    assert config.routed is not None
+    assert (config.routed.count, config.routed.top_k, config.routed.size) == (64, 6, 512)
+    assert config.parts.linears["model.layers.0.shared_mlp.input_linear"] == (2048, 1536, False)
+    assert config.parts.linears["model.layers.39.mamba.in_proj"] == (2 * 3072 + 256 + 48, 1536, False)
+    assert config.family_name("model.layers.3.block_sparse_moe.output_linear.weight") == (
+        "model.layers.3.block_sparse_moe.experts.down_proj"
+    )
+
+
+def granite_micro(config: LlamaConfig) -> None:
+    assert set(config.mixers) == {None}
+    assert config.ropes[0] == Rope(theta=10000.0)
+    assert config.routed is None
+    assert config.intermediate_size == 8192
+
+
 def ministral(config: LlamaConfig) -> None:
     (rope,) = set(config.ropes)
     assert rope is not None
@@ -185,7 +208,8 @@ def ultra(config: LlamaConfig) -> None:
         ("Ministral-3-8B-Base-2512", ministral), ("Olmo-3-1025-7B", olmo3), ("MiniMax-M2", minimax),
         ("gemma-3-1b-it", gemma), ("GLM-4.5-Air", air), ("phi-4", phi), ("Qwen3-30B-A3B", qwen),
         ("Qwen3-Coder-30B-A3B-Instruct", qwen), ("Mixtral-8x7B-v0.1", mixtral), ("gpt-oss-20b", oss),
-        ("SmolLM3-3B", smollm3), ("granite-3.1-2b-instruct", granite), ("Kimi-K2-Instruct", kimi),
+        ("SmolLM3-3B", smollm3), ("granite-3.1-2b-instruct", granite), ("granite-4.0-h-tiny", granite4),
+        ("granite-4.0-micro", granite_micro), ("Kimi-K2-Instruct", kimi),
         ("NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", ultra),
     ],
 )  # fmt: skip

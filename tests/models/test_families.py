@@ -52,6 +52,9 @@ NEW = [
     "glm_moe_dsa",
     "mistral4",
     *RELATIVES,
+    "granitemoe",
+    "granitemoeshared",
+    "granite4_moe",
 ]
 
 
@@ -124,6 +127,12 @@ IDLE = {
         )
     },
     **{f"linear_{key}": {"olmo_hybrid"} for key in ("a_log_min", "a_log_max", "dt_min", "dt_max", "dt_init_floor")},
+    "rope_parameters": {"granite4_moe", "granite4_h"},  # position_embedding_type says that nothing rotates
+    "mamba_chunk_size": {"granite4_moe", "granite4_h", "granite4"},
+    "intermediate_size": {"granite4_h", "granite4"},  # of experts that there are not
+    "num_experts_per_tok": {"granite4_h", "granite4"},
+    **{f"mamba_{key}": {"granite4"} for key in ("conv_bias", "d_conv", "d_head", "d_state", "expand", "n_heads")},
+    **{key: {"granite4"} for key in ("mamba_proj_bias", "time_step_limit")},  # no Mamba-2 layers
     "original_max_position_embeddings": {"phi3"},  # of RoPE types that phi3 may not have
     **{key: {"gemma4", "gemma4_e"} for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},  # no experts
     "use_double_wide_mlp": {"gemma4", "gemma4_moe"},  # no layers that share keys
@@ -237,6 +246,10 @@ def refused(config: dict[str, Any]) -> str | None:
             "rope type 'linear' is not supported for phi3; give 'default'",
         ),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0; it must be a number"),
+        ("granitemoe", {"shared_intermediate_size": 64}, "granitemoe is not known to have this key"),
+        ("granitemoe", {"num_local_experts": 0}, "num_local_experts is 0; it must be an integer"),
+        ("granite4", {"position_embedding_type": "alibi"}, "_type is 'alibi'; supported: rope, nope"),
+        ("granite4", {"shared_intermediate_size": 0}, "shared_intermediate_size is 0; it must be an integer"),
         ("ministral3", {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": "a"}}, "scaling_beta is 'a'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}}, "has llama_4_scaling_beta"),
         ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "has the rope type 'mrope', which is not supported"),
@@ -294,6 +307,7 @@ def test_defaults_are_those_of_transformers() -> None:
         latent = FAMILIES[getattr(transformers, f"{VARIANTS[variant][0]}Config").model_type].latent
         more = {"num_key_value_heads": 32} if latent else {}  # whose default is a number of its own
         more |= {"deepseek_v2": {"num_experts_per_tok": 6}, "dots1": DOTS}.get(variant, {})  # None by default
+        more |= {"layer_types": ["attention"] + ["mamba"] * 4} if variant == "granite4_moe" else {}  # none attends else
         theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
         ours = LlamaConfig.from_dict(given | more | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))

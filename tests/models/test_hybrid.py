@@ -31,6 +31,10 @@ WIDE: dict[str, Any] = TWO | {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }  # fmt: skip
+GRANITE = {
+    "hidden_size": 128, "intermediate_size": 128, "shared_intermediate_size": 128, "num_attention_heads": 4,
+    "mamba_n_heads": 8, "mamba_d_head": 32,
+}  # fmt: skip
 EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 
 
@@ -119,6 +123,38 @@ def test_published_checkpoints_are_what_their_codes_stand_for(
         torch.testing.assert_close(got, truth(hf, row), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("code", "said"), [(fp8, FP8_SAID), (nvfp4, NVFP4_SAID)], ids=["fp8", "nvfp4"])
+def test_experts_of_granite_in_codes_lie_one_by_one(code: Any, said: dict[str, Any], tmp_path: Path) -> None:
+    """As tools that split the two stacks write them; mixers and the shared MLP in codes too."""
+    hf = save_hf("granite4_moe", tmp_path / "dense", **GRANITE)
+    source = Checkpoint.open(tmp_path / "dense")
+    coded = {name: source.tensor(name) for name in source.names}
+    for name in LlamaConfig.from_dict(source.config).parts.linears:
+        if name == "lm_head":
+            continue
+        block, _, within = name.partition(".experts.")
+        if within:
+            expert, leaf = within.split(".")
+            owner = "output_linear" if leaf == "down_proj" else "input_linear"
+            held = hf.get_parameter(f"{block}.experts.{'down_proj' if leaf == 'down_proj' else 'gate_up_proj'}")
+            weight = held.data[int(expert)]
+            weight = weight if leaf == "down_proj" else weight.chunk(2)[leaf == "up_proj"]
+            coded.pop(f"{block}.{owner}.weight", None)
+        else:
+            weight = hf.get_parameter(f"{name}.weight").data
+            del coded[f"{name}.weight"]
+        made, numbers = code(name, weight.clone())
+        coded |= made
+        weight.copy_(numbers)
+    inside = {"quantization_config": said} if "quant_method" in said else {}
+    write_checkpoint(tmp_path / "coded", source.config | inside, coded.items())
+    if not inside:
+        (tmp_path / "coded" / "hf_quant_config.json").write_text(json.dumps(said))
+    for decode in (True, False):
+        got = Decoder(load(tmp_path / "coded", decode=decode), rows=1, max_context=64).feed([ROWS[1]])[0]
+        torch.testing.assert_close(got, truth(hf, ROWS[1]), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("variant", ["qwen3_5", "qwen3_next", "lfm2"])
 @pytest.mark.parametrize("layout", ["awq", "gptq", "packed asymmetric"])
 def test_int4_as_published_is_what_it_stands_for(variant: str, layout: str, tmp_path: Path) -> None:
@@ -192,6 +228,13 @@ def test_experts_lie_as_the_file_has_them(stacked: bool, tmp_path: Path) -> None
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads 4 is not a multiple of n_groups 3"),
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit is .* two numbers, 0 to 1 and infinity"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; supported: relu2"),
+        ("granite4_h", {"mamba_n_groups": 2}, "mamba_n_groups is 2; supported: 1"),
+        ("granite4_h", {"mamba_d_head": 16}, "mamba_n_heads is 6 and mamba_d_head 16; .* hidden_size numbers, 144"),
+        ("granite4_h", {"mamba_n_heads": 7}, "mamba_n_heads is 7 and mamba_d_head 24; all heads together must have"),
+        ("granite4_h", {"mamba_d_state": 0}, "mamba_d_state is 0; it must be an integer"),
+        ("granite4_h", {"layer_types": ["mamba"] * 3}, "none of 3 layers attends"),
+        ("granite4_h", {"layer_types": ["mamba"] * 2}, "layer_types is .*must list 3 of full_attention"),
+        ("granite4_h", {"normalization_function": "layernorm"}, "normalization_function is 'layernorm'; supported"),
         ("lfm2_moe", {"use_expert_bias": False}, "use_expert_bias is False; supported: True"),
         ("olmo_hybrid", {"linear_value_head_dim": 0}, "linear_value_head_dim is 0"),
         ("kimi_linear", {"norm_topk_prob": False}, "norm_topk_prob is False and, by another name, True; give one"),
@@ -228,6 +271,10 @@ def test_a_config_that_makes_no_sense_is_refused(variant: str, change: dict[str,
         ("lfm2_moe", "model.layers.1.feed_forward.expert_bias", None),
         ("nemotron_h", "backbone.layers.0.mixer.conv1d.bias", None),
         ("nemotron_h", "backbone.layers.4.mixer.in_proj.weight", (100, 72)),
+        ("granite4_moe", "model.layers.2.mamba.conv1d.bias", None),
+        ("granite4_moe", "model.layers.0.mamba.norm.weight", (24,)),
+        ("granite4_moe", "model.layers.0.shared_mlp.input_linear.weight", (56, 72)),
+        ("granite4_h", "model.layers.1.shared_mlp.output_linear.weight", None),
         ("olmo_hybrid", "model.layers.0.linear_attn.k_conv1d.weight", (64, 1, 3)),
         ("kimi_linear", "model.layers.2.self_attn.v_conv1d.weight", None),
         ("kimi_linear", "model.layers.0.self_attn.g_b_proj.weight", (64, 8)),
@@ -297,6 +344,9 @@ def test_rows_grouped_by_head_of_keys_are_put_in_order() -> None:
         ("qwen3_next", "decode"),
         ("kimi_linear", "decode"),
         ("nemotron_h", "decode"),
+        ("granite4_moe", "prefill"),
+        ("granite4_moe", "decode"),
+        ("granite4_h", "decode"),
     ],
 )
 def test_the_step_may_be_captured(variant: str, kind: str, tmp_path: Path) -> None:

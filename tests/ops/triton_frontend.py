@@ -80,7 +80,7 @@ def main() -> int:
     from test_triton import DTYPES, kernel_of, parameters
 
     every = [(each.id, kernel_of(each.values[0]), *each.values[1:]) for each in parameters(interpreted=False)]
-    for op, kernel, cases in ((gated_delta, chunk, CASES), (mamba2, kernels.chunk, mamba2.cases[-1:])):
+    for op, kernel, cases in ((gated_delta, chunk, CASES), (mamba2, kernels.chunk, mamba2.cases[-2:])):
         chunks = itertools.product(cases, DTYPES)
         every += [(f"{op.name}-{case.name}", op.unpacked(kernel), case, dtype) for case, dtype in chunks]
     halves: set[str] = set()

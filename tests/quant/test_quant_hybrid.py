@@ -29,10 +29,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"num_hidden_layers": 3, "num_key_value_heads": 2},
     "kimi_linear": {"num_hidden_layers": 3, "moe_intermediate_size": 32, "num_key_value_heads": 4},
     "nemotron_h": {"num_hidden_layers": None, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
+    "granite4_moe": {"num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_head": 32, "shared_intermediate_size": 64},
+    "granite4_h": {"num_hidden_layers": 3, "mamba_n_heads": 4, "shared_intermediate_size": 64},
 }  # fmt: skip
 NEVER = (
     ".b_proj", ".a_proj", "f_a_proj", "g_a_proj", "in_proj_a", "in_proj_b.", "in_proj_ba", "conv1d", "conv.conv",
     "A_log", "dt_bias", "norm", "mlp.gate.weight", "feed_forward.gate", "shared_expert_gate",
+    "block_sparse_moe.router",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from onegraph.models.mixers import NoMixer
 from onegraph.models.recurrent import build_recurrent
 from onegraph.models.rope import Rope
 from onegraph.models.routed import BESIDE_NORMS, ROUTED_IN, Routed
-from onegraph.models.shares import TPShard, columns, gate_up_parts, qkv_parts, share_of
+from onegraph.models.shares import TPShard, columns, gate_up_parts, qkv_parts, share_of, shared_parts
 from onegraph.nn.attention import Attend, Attention
 from onegraph.nn.block import MLP, InputLinear, Norm, Normed, ResidualLinear, Scaled, Stream, WholeNorms
 from onegraph.nn.embedding import Embedding
@@ -158,7 +158,7 @@ def build_block(
         return HalfBlock(layer=i, mlp=feed())
     if mixer is not None:
         given = norm(str(names.attention_in)), config.eps
-        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, share=share)
+        inputs, recurrent = build_recurrent(loader, mixer, i, *given, device, joined=joined, fused=fused, peer=peer)
         back = loader.linear(prefix + mixer.out, device, columns(share, *mixer.behind_heads))
         out = ResidualLinear(back, after=behind(names.attention_out), fused=fused, peer=peer)
         return whole(inputs, recurrent, out)
@@ -255,7 +255,8 @@ def build_experts(
 ) -> MoE:
     """The feed-forward half of block `i`, of routed experts; `joined` and `peer` as for `build_block`."""
     prefix, share = config.prefix(i), share_of(peer)
-    last = shared_tensors(loader, routed, prefix, device, share) if joined else None
+    factor = config.residual_scale
+    last = shared_tensors(loader, routed, prefix, device, share) if joined and factor == 1 else None
     memory = loader.expert_memory
     place = device if memory is None else HOST
     if routed.stacked(prefix, loader.quantization):
@@ -278,7 +279,10 @@ def build_experts(
         top_k=routed.top_k,
         normalise=routed.normalise,
         groups=routed.sigmoid,
-        shared=SharedExpert.last_of(experts) if last else build_shared(loader, routed, prefix, device, joined, share),
+        shared=SharedExpert.last_of(experts)
+        if last
+        else build_shared(loader, routed, prefix, device, joined, share, factor),
+        factor=factor,
         gated=routed.shared is not None and routed.shared.gated,
         peer=peer,
         beside=build_beside(loader, config, i, device) if routed.beside else None,
@@ -317,8 +321,10 @@ def shared_tensors(
     loader: Loader, routed: Routed, prefix: str, device: torch.device, share: TPShard
 ) -> ExpertTensors | None:
     """The expert of the block of `prefix` that every token uses, where it may be one more of the routed ones: of their
-    width, and in their codes. Of its hidden units a share."""
+    width, with as many linears in front, and in their codes. Of its hidden units a share."""
     if routed.shared is None or routed.shared.size != routed.size or routed.beside or routed.latent:
+        return None
+    if len(routed.shared.front) != routed.parts:
         return None
     stacked = routed.stacked(prefix, loader.quantization)
     format = loader.stack(prefix + routed.whole[1])[0] if stacked else loader.format_of(prefix + routed.names(0)[-1])
@@ -327,15 +333,15 @@ def shared_tensors(
 
 
 def build_shared(
-    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: TPShard
+    loader: Loader, routed: Routed, prefix: str, device: torch.device, joined: bool, share: TPShard, factor: float
 ) -> SharedExpert | None:
     """The expert of the block of `prefix` that every token uses, if there is one; of its hidden units a share."""
     if routed.shared is None:
         return None
-    *pair, down = (prefix + name for name in routed.shared.linears)
-    parts = None if share.whole else [Part(rows=share.span(routed.shared.size))] * len(pair)
-    half = loader.linear(down, device, columns(share, routed.shared.size))
-    return SharedExpert(loader.siblings(pair, device, joined=joined, parts=parts), half, routed.gate)
+    *front, (down, columns) = shared_parts(routed, routed.shared, share)
+    names, parts = [prefix + name for name, _ in front], [part for _, part in front]
+    half = loader.linear(prefix + down, device, columns)
+    return SharedExpert(loader.siblings(names, device, joined=joined, parts=parts), half, routed.gate, factor)
 
 
 def rotary_tables(config: LlamaConfig, positions: int, device: torch.device) -> Tables:

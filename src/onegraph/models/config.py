@@ -141,7 +141,7 @@ class LlamaConfig:
             model_type=family,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=_inner_size(family, fields),
+            intermediate_size=_inner_size(family, traits, fields),
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
@@ -213,8 +213,7 @@ class LlamaConfig:
         of it lie behind each head of queries."""
         if self.latent is not None:
             return self.latent.front
-        joined = self.traits.joined
-        return ("self_attn.qkv_proj",) if joined else self.traits.names.qkv
+        return self.traits.names.qkv
 
     def feeds(self, layer: int) -> bool:
         """Whether a layer has an MLP or experts."""
@@ -232,7 +231,7 @@ class LlamaConfig:
     @property
     def gate_up(self) -> tuple[str, ...]:
         """Within a block, the linears whose results side by side are the MLP's gate and up."""
-        return ("mlp.gate_up_proj",) if self.traits.joined else self.traits.names.gate_up
+        return self.traits.names.gate_up
 
     @property
     def norm(self) -> str:
@@ -323,7 +322,7 @@ class LlamaConfig:
             return dict(self.latent.linears(d)), dict(self.latent.tensors)
         q, kv = self.heads * heads.dim, heads.kv_heads * heads.dim
         queries = 2 * q if self.traits.output_gate else q
-        sizes = (q + 2 * kv,) if self.traits.joined else (queries, kv, kv)
+        sizes = (queries + 2 * kv,) if len(self.qkv) == 1 else (queries, kv, kv)
         linears = {name: (n, d, self.qkv_bias) for name, n in zip(self.qkv_at(layer), sizes, strict=False)}
         linears[names.out] = d, q, self.out_bias
         inside: dict[str, tuple[Shape, Dtypes]] = {}
@@ -335,8 +334,9 @@ class LlamaConfig:
 
     def _mlp_parts(self, layer: int) -> dict[str, tuple[int, int, bool]]:
         """Linears of a layer's MLP, by the name within the block."""
-        d, wide, joined = self.hidden_size, self.inner_at(layer), self.traits.joined
-        found = dict.fromkeys(self.gate_up, (2 * wide if joined else wide, d, self.mlp_bias))
+        d, wide = self.hidden_size, self.inner_at(layer)
+        rows = wide * (1 if self.traits.relu2 else 2) // len(self.gate_up)
+        found = dict.fromkeys(self.gate_up, (rows, d, self.mlp_bias))
         return found | {self.traits.names.down: (d, wide, self.mlp_bias)}
 
     @property
@@ -466,10 +466,10 @@ def _per_layer(traits: ArchSpec, fields: Fields) -> tuple[int, int]:
     return size, fields.integer("vocab_size_per_layer_input", high=2**24)
 
 
-def _inner_size(family: str, fields: Fields) -> int:
+def _inner_size(family: str, traits: ArchSpec, fields: Fields) -> int:
     """Hidden units of the MLP."""
     if family != "lfm2":
-        return fields.integer("intermediate_size", high=2**22)
+        return fields.integer(traits.inner, high=2**22)
     _check_lfm2(fields)
     size = fields.integer("block_ff_dim" if fields.get("block_ff_dim") is not None else "intermediate_size", high=2**22)
     adjust = fields.get("block_auto_adjust_ff_dim")
@@ -526,7 +526,7 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
-    if traits.rope == "never":
+    if traits.rope == "never" or (traits.rope == "chosen" and not _rotates(fields)):
         return (None,) * layers
     if all(config.get(key) is None for key in ROPE_KEYS[:2]) and "rope_parameters" in traits.defaults:
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
@@ -565,6 +565,14 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     local, whole = _two(config, key)
     near, far = parse(local, traits.defaults[key]), parse(whole, theta)
     return tuple(near if window else far for window in traits.windows(fields, layers))
+
+
+def _rotates(fields: Fields) -> bool:
+    """Whether attention rotates, by position_embedding_type."""
+    kind = fields.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise ValueError(f"position_embedding_type is {short(kind)}; supported: rope, nope")
+    return bool(kind == "rope")
 
 
 def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:

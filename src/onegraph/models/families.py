@@ -36,10 +36,11 @@ AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernor
 
 
 class Names(NamedTuple):
-    """How files call the rest of a block, and the final norm: queries, keys and values, the linear behind attention,
-    norms of each head of queries and of keys, the MLP's linears."""
+    """How files call the rest of a block, and the final norm: queries, keys and values, or one linear of all three; the
+    linear behind attention; norms of each head of queries and of keys; the MLP's gate and up, or one linear of both,
+    and down."""
 
-    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
     head_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -57,6 +58,8 @@ _LFM2 = Names(
 )
 
 
+_JOINED = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+_SHARED_MLP = Names(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 _NEMOTRON = Names(
     qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     out="mixer.o_proj",
@@ -114,18 +117,19 @@ class ArchSpec:
         sinks: each head has one more logit.
         gelu: the MLP's gate is GeLU by tanh, not SiLU. relu2: it has none, and the square of relu.
         single: a block is an MLP (`mixers.NoMixer`), or attention or a recurrent layer without one.
-        joined: files hold q, k and v as one linear, and gate and up as one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
-        rope: whether attention rotates: always, never, or unless rope_theta is null in the config. rotates: (fields,
-            layers) -> which layers do, None where all do or none.
+        rope: whether attention rotates: always, never, unless rope_theta is null in the config (given), or where its
+            position_embedding_type is rope (chosen). rotates: (fields, layers) -> which layers do, None where all do or
+            none.
         two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
         latent: attention is `models.latent.Latent`.
         fixed: keys with the values that they may have. idle: keys that change nothing here.
         scaled_embedding: rows of the embedding are multiplied by the root of the hidden size, rounded to the dtype.
         query_scalar: query_pre_attn_scalar to the power of -1/2 scales attention scores, not head_dim.
         softcaps: scores and logits may be bounded. multipliers: those of Granite.
-        names: how files call what `norms` does not. eps: the key of the norms' epsilon.
+        names: how files call what `norms` does not. eps: the key of the norms' epsilon. inner: of the MLP's hidden
+            units.
         mixers: (fields, layers) -> what stands in attention's place in each layer (`models/mixers.py`).
         heads: (fields, layers) -> the attention of each layer (`models/heads.py`), None where all are alike.
         value_norm: RMSNorm without weights of each head of values. score_scale: of attention scores, in place of
@@ -151,10 +155,9 @@ class ArchSpec:
     gelu: bool = False
     relu2: bool = False
     single: bool = False
-    joined: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
-    rope: Literal["always", "never", "given"] = "always"
+    rope: Literal["always", "never", "given", "chosen"] = "always"
     rotates: Callable[[Fields, int], tuple[bool, ...]] | None = None
     two_ropes: bool = False
     query_scaling: bool = False
@@ -168,6 +171,7 @@ class ArchSpec:
     multipliers: bool = False
     names: Names = USUAL
     eps: str = "rms_norm_eps"
+    inner: str = "intermediate_size"
     mixers: Callable[[Fields, int], Mixers] = mixers.none
     heads: Callable[[Fields, int], tuple[Heads, ...] | None] = heads.alike
     value_norm: bool = False
@@ -237,6 +241,16 @@ _QWEN2_VL: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "sliding_window": 4096, "max_window_layers": 80,
 }  # fmt: skip
+_GRANITE_MOE: dict[str, Any] = {
+    "num_key_value_heads": None, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_GRANITE_STACKS = tuple(
+    (rf"\.block_sparse_moe\.{stored}$", f".block_sparse_moe.{own}")
+    for stored, own in (
+        (r"input_linear\.weight", "experts.gate_up_proj"), (r"output_linear\.weight", "experts.down_proj"),
+        (r"router\.layer(\.weight)?", r"router\1"),
+    )
+)  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 _EXAONE: dict[str, Any] = {
     "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
@@ -254,7 +268,7 @@ MISSING = {
         ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
     ),
     "mamba2": "Mamba-2 layers",
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), "Mamba-2 layers beside attention"),
+    **dict.fromkeys(("bamba", "falcon_h1"), "Mamba-2 layers beside attention"),
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
     "gemma3n_text": "per-layer embeddings and alternating updates (AltUp)",
     "cohere2": "blocks whose attention and MLP run side by side",
@@ -400,7 +414,7 @@ FAMILIES: dict[str, ArchSpec] = {
     "phi3": ArchSpec(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         windows=windows.uniform,
-        joined=True,
+        names=_JOINED,
         rope_kinds=("default",),  # transformers takes its "yarn" for longrope
         partial=1.0,
     ),
@@ -408,6 +422,34 @@ FAMILIES: dict[str, ArchSpec] = {
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
         mlp_bias="mlp_bias",
         multipliers=True,
+        **_BIASED,
+    ),
+    "granitemoe": ArchSpec(defaults=_GRANITE_MOE, multipliers=True, renames=_GRANITE_STACKS, **_BIASED),
+    "granitemoeshared": ArchSpec(
+        defaults=_GRANITE_MOE | {"shared_intermediate_size": 0},
+        multipliers=True,
+        renames=_GRANITE_STACKS,
+        **_BIASED,
+    ),
+    "granitemoehybrid": ArchSpec(
+        defaults=_GRANITE_MOE | {
+            "shared_intermediate_size": 1024, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
+            "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+            "time_step_limit": [0.0, math.inf],
+        },
+        windows=windows.beside_mixers,
+        multipliers=True,
+        rope="chosen",
+        names=_SHARED_MLP,
+        inner="shared_intermediate_size",
+        mixers=mixers.mamba,
+        keys=keys.granite_hybrid,
+        fixed={
+            "mamba_n_groups": (1,),  # transformers norms the results of all heads together
+            "normalization_function": ("rmsnorm",),
+        },
+        idle=("mamba_chunk_size", "init_method"),
+        renames=_GRANITE_STACKS,
         **_BIASED,
     ),
     "qwen3_5_text": ArchSpec(

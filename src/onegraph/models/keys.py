@@ -87,6 +87,14 @@ def nemotron_h(config: Config) -> Config:
     return found
 
 
+def granite_hybrid(config: Config) -> Config:
+    """layer_types under either name that transformers has for it, and kinds by the present names."""
+    found = _renamed(config, layers_block_type="layer_types")
+    if isinstance(kinds := found.get("layer_types"), list):
+        found["layer_types"] = [_FORMER.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    return found
+
+
 def _numbered(inner: Config, layers: object) -> list[str]:
     """The kind of each layer from two lists of numbers that begin at 1."""
     full, others = (_numbers(inner.get(key)) for key in ("full_attn_layers", "kda_layers"))

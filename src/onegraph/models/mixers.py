@@ -7,7 +7,7 @@ linear. A record here says which linears and tensors that takes; `models/recurre
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from onegraph.formats.weight import FLOATS, Dtypes, Shape
 from onegraph.models.fields import Fields, short
@@ -340,13 +340,39 @@ class ShortConv:
         return cls(size=size, width=_width(fields, "conv_L_cache"), bias=fields.flag("conv_bias"))
 
 
+class MambaKeys(NamedTuple):
+    """What a family calls a Mamba-2 layer within a block, and the keys of config.json that say what it is made of."""
+
+    module: str
+    number: str
+    size: str
+    groups: str
+    n: str
+    width: str
+    conv_bias: str
+    bias: str
+
+
+_NEMOTRON = MambaKeys(
+    "mixer", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias",
+    "use_bias",
+)  # fmt: skip
+_GRANITE = MambaKeys(
+    "mamba", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias",
+    "mamba_proj_bias",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mamba:
-    """Mamba2 as Nemotron-H has it: a `number` of heads of `size` numbers, B and C of `n` numbers for each of `groups`.
+    """Mamba2 as Nemotron-H and Granite 4 have it: a `number` of heads of `size` numbers, B and C of `n` numbers for
+    each of `groups`.
 
-    width: of the convolution; conv_bias: its own. bias: of the linears. dt_min: the least step.
+    module: its name within a block. width: of the convolution; conv_bias: its own. bias: of the linears. dt_min: the
+    least step.
     """
 
+    module: str
     number: int
     size: int
     groups: int
@@ -356,16 +382,24 @@ class Mamba:
     bias: bool
     dt_min: float
 
-    title, inputs, out = "Mamba-2", ("mixer.in_proj",), "mixer.out_proj"
-    steady = unrounded = ()
+    title, steady, unrounded = "Mamba-2", (), ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (f"{self.module}.in_proj",)
+
+    @property
+    def out(self) -> str:
+        return f"{self.module}.out_proj"
 
     @property
     def heads(self) -> dict[str, int]:
         """As `GatedDelta.heads`; so are `of_rank`, `behind_heads` and `cuts`."""
-        return {"Mamba-2 heads": self.number, "groups of Mamba-2 heads": self.groups}
+        found = {"Mamba-2 heads": self.number}
+        return found if self.groups == 1 else found | {"groups of Mamba-2 heads": self.groups}
 
     def of_rank(self, ranks: int) -> Self:
-        return replace(self, number=self.number // ranks, groups=self.groups // ranks)
+        return replace(self, number=self.number // ranks, groups=max(1, self.groups // ranks))
 
     @property
     def behind_heads(self) -> tuple[int, int]:
@@ -374,9 +408,10 @@ class Mamba:
     @property
     def cuts(self) -> dict[str, Pieces]:
         x, group, each = (self.number, self.size), (self.groups, self.n), (self.number, 1)
-        found: dict[str, Pieces] = {self.inputs[0]: (x, x, group, group, each), "mixer.norm.weight": (x,)}
-        found |= dict.fromkeys(("mixer.conv1d.weight", "mixer.conv1d.bias"), (x, group, group))
-        return found | dict.fromkeys(("mixer.A_log", "mixer.D", "mixer.dt_bias"), (each,))
+        found: dict[str, Pieces] = {"in_proj": (x, x, group, group, each), "norm.weight": (x,)}
+        found |= dict.fromkeys(("conv1d.weight", "conv1d.bias"), (x, group, group))
+        found |= dict.fromkeys(("A_log", "D", "dt_bias"), (each,))
+        return {f"{self.module}.{name}": pieces for name, pieces in found.items()}
 
     @property
     def inner(self) -> int:
@@ -399,14 +434,14 @@ class Mamba:
         shapes: dict[str, Shape] = {"conv1d.weight": (self.channels, 1, self.width), "norm.weight": (self.inner,)}
         shapes |= {"conv1d.bias": (self.channels,)} if self.conv_bias else {}
         shapes |= dict.fromkeys(("A_log", "D", "dt_bias"), (self.number,))
-        return {f"mixer.{name}": (shape, FLOATS) for name, shape in shapes.items()}
+        return {f"{self.module}.{name}": (shape, FLOATS) for name, shape in shapes.items()}
 
     @classmethod
-    def parse(cls, fields: Fields) -> "Mamba":
-        """Raises ValueError for sizes that do not go together."""
-        heads, groups = fields.integer("mamba_num_heads", high=4096), fields.integer("n_groups", high=4096)
+    def parse(cls, fields: Fields, keys: MambaKeys, size: int | None = None) -> "Mamba":
+        """size: of a head, where its key does not say it. Raises ValueError for sizes that do not go together."""
+        heads, groups = fields.integer(keys.number, high=4096), fields.integer(keys.groups, high=4096)
         if heads % groups:
-            raise ValueError(f"mamba_num_heads {heads} is not a multiple of n_groups {groups}")
+            raise ValueError(f"{keys.number} {heads} is not a multiple of {keys.groups} {groups}")
         limit = fields.get("time_step_limit")
         low, high = limit if isinstance(limit, list | tuple) and len(limit) == 2 else (-1.0, -1.0)
         high = float("inf") if high == {"__float__": "Infinity"} else high
@@ -414,13 +449,14 @@ class Mamba:
         if not given or high < 3.4e38:  # the largest float32, which steps are
             raise ValueError(f"time_step_limit is {short(limit)}; it must be two numbers, 0 to 1 and infinity")
         return cls(
+            module=keys.module,
             number=heads,
-            size=fields.integer("mamba_head_dim", high=1024),
+            size=fields.integer(keys.size, high=1024) if size is None else size,
             groups=groups,
-            n=fields.integer("ssm_state_size", high=1024),
-            width=_width(fields, "conv_kernel"),
-            conv_bias=fields.flag("use_conv_bias"),
-            bias=fields.flag("use_bias"),
+            n=fields.integer(keys.n, high=1024),
+            width=_width(fields, keys.width),
+            conv_bias=fields.flag(keys.conv_bias),
+            bias=fields.flag(keys.bias),
             dt_min=float(low),
         )
 
@@ -478,13 +514,31 @@ def kimi_delta(fields: Fields, layers: int) -> Mixers:
 
 def single(fields: Fields, layers: int) -> Mixers:
     """As layers_block_type says; blocks that it calls mlp or moe have none (Nemotron-H)."""
-    found: dict[str, Mixer | None] = {LINEAR: Mamba.parse(fields), FULL: None, "mlp": NoMixer(), "moe": NoMixer()}
+    found: dict[str, Mixer | None] = {LINEAR: Mamba.parse(fields, _NEMOTRON), FULL: None}
+    found |= dict.fromkeys(("mlp", "moe"), NoMixer())
     kinds = fields.get("layers_block_type")
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) and k in found for k in kinds):
         raise ValueError(f"layers_block_type is {short(kinds)}; it must list {layers} of {', '.join(found)}")
     if FULL not in kinds:
         raise ValueError(f"layers_block_type has no {FULL}; a model without a layer that attends is not supported")
     return tuple(found[kind] for kind in kinds)
+
+
+def mamba(fields: Fields, layers: int) -> Mixers:
+    """As layer_types says (Granite 4)."""
+    kinds = _kinds(fields, layers, LINEAR) or [LINEAR] * layers
+    if LINEAR not in kinds:  # configs of models without such layers say their sizes all the same
+        fields.read("mamba_expand", "time_step_limit", *_GRANITE[1:])
+        return none(fields, layers)
+    heads, hidden = fields.integer(_GRANITE.number, high=4096), fields.integer("hidden_size", high=2**18)
+    inner, size = fields.integer("mamba_expand", high=64) * hidden, fields.get(_GRANITE.size)
+    mixer = Mamba.parse(fields, _GRANITE, inner // heads if size == "auto" else None)
+    if mixer.inner != inner:
+        raise ValueError(
+            f"mamba_n_heads is {heads} and mamba_d_head {size}; all heads together must have mamba_expand times "
+            f"hidden_size numbers, {inner}"
+        )
+    return _of(kinds, mixer)
 
 
 def short_conv(fields: Fields, layers: int) -> Mixers:

@@ -9,9 +9,10 @@ from torch import Tensor
 from onegraph.formats.weight import Part
 from onegraph.models.loader import Loader
 from onegraph.models.mixers import GatedDelta, KimiDelta, Mamba, RecurrentMixer
-from onegraph.models.shares import ALL, TPShard, mixer_parts, piece_spans
+from onegraph.models.shares import mixer_parts, piece_spans, share_of
 from onegraph.nn.block import Normed
 from onegraph.nn.linear import ConcatLinear, Linear, join
+from onegraph.nn.peers import Peer
 from onegraph.nn.recurrent import (
     GatedDeltaNet,
     Inputs,
@@ -33,15 +34,15 @@ def build_recurrent(
     *,
     joined: bool,
     fused: bool,
-    share: TPShard = ALL,
+    peer: Peer | None = None,
 ) -> tuple[Inputs, Recurrent]:
     """What stands in front of the recurrent layer of block `i`, behind a norm of weight `norm`, and the layer itself;
-    of its heads a rank's share.
+    of its heads the share of the rank of `peer`.
 
     joined: linears of one input become one where that is exact, in the order in which the layer reads their rows.
     fused: the norm runs inside a linear that can.
     """
-    prefix, whole = f"model.layers.{i}.", mixer
+    prefix, whole, share = f"model.layers.{i}.", mixer, share_of(peer)
     mixer = whole.of_rank(share.ranks)
 
     def linears(name: str) -> list[Linear]:
@@ -85,18 +86,20 @@ def build_recurrent(
         about |= {"beta_scale": mixer.beta_scale, "input_eps": eps}
         return inputs, GatedDeltaNet(**about, eps=mixer.norm_eps or eps)
     if isinstance(mixer, Mamba):
+        assert isinstance(whole, Mamba)
         return inputs, Mamba2Mixer(
             index=i,
             heads=(mixer.number, mixer.size),
             groups=(mixer.groups, mixer.n),
-            conv=tensor("mixer.conv1d.weight").squeeze(1),
-            bias=tensor("mixer.conv1d.bias") if mixer.conv_bias else None,
-            a_log=tensor("mixer.A_log", torch.float32),
-            dt_bias=tensor("mixer.dt_bias", torch.float32),
-            skip=tensor("mixer.D", torch.float32),
-            norm=tensor("mixer.norm.weight"),
+            conv=tensor(f"{mixer.module}.conv1d.weight").squeeze(1),
+            bias=tensor(f"{mixer.module}.conv1d.bias") if mixer.conv_bias else None,
+            a_log=tensor(f"{mixer.module}.A_log", torch.float32),
+            dt_bias=tensor(f"{mixer.module}.dt_bias", torch.float32),
+            skip=tensor(f"{mixer.module}.D", torch.float32),
+            norm=tensor(f"{mixer.module}.norm.weight"),
             eps=eps,
             dt_min=mixer.dt_min,
+            peer=peer if whole.groups == 1 else None,
         )
     bias = tensor("conv.conv.bias") if mixer.bias else None
     return inputs, ShortConvolution(index=i, conv=tensor("conv.conv.weight").squeeze(1), bias=bias)

@@ -41,18 +41,19 @@ Scores = Callable[[Fields, int, int], Sigmoid | None]
 
 
 class Shared(NamedTuple):
-    """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and
-    whether it has up rows alone."""
+    """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and how
+    it calls gate and up, or up alone, or one linear of both; and down."""
 
     name: str
     size: int
     gated: bool
-    single: bool = False
+    front: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Gate, up and down."""
-        return tuple(f"{self.name}.{each}_proj" for each in ("gate", "up", "down")[self.single :])
+        """Within a block, those in `front`, and down."""
+        return tuple(f"{self.name}.{each}" for each in (*self.front, self.down))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,8 @@ class Routed:
         """Likewise of the expert beside them, if there is one, and of what is around them."""
         if self.shared is not None:
             *front, down = self.shared.linears
-            yield from ((name, (self.shared.size, hidden, False)) for name in front)
+            rows = self.parts * self.shared.size // len(front)
+            yield from ((name, (rows, hidden, False)) for name in front)
             yield down, (hidden, self.shared.size, False)
         for name, size in zip(self.around, ((self.latent, hidden), (hidden, self.latent)), strict=False):
             yield name, (*size, False)
@@ -229,7 +231,7 @@ class Routed:
         }
         if self.shared is not None:
             paths = "blocks.*.mlp.shared.gate_up", "blocks.*.mlp.shared.down"
-            found["shared expert"] = Component(paths, rf"{re.escape(self.shared.name)}\.(gate|up|down)_proj$")
+            found["shared expert"] = Component(paths, f"({'|'.join(map(re.escape, self.shared.linears))})$")
         return found
 
 
@@ -290,6 +292,10 @@ def _if_enabled(fields: Fields, layers: int) -> tuple[bool, ...]:
     return (fields.flag("enable_moe_block"),) * layers
 
 
+def _if_any(fields: Fields, layers: int) -> tuple[bool, ...]:
+    return (fields.get("num_local_experts") != 0,) * layers
+
+
 # -------------------------------------------------------------------------------------------------- how tokens choose
 
 
@@ -326,6 +332,14 @@ def _several(key: str) -> Callable[[Fields], Shared | None]:
         fields.integer(key, high=4096) * fields.integer("moe_intermediate_size", high=2**22),
         False,
     )
+
+
+def _granite(low: int) -> Callable[[Fields], Shared | None]:
+    def shared(fields: Fields) -> Shared | None:
+        size = fields.integer("shared_intermediate_size", low=low, high=2**22)
+        return Shared("shared_mlp", size, False, ("input_linear",), "output_linear") if size else None
+
+    return shared
 
 
 def _clamped(fields: Fields) -> Gate:
@@ -372,6 +386,10 @@ class Kind:
 _W = "w1", "w3", "w2"
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in _W))
 _ROUTED = "n_routed_experts", "num_experts", "num_local_experts"
+_GRANITE = Kind(
+    names=("block_sparse_moe.router", *(f"block_sparse_moe.experts.{{}}.{n}_proj" for n in ("gate", "up", "down"))),
+    size="intermediate_size",
+)
 _DEEPSEEK = Kind(count=_ROUTED, layers=_behind, asked=True, scores=_in_groups, shared=_several("n_shared_experts"))
 
 KINDS: dict[str, Kind] = {
@@ -400,6 +418,14 @@ KINDS: dict[str, Kind] = {
         asked=True,
         scores=_by_sigmoid("routed_scaling_factor"),
         correction="feed_forward.expert_bias",
+    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": replace(_GRANITE, shared=_granite(0)),
+    "granitemoehybrid": replace(
+        _GRANITE,
+        shared=_granite(1),
+        layers=_if_any,
+        idle=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     ),
     "gemma4_text": Kind(
         names=("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
@@ -439,7 +465,10 @@ KINDS: dict[str, Kind] = {
         ),
         gate=lambda fields: ReLU2(),
         shared=lambda fields: Shared(
-            "mixer.shared_experts", fields.integer("moe_shared_expert_intermediate_size", high=2**22), False, True
+            "mixer.shared_experts",
+            fields.integer("moe_shared_expert_intermediate_size", high=2**22),
+            False,
+            front=("up_proj",),
         ),
         latent=_latent_size,
     ),

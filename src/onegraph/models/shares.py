@@ -12,6 +12,7 @@ from onegraph.formats.weight import Part, WeightFormat
 from onegraph.models.config import LlamaConfig
 from onegraph.models.loader import Loader
 from onegraph.models.mixers import NoMixer, Pieces, RecurrentMixer
+from onegraph.models.routed import Routed, Shared
 from onegraph.nn.peers import Peer
 from onegraph.ops.ranks import MAX_RANKS, part_of
 
@@ -58,12 +59,18 @@ def qkv_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str
     heads, names = config.attention[layer], config.qkv_at(layer)
     queries = config.heads * (2 if config.traits.output_gate else 1)  # each head's gate lies behind it
     sizes = queries, heads.kv_heads, heads.kv_heads
-    return _rows(names, sizes if config.traits.joined else sizes[: len(names)], share, heads.dim)
+    return _rows(names, sizes if len(config.qkv) == 1 else sizes[: len(names)], share, heads.dim)
 
 
 def gate_up_parts(config: LlamaConfig, share: TPShard, layer: int) -> list[tuple[str, Part]]:
     """The same of `config.gate_up` and hidden units."""
     return _rows(config.gate_up, (config.inner_at(layer),) * (1 if config.traits.relu2 else 2), share)
+
+
+def shared_parts(routed: Routed, shared: Shared, share: TPShard) -> list[tuple[str, Part]]:
+    """Each linear of a shared expert, by its name within the block, and what a rank has of it: of down the columns."""
+    *front, down = shared.linears
+    return [*_rows(tuple(front), (shared.size,) * routed.parts, share), (down, columns(share, shared.size))]
 
 
 def _rows(names: tuple[str, ...], sizes: tuple[int, ...], share: TPShard, unit: int = 1) -> list[tuple[str, Part]]:
@@ -222,9 +229,7 @@ def _cuts(config: LlamaConfig, loader: Loader, share: TPShard) -> Iterator[tuple
         elif routed is None:
             parts += [*gate_up_parts(config, share, i), (config.traits.names.down, columns(share, config.inner_at(i)))]
         elif routed.shared is not None:
-            rows = Part(rows=share.span(routed.shared.size))
-            *pair, down = routed.shared.linears
-            parts += [*((name, rows) for name in pair), (down, Part(columns=rows.rows))]
+            parts += shared_parts(routed, routed.shared, share)
         for name, part in parts:
             yield prefix + name, loader.format_of(prefix + name), *sizes[prefix + name][:2], part
         if routed is not None:

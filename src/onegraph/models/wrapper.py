@@ -8,6 +8,7 @@ are not read; `quantize` copies them, so that what it writes is a whole multimod
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -180,19 +181,22 @@ class RenamedCheckpoint(Checkpoint):
         return self.whole._read(self.stored[name], dtype)
 
     def stored_name(self, name: str) -> str:
-        """Of a layer or tensor, the name that it would have there: that of what is beside it, part by part."""
+        """Of a layer or tensor, the name that it would have there: that of what is beside it, part by part. A part
+        stays where what is beside it has several names."""
         parts = name.split(".")
         return ".".join(self._parts.get(".".join(parts[: i + 1]), part) for i, part in enumerate(parts))
 
     @cached_property
     def _parts(self) -> dict[str, str]:
-        """The last part of each beginning of an own name -> what it is there."""
-        found: dict[str, str] = {}
+        """The last part of each beginning of an own name -> what it is there, where that is one name; of modules alone,
+        not of the tensors in them."""
+        found = defaultdict[str, set[str]](set)
         for own, there in self.stored.items():
-            parts, others = own.split("."), there.split(".")
+            parts, others = own.split(".")[:-1], there.split(".")[:-1]
             if len(parts) == len(others):
-                found |= {".".join(parts[: i + 1]): other for i, other in enumerate(others)}
-        return found
+                for i, other in enumerate(others):
+                    found[".".join(parts[: i + 1])].add(other)
+        return {own: names.pop() for own, names in found.items() if len(names) == 1}
 
     def all_tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """What a whole checkpoint holds whose tensors are `own`, by the names that files have."""

@@ -92,7 +92,8 @@ class Scaled(nn.Module):
 
 
 class WholeNorms(nn.Module):
-    """RMSNorm of all queries of a token together, with weight [heads * head_dim], and of all keys; qkv [..., n].
+    """RMSNorm of all queries of a token together, with weight [heads * head_dim], and of all keys, if there are any;
+    qkv [..., n].
 
     peer: where the weights, and the heads in front, are one rank's part.
     """

@@ -67,6 +67,7 @@ class MoE(RoutedAndShared):
         beside: `norm` is the shared expert's alone, the block's MLP; router and experts have norms of their own, and
             the buffer `norm` has the three as rows.
         latent: linears in front of the routed experts and behind their sum, which work at a size of their own.
+        factor: of what routed experts chosen by softmax give; `shared` has its own.
 
     Attributes:
         fused: False: norm and sum are ops of their own, whatever the experts are stored in.
@@ -75,6 +76,7 @@ class MoE(RoutedAndShared):
     norm: Tensor
     gate: Tensor
     bias: Tensor | None
+    scales: Tensor | None
     fused = False
 
     def __init__(
@@ -93,6 +95,7 @@ class MoE(RoutedAndShared):
         peer: Peer | None = None,
         beside: Beside | None = None,
         latent: tuple[Linear, Linear] | None = None,
+        factor: float = 1.0,
     ) -> None:
         count, more = gate.shape[0] - gated if gate.dim() == 2 else 0, shared is not None
         if gated > more or experts.count - count not in (0, more) or not 1 <= top_k <= count:
@@ -115,13 +118,15 @@ class MoE(RoutedAndShared):
         self.register_buffer("norm", norm)
         self.register_buffer("gate", gate)
         self.register_buffer("bias", None if bias is None else bias.to(torch.float32))
+        scales = None if factor == 1 else torch.full((count,), factor, device=gate.device)
+        self.register_buffer("scales", scales, persistent=False)
         self.beside = None if beside is None else _Around(beside, eps)
 
     def forward(self, stream: Stream) -> Stream:
         if self.beside is not None:
             return self._both(self.beside, stream)
         one = self.together and stream.value.shape[:-1].numel() <= FEW
-        (flat, *_), total, experts, weights = self.choose(stream, one or self.gated)
+        (flat, *_), total, experts, weights = self.choose(stream, one or self.gated, self.scales)
         x = flat.view_as(total)
         if self._last and self.experts.take_sum and (one or self.shared is None):
             add = total.flatten(0, -2).contiguous()

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from onegraph.nn.block import Normed, Stream
+from onegraph.nn.block import Normed, Stream, WholeNorms
 from onegraph.nn.linear import Linear
+from onegraph.nn.peers import Peer
 from onegraph.ops.calls import MAX_TOKENS
 from onegraph.ops.gated_delta import gated_delta
 from onegraph.ops.linear import linear, normed_linear
@@ -165,6 +166,7 @@ class Mamba2Mixer(Recurrent):
         heads: their number, and the size of x of one. groups: of B and C, and the size of either.
         conv: weight [channels, width]; bias: [channels] or None. a_log, dt_bias, skip: float32 [heads].
         norm: weight [heads size]; eps: its own. dt_min: the least step.
+        peer: the heads are one rank's part of those that the norm goes over.
 
     It is called with gates | x | B | C | steps.
     """
@@ -174,7 +176,7 @@ class Mamba2Mixer(Recurrent):
     a_log: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
 
     def __init__(
         self,
@@ -190,12 +192,15 @@ class Mamba2Mixer(Recurrent):
         norm: Tensor,
         eps: float,
         dt_min: float,
+        peer: Peer | None = None,
     ) -> None:
         super().__init__()
         self.index, self.heads, self.groups, self.eps, self.dt_min = index, heads, groups, eps, dt_min
-        tensors = {"conv": conv, "bias": bias, "a_log": a_log, "dt_bias": dt_bias, "skip": skip, "norm": norm}
+        self.behind = nn.Identity() if peer is None else WholeNorms(norm, norm[:0], eps, peer)
+        tensors = {"conv": conv, "bias": bias, "a_log": a_log, "dt_bias": dt_bias, "skip": skip}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
+        self.register_buffer("norm", norm if peer is None else None)
 
     def state(self, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """As `GatedDeltaNet.state`, of B and dt x."""
@@ -217,7 +222,8 @@ class Mamba2Mixer(Recurrent):
             xbc, z, dt, self.conv, self.bias, self.a_log, self.dt_bias, self.skip, self.norm, self.eps, *state,
             rows.slots, rows.positions, rows.counts, WAITING, self.dt_min,
         )  # fmt: skip
-        return out
+        result: Tensor = self.behind(out)
+        return result
 
 
 class ShortConvolution(Recurrent):

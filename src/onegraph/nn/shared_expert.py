@@ -14,17 +14,20 @@ FEW = 16  # tokens: so many share one launch of routed and shared experts, soone
 
 class SharedExpert(nn.Module):
     """The expert that every token uses: linears around its gate. Few tokens run it as experts of which there is one,
-    where its format has experts: the gate is then in the first product's launch."""
+    where its format has experts: the gate is then in the first product's launch.
+
+    factor: what its results are multiplied by where a token has no weight of its own.
+    """
 
     first: Tensor
-    ones: Tensor
+    factors: Tensor
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: Gate) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, gate: Gate, factor: float = 1.0) -> None:
         super().__init__()
-        self.gate_up, self.down, self.gate = gate_up, down, gate
+        self.gate_up, self.down, self.gate, self.factor = gate_up, down, gate, factor
         device = next((b.device for b in down.buffers()), None)  # on a CPU it may have none
         self.register_buffer("first", torch.zeros(FEW, 1, dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer("ones", torch.ones(FEW, 1, device=device), persistent=False)
+        self.register_buffer("factors", torch.full((FEW, 1), factor, device=device), persistent=False)
 
     @classmethod
     def last_of(cls, experts: Experts) -> "SharedExpert":
@@ -45,10 +48,12 @@ class SharedExpert(nn.Module):
                     {**layer.kernel_args, **{key: t.unsqueeze(0) for key, t in layer.tensors.items()}}
                     for layer in (gate_up, down)
                 )
-                weights = self.ones[:tokens] if weights is None else weights.contiguous()
+                weights = self.factors[:tokens] if weights is None else weights.contiguous()
                 return run(format, flat, self.first[:tokens], weights, *both, self.gate, None).view_as(x)
         result: Tensor = down(self.gate(gate_up(x)))
-        return result if weights is None else result * weights.to(x.dtype).view(*x.shape[:-1], 1)
+        if weights is None:
+            return result if self.factor == 1 else result * self.factor
+        return result * weights.to(x.dtype).view(*x.shape[:-1], 1)
 
 
 class RoutedAndShared(nn.Module):

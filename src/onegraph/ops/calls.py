@@ -627,7 +627,7 @@ class Mamba2(Call):
     a_log: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     eps: float
     ring: Written
     state: Written

@@ -35,10 +35,13 @@ def inputs(call: Mamba2) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def gated_norm(call: Mamba2, y: Tensor) -> Tensor:
-    """The gate, then RMSNorm of each group's columns of y [B, Q, H, P]; zeros where there is no token."""
+    """The gate, then RMSNorm of each group's columns of y [B, Q, H, P], if there is one; zeros where there is no
+    token."""
     groups = call.keys.shape[2]
-    out = (y.flatten(2) * silu(call.z.float())).unflatten(2, (groups, -1))
-    out = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + call.eps)).flatten(2) * call.norm.float()
+    out = y.flatten(2) * silu(call.z.float())
+    if call.norm is not None:
+        out = out.unflatten(2, (groups, -1))
+        out = (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + call.eps)).flatten(2) * call.norm.float()
     step = torch.arange(y.shape[1], dtype=torch.int32, device=y.device)
     real = (step < call.counts.unsqueeze(1)).unsqueeze(2)
     return torch.where(real, out, 0.0).to(call.xbc.dtype)
@@ -84,10 +87,10 @@ def _check(call: Mamba2) -> None:
             f"{op}: xbc has {xbc.shape[2]} columns and weight {call.weight.shape[0]} rows; {heads} heads of {size} and "
             f"{groups} groups of {n} need {channels}"
         )
-    each = torch.float32, (heads,)
+    each, norm = (torch.float32, (heads,)), xbc.dtype if call.norm is None else call.norm.dtype
     check_tensors(
         op, xbc.device, a_log=(call.a_log, *each), dt_bias=(call.dt_bias, *each), skip=(call.skip, *each),
-        norm=(call.norm, call.norm.dtype, (inner,)), bias=(call.bias, call.weight.dtype, (channels,)),
+        norm=(call.norm, norm, (inner,)), bias=(call.bias, call.weight.dtype, (channels,)),
     )  # fmt: skip
     check_records(op, call, xbc, 1)
 
@@ -100,7 +103,7 @@ def _bytes(call: Mamba2) -> int:
 def _case(
     name: str, heads: int, groups: int, dims: tuple[int, int], positions: list[int], counts: list[int], *,
     waiting: list[int] | None = None, tokens: int = 0, depth: int = 16, limit: int = 0, bias: bool = True,
-    dt_min: float = 0.0, apart: int = 0,
+    dt_min: float = 0.0, apart: int = 0, normed: bool = True,
 ) -> Case:  # fmt: skip
     """dims: (P, N). waiting: records of each row. apart: columns between one token's input and the next one's."""
     size, n = dims
@@ -115,7 +118,7 @@ def _case(
         base = torch.tensor([0, 0, *(p - w for p, w in zip(positions, waiting or [0] * rows, strict=True))])
         return (
             xbc, z, dt, draw.randn(wide, 4) * 0.5, draw.randn(wide) if bias else None, plain.randn(heads) * 0.5,
-            plain.randn(heads) - 2, plain.randn(heads), 1 + 0.2 * draw.randn(inner), 1e-5,
+            plain.randn(heads) - 2, plain.randn(heads), 1 + 0.2 * draw.randn(inner) if normed else None, 1e-5,
             draw.randn(slots, 3 + max(8, length), wide), plain.randn(slots, heads, size, n) * 0.3,
             base.to(device, torch.int32).unsqueeze(1).repeat(1, heads), plain.randn(slots, depth, groups, n),
             0.2 * plain.randn(slots, depth, heads, size), torch.exp(-0.2 * plain.randn(slots, depth, heads, 1).abs()),
@@ -139,6 +142,8 @@ mamba2 = register(
             _case("nemotron", 8, 2, (64, 128), [0, 5, 70, 9], [1, 1, 0, 1], waiting=[0, 1, 1, 3], dt_min=1e-3),
             _case("verify", 4, 1, (64, 128), [0, 6, 70], [4, 4, 2], waiting=[0, 4, 2], limit=8, apart=4),
             _case("small", 4, 2, (16, 24), [0, 7], [2, 3], waiting=[0, 2], depth=8, limit=3, bias=False),
+            _case("rank", 3, 1, (64, 128), [0, 6], [1, 3], waiting=[0, 2], normed=False),
+            _case("rank_chunk", 3, 1, (64, 128), [0, 20], [18, 0], waiting=[0, 3], normed=False),
             _case("chunk", 4, 2, (64, 128), [0, 37, 9], [75, 65, 0], waiting=[0, 3, 2], tokens=80),
         ),
         tolerance={torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3},
@@ -152,6 +157,7 @@ inside, rounded once; zeros where a row has no token, or no slot but 0.
     x | B | C = silu(convolution over xbc), see `short_conv`: weight [channels, W], bias [channels]
     dt = max(softplus(dt + dt_bias), dt_min); A = -exp(a_log); float32 [H]
     out = RMSNorm(y silu(z), norm [H P], eps) over each group's H P / G columns; skip float32 [H] is D
+    without norm y silu(z), for heads that ranks share out within a group
 
 B and C of a group serve H / G heads side by side. Rows, slots, ring, state [slots, H, P, N], base, limit and records
 keys [slots, D, G, N], deltas [slots, D, H, P], decays [slots, D, H, 1] are those of `gated_delta`."""

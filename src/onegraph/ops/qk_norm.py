@@ -1,4 +1,5 @@
 """RMSNorm of all queries of a token together, and of all keys (OLMo, MiniMax-M2), also where ranks share the heads.
+There may be no keys: of heads of Mamba-2 that ranks share out within a group.
 
 Two ops, between which ranks add up what each has of the mean squares.
 """
@@ -12,7 +13,7 @@ from onegraph.ops.registry import Case, Op, nbytes, register
 
 def _mean_squares(qkv: Tensor, q_size: int, k_size: int, ranks: int) -> Tensor:
     parts = qkv[..., : q_size + k_size].float().square().split((q_size, k_size), dim=-1)
-    return torch.stack([part.mean(-1) for part in parts], dim=-1) / ranks
+    return torch.stack([part.sum(-1) / max(1, part.shape[-1]) for part in parts], dim=-1) / ranks
 
 
 def _qk_norm(qkv: Tensor, weight: Tensor, mean_squares: Tensor, q_size: int, eps: float) -> Tensor:
@@ -28,10 +29,10 @@ def _check_qkv(op: str, qkv: Tensor, q_size: int, k_size: int) -> None:
             f"{op}: qkv is {tuple(qkv.shape)} {qkv.dtype}; it must be contiguous float32, bfloat16 or float16 "
             "[..., numbers]"
         )
-    if min(q_size, k_size) < 1 or q_size + k_size > qkv.shape[-1]:
+    if q_size < 1 or k_size < 0 or q_size + k_size > qkv.shape[-1]:
         raise ValueError(
-            f"{op}: queries take {q_size} and keys {k_size} of {qkv.shape[-1]} numbers; both need 1 or more, and "
-            "together no more than there are"
+            f"{op}: queries take {q_size} and keys {k_size} of {qkv.shape[-1]} numbers; queries need 1 or more, keys 0 "
+            "or more, and together no more than there are"
         )
 
 
@@ -66,6 +67,7 @@ def _check_norm(qkv: Tensor, weight: Tensor, mean_squares: Tensor, q_size: int, 
 
 # Rows, queries, keys, ranks: MiniMax-M2 on one of two GPUs, OLMo 2 7B, and sizes that are no powers of two.
 _SIZES = {"minimax": ((1, 1), 3072, 512, 2), "olmo2": ((5,), 4096, 4096, 1), "small": ((2, 3), 96, 40, 3)}
+_SIZES |= {"mamba": ((3,), 192, 0, 2)}
 
 
 def _case(name: str, rows: tuple[int, ...], q_size: int, k_size: int, ranks: int, *, norm: bool) -> Case:

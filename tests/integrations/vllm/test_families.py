@@ -35,6 +35,8 @@ LFM2 = {"conv_dim": 128, "block_dim": 128, "block_ff_dim": 192, "intermediate_si
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 YARN |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.3}
 MAMBA = {"mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "moe_latent_size": None}
+GRANITE = {"head_dim": None, "shared_intermediate_size": 128, "attention_bias": False}
+GRANITE_MAMBA = {"layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8, "mamba_d_head": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": GATED_DELTA | EXPERTS | {"shared_expert_intermediate_size": 128},
     "gemma4_moe": GEMMA | {"moe_intermediate_size": 64},
@@ -51,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": SIZES,
     "granite": SIZES,
     "exaone_moe": SIZES | WINDOWS | {"moe_intermediate_size": 64},
+    "granite4_moe": SIZES | GRANITE | GRANITE_MAMBA | {"intermediate_size": 64},
 }  # fmt: skip
 # What transformers calls a multimodal model -> its text model here, and the keys beside the text model's config.
 EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 128, "intermediate_size": 16}

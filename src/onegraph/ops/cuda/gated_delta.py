@@ -109,8 +109,9 @@ def step(call: GatedDelta | Mamba2) -> Tensor:
     x, z, delta = fitting(x), fitting(call.z), isinstance(call, GatedDelta)
     (rows, tokens, _), (_, heads, dv, _), (_, depth, key_heads, _) = x.shape, call.state.shape, call.keys.shape
     out = torch.empty((rows, tokens, heads * dv), dtype=x.dtype if delta else torch.float32, device=x.device)
+    norm = call.weight if call.norm is None else call.norm
     defines = {
-        "TYPE": TYPES[x.dtype], "WEIGHT": TYPES[call.weight.dtype], "NORM": TYPES[call.norm.dtype],
+        "TYPE": TYPES[x.dtype], "WEIGHT": TYPES[call.weight.dtype], "NORM": TYPES[norm.dtype],
         "STATE": TYPES[call.state.dtype], "TOKENS": tokens, "WIDTH": call.weight.shape[1], "DV": dv,
         "CHANNELS": int(channels), "DELTA": int(delta), "HIDDEN": hidden, "GAIN": TYPES[gain],
     }  # fmt: skip

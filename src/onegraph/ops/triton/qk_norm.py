@@ -19,7 +19,7 @@ def _mean_squares(qkv, out, width, q_size, k_size, ranks, WIDTH: tl.constexpr, P
     size = tl.where(keys > 0, k_size, q_size)
     wait_for_previous(PDL)
     x = tl.load(qkv + row * width + keys * q_size + column, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(out + 2 * row + keys, tl.sum(x * x, axis=0) / (size * ranks))
+    tl.store(out + 2 * row + keys, tl.sum(x * x, axis=0) / (tl.maximum(size, 1) * ranks))
 
 
 @triton.jit
