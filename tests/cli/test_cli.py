@@ -610,6 +610,11 @@ def test_bench_fit(model: Path) -> None:
         (0.8, 256, True),
     ]
     assert "none  weights do not fit" in invoke(list(small))[1]
+    whole, half = (
+        json.loads(invoke([*small[:3], "--gpu-memory", 8, "--gpu-memory-utilization", share, "--json"])[1])
+        for share in (1, 0.5)
+    )
+    assert whole["sequences"] / half["sequences"] == pytest.approx((8 - 0.75) / (4 - 0.75), rel=0.01)
     fails("bench", "fit", model, "--context", 257, says="--context: got 257; the model allows 1 to 256")
     fails("bench", "fit", model, "--gpu-memory", 0, says="allowed is a number from more than 0")
 

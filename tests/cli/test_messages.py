@@ -50,6 +50,14 @@ def test_expert_memory_is_for_experts_and_a_gpu(model: Path) -> None:
     assert errors_of(*words, "0").startswith("argument --expert-memory: got '0'; allowed is a number from more than 0 ")
 
 
+@pytest.mark.parametrize(("command", "more"), [("generate", ("--prompt", "a")), ("serve", ("--port", "0"))])
+def test_a_share_of_a_gpu_is_not_for_a_cpu(model: Path, command: str, more: tuple[str, ...]) -> None:
+    words = command, model, *more, "--device", "cpu", "--gpu-memory-utilization"
+    assert errors_of(*words, "0.9") == "--gpu-memory-utilization: got 0.9 on a CPU; it is for GPUs: leave it out"
+    said = errors_of(*words, "90")
+    assert said.startswith("argument --gpu-memory-utilization: got '90'; allowed is a number from more than 0 to 1")
+
+
 def test_fp8_is_of_one_family(model: Path) -> None:
     said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--kv", "fp8")
     assert "this model is 'llama': take turboquant:4, a quarter of the memory, or leave it out" in said

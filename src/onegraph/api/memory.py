@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.llama import Llama, attention_cache, turned_bytes, unread_layers
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
-from onegraph.models.memory import GB, free_cache_memory
+from onegraph.models.memory import GB, free_cache_memory, gpu_memory
 from onegraph.models.mtp import DraftConfig, has_layer
 from onegraph.models.shares import TPShard, read_bytes, shares_draft
 
@@ -84,6 +85,7 @@ def plan_load(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     gpus: int,
+    gpu_memory_utilization: float | None = None,
     kv_offloading_size: float | None = None,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     expert_memory: float | None = None,
@@ -95,8 +97,21 @@ def plan_load(
         raise ValueError(
             f"expert_memory: got {expert_memory:g} GB on a CPU, whose memory has all experts; leave it out"
         )
-    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
     config = parse_config(checkpoint.config)
+    if (share := gpu_memory_utilization) is not None:
+        if device.type == "cpu":
+            raise ValueError(f"gpu_memory_utilization: got {share:g} on a CPU; it is for GPUs: leave it out")
+        if kv_cache_tokens is not None:
+            raise ValueError(
+                f"gpu_memory_utilization and kv_cache_tokens: got {share:g} and {kv_cache_tokens}; both size the KV "
+                "cache: give one"
+            )
+        if not isinstance(config, LlamaConfig):
+            raise ValueError(
+                f"gpu_memory_utilization: got {share:g}; the cache of DeepSeek-V4 has the size of max_num_seqs x "
+                "max_model_len: leave it out"
+            )
+    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
     found, held = pick_precision(
         dtype, device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
     )
@@ -119,7 +134,7 @@ def plan_load(
             )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
-        gpus=gpus, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
+        gpus=gpus, share=gpu_memory_utilization, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
         experts=size_bytes(expert_memory), speculative=speculative, fp8=kv_cache_dtype == "fp8",
     )  # fmt: skip
     return LoadPlan(found, held, kv, max_model_len, memory)
@@ -141,6 +156,7 @@ def needed_memory(
     context: int,
     tokens: int | None,
     gpus: int,
+    share: float | None = None,
     offloaded: int = 0,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     experts: int | None = None,
@@ -154,13 +170,18 @@ def needed_memory(
     it keeps exact because of their biases.
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
+    share: of a GPU's memory, which this process shall fill with weights, cache and `CUDA_BYTES`; ValueError where that
+        holds no full context. What is free may be less: see `Memory.fits`.
     offloaded: bytes of host memory for what the prefix cache evicts; ValueError where fewer are free.
     experts: bytes on the device that routed experts may take; None for all of them. fp8: latents in the cache are.
     """
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
         return None
-    free = free_cache_memory(device)
+    devices = [device]
+    if device.type == "cuda" and gpus > 1:  # loading refuses more than there are
+        devices = [torch.device("cuda", i) for i in range(min(gpus, torch.cuda.device_count()))]
+    free = min(map(free_cache_memory, devices))
     told = free < UNBOUNDED
     if device.type == "cpu":
         free -= offloaded
@@ -180,10 +201,34 @@ def needed_memory(
         layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
         weights += adapter_bytes(adapters, config.family_name, layers, joined, dtype.itemsize)
     each, fixed = each + drafting[1], fixed + drafting[2]
-    if tokens is None:
+    if share is not None:
+        total = min(map(gpu_memory, devices))
+        tokens = (int(share * total) - CUDA_BYTES - weights - fixed) // each
+        if tokens < context:
+            cache = each * context + fixed
+            least = math.ceil(100 * (CUDA_BYTES + weights + cache) / total) / 100
+            cure = f"give {least:g} or more, or" if least <= 1 else "take fewer bits, more GPUs, or"
+            raise ValueError(
+                f"gpu_memory_utilization: got {share:g}, which is {human_bytes(int(share * total))}; weights take "
+                f"{human_bytes(weights)}, CUDA {human_bytes(CUDA_BYTES)} and a cache of {context} tokens "
+                f"{human_bytes(cache)}: {cure} a smaller max_model_len"
+            )
+    elif tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
     return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned)
+
+
+def check_share(memory: Memory, share: float) -> None:
+    """Raises ValueError where less is free than `gpu_memory_utilization` asks for."""
+    if memory.free is None or memory.fits:
+        return
+    most = share * (memory.free + CUDA_BYTES) / (memory.weights + memory.cache + CUDA_BYTES)
+    raise ValueError(
+        f"gpu_memory_utilization: got {share:g}; weights and cache take {human_bytes(memory.weights + memory.cache)}, "
+        f"and {human_bytes(memory.free)} of the GPU's memory are free: give {math.floor(100 * most) / 100:g} or less, "
+        "or end what else runs there"
+    )
 
 
 @dataclass(frozen=True)
@@ -206,12 +251,13 @@ def fit(
     dtype: torch.dtype,
     kv: TurboQuantConfig | None,
     context: int,
+    share: float | None = None,
     fp8: bool = False,
 ) -> Fit:
     """Of a GPU with `size` bytes, which this machine need not have, for the default cache of `LLM`. Reads no weights.
 
-    fp8: latents in the cache are. Raises ValueError for DeepSeek-V4, for a context that the model does not have, and
-    for a cache in codes that it cannot have.
+    share: `gpu_memory_utilization`, None for the default. fp8: latents in the cache are. Raises ValueError for
+    DeepSeek-V4, for a context that the model does not have, and for a cache in codes that it cannot have.
     """
     config, device = checkpoint_config(checkpoint), torch.device("cuda")
     if not isinstance(config, LlamaConfig):
@@ -226,7 +272,10 @@ def fit(
             "turboquant:4"
         )
     weights = _weights(checkpoint, config, device, dtype, None)
-    room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
+    if share is None:
+        room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
+    else:
+        room = max(0, int(share * size) - CUDA_BYTES - weights)
     (each, one), (_, two) = (
         _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=1, fp8=fp8) for rows in (1, 2)
     )

@@ -179,6 +179,12 @@ def add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split-mode", choices=SPLITS, help=argparse.SUPPRESS)
 
 
+def add_gpu_share(parser: argparse.ArgumentParser, about: str) -> None:
+    parser.add_argument(
+        "--gpu-memory-utilization", type=number(float, 0, 1, open_low=True), metavar="SHARE", help=about
+    )
+
+
 def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of LLM that `add_gpus`'s options name."""
     if args.gpus is None and args.split_mode is None:

@@ -17,6 +17,7 @@ from onegraph.cli.common import (
     UsageError,
     add_device,
     add_dtype,
+    add_gpu_share,
     add_gpus,
     add_json,
     gpus_of,
@@ -112,6 +113,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; with latent attention (DeepSeek) also fp8 [exact]",
     )
+    add_gpu_share(
+        parser,
+        "share of the GPU's memory that weights and KV cache fill, above 0 to 1 [a cache for the longest sequences, or "
+        "what fits]",
+    )
     parser.add_argument(
         "--expert-memory",
         type=number(float, 0, 1e6, open_low=True),
@@ -193,6 +199,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     return chosen | {
         **gpus_of(args),
         "capture": CAPTURE[args.capture],
+        "gpu_memory_utilization": args.gpu_memory_utilization,
         "expert_memory": args.expert_memory,
         **drafted(args),
     }
@@ -201,7 +208,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> AbstractContextManager[None]:
     """`options` of the arguments of LLM that options of the command name."""
     names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len", "max_num_seqs"
-    more = "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory"
+    more = "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory", "gpu_memory_utilization"
     return options("speculative:", *(name for name in (*names, *more) if hasattr(args, name)))
 
 

@@ -254,7 +254,8 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
         plan = plan_load(
             checkpoint, place["device"], dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, gpus=gpus,
             adapters={each: Path(folder) for each, folder in adapters.items()}, expert_memory=args.expert_memory,
-            speculative=args.speculative, batch_invariant=args.batch_invariant, **sizes,
+            gpu_memory_utilization=args.gpu_memory_utilization, speculative=args.speculative,
+            batch_invariant=args.batch_invariant, **sizes,
         )  # fmt: skip
     if len(args.models) > 1:
         remark(f"{name}: {'memory: measured when it is loaded' if plan.memory is None else plan.memory}")
