@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from onegraph.api.llm import LLM
+    from onegraph.api.token_text import TokenTexts
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams, Stats
 
@@ -235,6 +236,7 @@ def load(
 
 def run(args: argparse.Namespace) -> int:
     import_engine(args, "tokenizers", *(() if args.raw else ("templates",)))
+    from onegraph.api.token_text import TokenTexts
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
@@ -249,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args.model) as checkpoint:
         config = parse_config(checkpoint.config)
         tokenizer = Tokenizer(checkpoint)
-    context = config.max_positions
+    texts, context = TokenTexts(tokenizer), config.max_positions
     if args.max_model_len is not None:
         if args.max_model_len > context:
             raise UsageError(f"--max-model-len: got {args.max_model_len}; the model's context is {context}")
@@ -275,7 +277,7 @@ def run(args: argparse.Namespace) -> int:
         if live:
             show(llm.stream(prompts[0], params[0]))
         else:
-            tell = None if args.json else Answers(requests, lines).take
+            tell = None if args.json else Answers(requests, lines, texts).take
             completions = llm.generate(prompts, params, on_done=tell)
         stats, stored = llm.stats, llm.engine.kv
     if args.json:
@@ -292,7 +294,9 @@ def run(args: argparse.Namespace) -> int:
                 "drafted_tokens": stats.drafted_tokens,
                 "accepted_tokens": stats.accepted_tokens,
                 "outputs": [
-                    row for request, made in zip(requests, completions, strict=True) for row in rows(request, made)
+                    row
+                    for request, made in zip(requests, completions, strict=True)
+                    for row in rows(request, made, texts)
                 ],
             }
         )
@@ -317,8 +321,8 @@ def report(stats: Stats, prompts: int, device: torch.device, drafts: bool) -> No
 class Answers:
     """Prints each answer as soon as it and all before it are done: prompts with their answers, or `lines` of JSON."""
 
-    def __init__(self, requests: list[Request], lines: bool) -> None:
-        self._requests, self._lines = requests, lines
+    def __init__(self, requests: list[Request], lines: bool, texts: TokenTexts) -> None:
+        self._requests, self._lines, self._texts = requests, lines, texts
         self._waiting: dict[int, Any] = {}
         self._next = 0
 
@@ -329,7 +333,7 @@ class Answers:
             self._next += 1
 
     def _print(self, request: Request, completion: Any) -> None:
-        for row in rows(request, completion):
+        for row in rows(request, completion, self._texts):
             if self._lines:
                 print_json(row)
             else:
