@@ -214,13 +214,17 @@ def engine_options(args: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def load(
-    args: argparse.Namespace, model: str | None = None, check: Callable[[], None] = lambda: None, **chosen: Any
+    args: argparse.Namespace,
+    model: str | None = None,
+    check: Callable[[], None] = lambda: None,
+    quiet: bool = False,
+    **chosen: Any,
 ) -> LLM:
     """The model of a command (`args.model`), with a progress bar on a terminal. check: called while it is read; what it
-    raises ends that."""
+    raises ends that. quiet: without the bar and the lines about the model."""
     from onegraph.api.llm import LLM
 
-    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
+    bar = Progress(loading="byte") if sys.stderr.isatty() and not quiet else contextlib.nullcontext()
     with engine_options(args), bar as loading:
 
         def progress(what: str, done: int, total: int) -> None:
@@ -229,8 +233,9 @@ def load(
                 loading(what, done, total)
 
         llm = LLM(args.model if model is None else model, progress=progress, **chosen)
-    tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
-    tell_skipped(llm.skipped)
+    if not quiet:
+        tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
+        tell_skipped(llm.skipped)
     return llm
 
 

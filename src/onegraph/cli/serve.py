@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ continuously. The required packages, and those for JSON schemas, are installed {
 """
 
 
+LOG = logging.getLogger(__name__)
+LEVELS = "error", "warning", "info", "debug"
 # Seconds after which a thread gives the interpreter up: the engine's asks for it once a step, every 1 to 3 ms, and by
 # default would wait up to 5 for the thread that writes the streams.
 SWITCH = 0.0002
@@ -142,6 +145,13 @@ def add_parser(commands: Any) -> None:
         help="seconds for running requests at shutdown [5]",
     )
     parser.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="messages on stderr: errors, also warnings, also models and addresses, or also a line per request and all "
+        "of uvicorn's [info]",
+    )
+    parser.add_argument(
         "--prepare",
         choices=("background", "all", "plain"),
         default="background",
@@ -240,13 +250,14 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
 
     def load_worker(check: Callable[[], None], announce: Callable[[Memory], None]) -> Worker:
         def on_memory(memory: Memory) -> None:
-            remark(str(memory))
+            LOG.info("%s", memory)
             announce(memory)
 
-        remark(f"loading {path}")
+        LOG.info("loading %s", path)
         with open_model(path) as checkpoint:
             writer = Tokenizer(checkpoint)
-        llm = load(args, path, check, adapters=adapters, **sizes, **place, on_memory=on_memory)
+        quiet = not LOG.isEnabledFor(logging.INFO)
+        llm = load(args, path, check, quiet, adapters=adapters, **sizes, **place, on_memory=on_memory)
         return Worker(llm, writer, queue=args.queue, prepare=args.prepare)
 
     with engine_options(args), open_model(path) as checkpoint:
@@ -258,13 +269,37 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
             batch_invariant=args.batch_invariant, **sizes,
         )  # fmt: skip
     if len(args.models) > 1:
-        remark(f"{name}: {'memory: measured when it is loaded' if plan.memory is None else plan.memory}")
+        LOG.info("%s: %s", name, "memory: measured when it is loaded" if plan.memory is None else plan.memory)
     return Model(
         name, load_worker, max_model_len=plan.max_model_len, limit=args.max_num_seqs + args.queue, adapters=[*adapters]
     )
 
 
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        remark(record.getMessage())
+
+
+@contextlib.contextmanager
+def logged(level: str) -> Iterator[None]:
+    """Messages of this package from `level` on are lines on stderr."""
+    ours, handler = logging.getLogger("onegraph"), _Stderr()
+    before = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
+
+
 def run(args: argparse.Namespace) -> int:
+    with logged(args.log_level):
+        return serve(args)
+
+
+def serve(args: argparse.Namespace) -> int:
     import_engine(args, "tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
@@ -283,22 +318,21 @@ def run(args: argparse.Namespace) -> int:
             [served(args, place, name, path) for name, path in paths.items()],
             most=args.max_loaded_models,
             keep_alive=args.keep_alive,
-            remark=remark,
         )
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:
-            remark(f"serving {', '.join(paths)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            LOG.info("serving %s at http://%s:%d/v1", ", ".join(paths), f"[{host}]" if ":" in host else host, port)
 
         def ending() -> None:
-            with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
-                remark(f"stopping: running requests have {args.grace} s")
+            LOG.info("stopping: running requests have %d s", args.grace)
 
         sys.setswitchinterval(SWITCH)
         guarded = args.allow_host or (key is None and ip_address(host).is_loopback)
         hosts = (*args.allow_host, args.host.lower()) if guarded else None
         settings = Settings(api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts)
-        ended_by = listen(socket, found, settings, grace=args.grace, ready=ready, ending=ending)
+        verbose = args.log_level == "debug"
+        ended_by = listen(socket, found, settings, grace=args.grace, ready=ready, ending=ending, verbose=verbose)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
