@@ -82,6 +82,55 @@ def test_a_wrong_cache_names_the_option(
     assert errors_of(*words, *more, "--kv-cache-dtype", setting).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("turbo", "turboquant:4"),
+        ("turboqant:k3v4,window=128", "turboquant:k3v4,window=128"),
+        ("TurboQuant:3", "turboquant:3"),
+        ("exakt", "exact"),
+        ("auto", "exact"),
+        ("bfloat16", "exact"),
+        ("fp8_e4m3", "fp8"),
+        ("turboquant:4,windw=128", "window"),
+        ("int4", None),
+        ("turboquant:4,wat=1", None),
+    ],
+)
+def test_a_cache_that_is_misspelt(model: Path, setting: str, meant: str | None) -> None:
+    said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--kv-cache-dtype", setting)
+    assert said.partition("; did you mean ")[2] == ("" if meant is None else f"{meant}?")
+
+
+@pytest.mark.parametrize(
+    ("method", "meant"),
+    [
+        ("ngrm", "ngram"),
+        ("n-gram", "ngram"),
+        ("NGRAM", "ngram"),
+        ("mpt", "mtp"),
+        ("eagle", "eagle:PATH"),
+        ("eagle3:out/head", "eagle:PATH"),
+        ("Eagle:out/head", "eagle:PATH"),
+        ("out/ngrm", None),
+        ("smaller", None),
+    ],
+)
+def test_a_draft_method_that_is_misspelt(model: Path, method: str, meant: str | None) -> None:
+    said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--speculative", method)
+    assert said.startswith(f"--speculative: {method}: no such" if meant is None else f"--speculative: got '{method}'")
+    assert said.partition("; did you mean ")[2] == ("" if meant is None else f"{meant}?")
+
+
+def test_a_directory_may_have_a_name_like_a_draft_method(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngrams").symlink_to(model)
+    words = "generate", model, "--prompt", "a", "--device", "cpu", "--raw", "--max-tokens", 3, "--speculative", "ngrams"
+    assert invoke(list(words))[0] == 0
+
+
 def test_a_cache_that_the_model_cannot_have_names_the_option(model: Path) -> None:
     said = errors_of("bench", "fit", model, "--kv-cache-dtype", "fp8")
     assert said.startswith("--kv-cache-dtype: got fp8, which is for latent attention; llama has none")

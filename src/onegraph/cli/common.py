@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import gc
 import importlib
 import json
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from onegraph.api.deprecated import message
 from onegraph.api.size import human_bytes as human_bytes  # for the commands
+from onegraph.formats.suggestion import suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -103,15 +103,6 @@ class Parser(argparse.ArgumentParser):
 
 def deprecated(old: str, new: str) -> None:
     print(f"onegraph: warning: {message(old, new)}", file=sys.stderr)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" where a known word is close to `word` or begins with it."""
-    names = {name.lstrip("-"): name for name in sorted(known)}  # dashes are alike in all of them
-    bare = word.lstrip("-")
-    longer = [name for name in names if len(bare) > 1 and name.startswith(bare)]
-    close = longer or difflib.get_close_matches(bare, names)
-    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def one_line(error: object, limit: int = 500) -> str:
