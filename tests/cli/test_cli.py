@@ -97,13 +97,20 @@ def fails(*words: object, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench step", "bench fit"])
+@pytest.mark.parametrize("command", ["", "check", "rule", *COMMANDS, "bench step", "bench fit"])
 def test_help_teaches(command: str) -> None:
     status, out, errors = invoke([*command.split(), "--help"])
     assert (status, errors) == (0, "")
     assert f"usage: onegraph {command}".strip() in out
     if " " not in command:
-        assert f"  onegraph {command}".rstrip() in out, "an example"
+        assert f"\n  onegraph {command}".rstrip() in out, "an example"
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_help_of_serve_has_groups() -> None:
+    lines = invoke(["serve", "--help"])[1].splitlines()
+    heads = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert heads == ["positional arguments:", "options:", "server:", "models:", "engine:", "examples:"]
 
 
 def test_help_and_usage_errors_do_not_wait_for_torch() -> None:

@@ -79,7 +79,8 @@ def add_parser(commands: Any) -> None:
         "--kv-cache-dtype",
         action="append",
         metavar="DTYPE",
-        help="KV cache: exact, turboquant:4, ...; repeatable [exact, and turboquant:4 where the model can have it]",
+        help="KV cache: exact, turboquant:4, ...; repeatable [exact, and fp8 and turboquant:4 where the model can have "
+        "them]",
     )
     add_gpu_share(
         fit, "share of the GPU's memory for CUDA, weights and KV cache [CUDA, weights and 0.9 of what they leave]"

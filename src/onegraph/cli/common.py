@@ -150,11 +150,14 @@ SPLITS = "tensor", "layer"
 TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+Options = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+def add_device(parser: Options) -> None:
     parser.add_argument("--device", default="auto", metavar="DEV", help="cpu, cuda or cuda:N [the GPU if there is one]")
 
 
-def add_gpus(parser: argparse.ArgumentParser) -> None:
+def add_gpus(parser: Options) -> None:
     count = number(int, 1, 8)
     parser.add_argument(
         "--tensor-parallel-size", type=count, default=1, metavar="N", help="number of GPUs that share every layer [1]"
@@ -170,7 +173,7 @@ def add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split-mode", choices=SPLITS, help=argparse.SUPPRESS)
 
 
-def add_gpu_share(parser: argparse.ArgumentParser, about: str) -> None:
+def add_gpu_share(parser: Options, about: str) -> None:
     parser.add_argument(
         "--gpu-memory-utilization", type=number(float, 0, 1, open_low=True), metavar="SHARE", help=about
     )
@@ -187,7 +190,7 @@ def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"gpus": args.gpus or 1, "split": args.split_mode}
 
 
-def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
+def add_dtype(parser: Options, *, int8: bool = False) -> None:
     """int8: of a command that answers; others measure what is stored."""
     parser.add_argument(
         "--dtype",

@@ -13,6 +13,7 @@ from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
     CONTEXT,
     MODEL,
+    Options,
     Progress,
     UsageError,
     add_device,
@@ -79,7 +80,7 @@ def add_parser(commands: Any) -> None:
         help="file with one prompt per line, or a .jsonl file; '-': either, from stdin; all prompts run as one batch",
     )
     style = parser.add_mutually_exclusive_group()
-    style.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    style.add_argument("--chat", action="store_true", help="apply the model's chat template [if it has one]")
     style.add_argument("--raw", action="store_true", help="continue the prompt without a chat template")
     add_thinking(parser)
     parser.add_argument(
@@ -100,36 +101,38 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Where and how the model runs: what `engine` reads."""
-    parser.add_argument(
+def add_engine(parser: argparse.ArgumentParser) -> Options:
+    """Where and how the model runs: what `engine` reads. Returns the group of these options."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
         "--capture",
         choices=tuple(CAPTURE),
         default="auto",
         help="CUDA graph of the decode step: on, off, split around attention, or on if there is a GPU [auto]",
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-cache-dtype",
         default="exact",
         metavar="DTYPE",
         help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; with latent attention (DeepSeek) also fp8 [exact]",
     )
     add_gpu_share(
-        parser,
-        "share of the GPU's memory that weights and KV cache fill, above 0 to 1 [a cache for the longest sequences, or "
-        "what fits]",
+        group,
+        "share of the GPU's memory that weights and KV cache fill, above 0 to 1 [the cache has a full context for each "
+        "sequence, or what fits]",
     )
-    parser.add_argument(
+    group.add_argument(
         "--expert-memory",
         type=number(float, 0, 1e6, open_low=True),
         metavar="GB",
         help="GPU memory for routed experts in GB; the others stay in host memory, from where each step copies those "
         "that it needs [all on the GPU]",
     )
-    add_draft(parser)
-    add_gpus(parser)
-    add_device(parser)
-    add_dtype(parser, int8=True)
+    add_draft(group)
+    add_gpus(group)
+    add_device(group)
+    add_dtype(group, int8=True)
+    return group
 
 
 def add_thinking(parser: argparse.ArgumentParser) -> None:
@@ -145,13 +148,13 @@ def thinking_of(args: argparse.Namespace) -> bool | None:
     return None if args.thinking is None else args.thinking == "on"
 
 
-def add_draft(parser: argparse.ArgumentParser) -> None:
+def add_draft(parser: Options) -> None:
     parser.add_argument(
         "--speculative",
         metavar="METHOD",
         help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (draft layers "
-        "of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or the directory of a draft model; the text stays the "
-        "same up to near-ties",
+        "of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or a draft model, named like MODEL; the text stays the "
+        "same up to near-ties [no drafts]",
     )
     parser.add_argument(
         "--num-speculative-tokens",

@@ -34,7 +34,8 @@ examples:
     -d '{{"model": "smollm2-4bit", "messages": [{{"role": "user", "content": "What is the capital of Japan?"}}]}}'
 
 Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/guides/serve.md). Requests are batched
-continuously. The required packages, and those for JSON schemas, are installed {install("serve", "constraints")}
+continuously. Install the server's packages, and those for JSON schemas,
+{install("serve", "constraints")}
 """
 
 
@@ -62,14 +63,15 @@ def add_parser(commands: Any) -> None:
         metavar="[NAME=]MODEL",
         help=f"{MODEL}; NAME: in the API [the last part of MODEL]",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument(
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    server.add_argument(
         "--port", type=number(int, 0, 65535), default=8000, metavar="N", help="port; 0 for any free one [8000]"
     )
-    parser.add_argument(
+    server.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send [$ONEGRAPH_API_KEY, which `ps` does not show]"
     )
-    parser.add_argument(
+    server.add_argument(
         "--allow-origin",
         type=origin,
         action="append",
@@ -77,7 +79,7 @@ def add_parser(commands: Any) -> None:
         metavar="URL",
         help="origin of web pages that may send requests (CORS); repeatable; '*' for all [none]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--allow-host",
         type=host_name,
         action="append",
@@ -86,80 +88,51 @@ def add_parser(commands: Any) -> None:
         help="additional name in the Host header, for a proxy on this machine; repeatable [IP addresses and localhost; "
         "checked on loopback addresses without an API key]",
     )
-    parser.add_argument(
-        "--served-model-name", type=model_name, metavar="NAME", help="same as NAME=MODEL, for one model"
-    )
-    parser.add_argument(
-        "--max-loaded-models",
-        type=number(int, 1, 1 << 10),
-        default=1,
-        metavar="N",
-        help="maximum number of models in memory; for another one the least recently used is unloaded [1]",
-    )
-    parser.add_argument(
-        "--keep-alive",
-        type=number(float, 0, 1e9, open_low=True),
-        metavar="S",
-        help="seconds without a request after which a model is unloaded [never]",
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=CONTEXT,
-        metavar="N",
-        help="maximum number of tokens of prompt and answer [the model's, at most 4096]",
-    )
-    parser.add_argument(
-        "--kv-cache-tokens",
-        type=number(int, 1, 1 << 30),
-        metavar="N",
-        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
-    )
-    parser.add_argument(
-        "--kv-offloading-size",
-        type=number(float, 0, 1e6, open_low=True),
-        metavar="GIB",
-        help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
-    )
-    parser.add_argument(
+    server.add_argument(
         "--queue",
         type=number(int, 0, 1 << 16),
         default=256,
         metavar="N",
         help="maximum number of waiting requests [256]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--max-body",
         type=number(int, 1, 1 << 30),
         default=4 << 20,
         metavar="N",
         help="maximum bytes of a request body [4 MiB]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--grace",
         type=number(int, 0, 3600),
         default=5,
         metavar="S",
         help="seconds for running requests at shutdown [5]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--log-level",
         choices=LEVELS,
         default="info",
-        help="messages on stderr: errors, also warnings, also models and addresses, or also a line per request and all "
-        "of uvicorn's [info]",
+        help="least severe messages on stderr; debug also has a line per request [info]",
     )
-    parser.add_argument(
-        "--prepare",
-        choices=("background", "all", "plain"),
-        default="background",
-        help="step variants to capture at startup: all, or plain ones, without penalties, constraints, min-p and "
-        "log-probabilities; plain captures the others on first use, which delays all requests, background also while "
-        "no request runs [background]",
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--served-model-name", type=model_name, metavar="NAME", help="same as NAME=MODEL, for one model"
     )
-    parser.add_argument(
+    models.add_argument(
+        "--max-loaded-models",
+        type=number(int, 1, 1 << 10),
+        default=1,
+        metavar="N",
+        help="maximum number of models in memory; for another one the least recently used is unloaded [1]",
+    )
+    models.add_argument(
+        "--keep-alive",
+        type=number(float, 0, 1e9, open_low=True),
+        metavar="S",
+        help="seconds without a request after which a model is unloaded [never]",
+    )
+    models.add_argument(
         "--lora-modules",
         type=adapter,
         action="append",
@@ -167,7 +140,36 @@ def add_parser(commands: Any) -> None:
         metavar="NAME=DIRECTORY",
         help="LoRA adapter as peft saves it, which requests choose by NAME as their model; repeatable",
     )
-    add_engine(parser)
+    running = add_engine(parser)
+    running.add_argument(
+        "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
+    )
+    running.add_argument(
+        "--max-model-len",
+        type=CONTEXT,
+        metavar="N",
+        help="maximum number of tokens of prompt and answer [the model's, at most 4096]",
+    )
+    running.add_argument(
+        "--kv-cache-tokens",
+        type=number(int, 1, 1 << 30),
+        metavar="N",
+        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
+    )
+    running.add_argument(
+        "--kv-offloading-size",
+        type=number(float, 0, 1e6, open_low=True),
+        metavar="GIB",
+        help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
+    )
+    running.add_argument(
+        "--prepare",
+        choices=("background", "all", "plain"),
+        default="background",
+        help="step variants to capture at startup: all, or plain ones, without penalties, constraints, min-p and "
+        "log-probabilities; plain captures the others on first use, which delays all requests, background also while "
+        "no request runs [background]",
+    )
     parser.set_defaults(run=run)
 
 
