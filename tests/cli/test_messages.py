@@ -12,9 +12,10 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.api import resources
-from onegraph.cli import env
+from onegraph.cli import build_parser, env
 from onegraph.cli.common import UsageError, options
 from onegraph.cli.quantize import byte_count
+from onegraph.cli.vllm_options import CURES, cure
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,30 @@ def test_options_are_named_within_a_message(model: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"^the size is max_row$") as kept, options("max_rows", "size:"):
         raise ValueError("the size is max_row")
     assert type(kept.value) is ValueError
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve", "m", "--enforce-eager"], "; use --capture off"),
+        (["serve", "m", "--enforce_eager"], "; use --capture off"),
+        (["chat", "m", "--trust-remote-code"], "; leave it out: no code of a checkpoint is run"),
+        (["serve", "--model", "m"], "; give MODEL without an option"),
+        (["serve", "m", "--uvicorn-log-level=debug"], "; use --log-level"),
+        (["generate", "m", "--uvicorn-log-level", "debug"], ""),
+        (["bench", "step", "m", "--trust-remote-code"], ""),
+    ],
+)
+def test_an_option_of_vllm_leads_to_what_stands_for_it(words: list[str], says: str) -> None:
+    option = next(word for word in words if word.startswith("--"))
+    command = " ".join(words[: words.index("m")]) if words[0] == "bench" else words[0]
+    assert errors_of(*words) == f"unrecognized arguments: {option}{says}; see 'onegraph {command} --help'"
+
+
+def test_what_stands_for_an_option_of_vllm_is_there() -> None:
+    known = build_parser("serve")._subparsers._group_actions[0].choices["serve"]._option_string_actions
+    assert not CURES.keys() & known.keys()
+    assert all(cure(option, known) for option in CURES)
 
 
 def test_words_that_a_command_does_not_have_lead_to_its_help() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from onegraph.api.deprecated import message
 from onegraph.api.size import human_bytes as human_bytes  # for the commands
+from onegraph.cli.vllm_options import cure
 from onegraph.formats.suggestion import suggestion
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class Parser(argparse.ArgumentParser):
                 if word == "--" or (known is not None and known.nargs == argparse.REMAINDER):
                     break  # what follows is somebody else's
                 if word.startswith("--") and " " not in word and name not in self._option_string_actions:
-                    self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
+                    names = self._option_string_actions
+                    self.error(f"unrecognized arguments: {word}{cure(name, names) or suggestion(name, names)}")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:  # argparse says it as the parser of all commands
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
