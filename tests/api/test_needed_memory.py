@@ -28,6 +28,7 @@ from onegraph.models.loader import Loader
 from onegraph.models.ranks import Ranks
 from test_e8p_experts import checkpoint_of
 from test_serve_adapters import write_adapter
+from test_wrapper import save_tokenizer
 
 KIMI = Path(__file__).parents[1] / "models" / "configs" / "Kimi-Linear-48B-A3B-Instruct.json"
 
@@ -305,27 +306,72 @@ def test_a_share_that_is_not_for_this_device_or_cache(
         gpus.plan(0.9)
 
 
-def test_the_cache_has_the_size_of_the_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for a GPU, here on a CPU: more pages than two full sequences have, or an error before loading."""
-    asked: list[float | None] = []
+def plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, free: int = GB) -> list[tuple[float | None, Memory]]:
+    """`LLM` on a CPU takes its share for one that leaves a GPU's cache so many tokens. The shares, and what is told."""
+    told: list[tuple[float | None, Memory]] = []
 
     def plan(*about: Any, gpu_memory_utilization: float | None, **how: Any) -> memory.LoadPlan:
-        asked.append(gpu_memory_utilization)
         found = memory.plan_load(*about, **how)
-        assert found.memory is not None
-        return replace(found, memory=replace(found.memory, tokens=1000, free=free))
+        made = found.memory
+        assert made is not None
+        if gpu_memory_utilization is not None:
+            more = (tokens - made.tokens) * made.token
+            made = replace(made, tokens=tokens, cache=made.cache + more, free=free)
+        told.append((gpu_memory_utilization, made))
+        return replace(found, memory=made)
 
     monkeypatch.setattr("onegraph.api.llm.plan_load", plan)
-    how: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 96}
-    free = GB
-    with LLM(path, **how, gpu_memory_utilization=0.25) as llm:
+    return told
+
+
+HOW: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 96}
+
+
+def test_the_cache_has_the_size_of_the_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pages than two full sequences have."""
+    told = plan_for_a_gpu(monkeypatch, 1000)
+    with LLM(path, **HOW, gpu_memory_utilization=0.25) as llm:
         assert llm.engine.executor.sizes.pages == 1 + -(-1000 // 16)
-    with LLM(path, **how) as llm:
+    with LLM(path, **HOW) as llm:
         assert llm.engine.executor.sizes.pages == 1 + 2 * 6
-    free = 1000
+    assert [share for share, _ in told] == [0.25, None]
+
+
+def test_a_share_that_is_not_free_is_an_error_before_loading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_for_a_gpu(monkeypatch, 1000, free=1000)
+    monkeypatch.setattr("onegraph.api.llm.load_decoder", None)
     with pytest.raises(ValueError, match=r"^gpu_memory_utilization: got 0\.25; weights and cache take"):
-        LLM(path, **how, gpu_memory_utilization=0.25)
-    assert asked == [0.25, None, 0.25]
+        LLM(path, **HOW, gpu_memory_utilization=0.25)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "kv"), [("qwen3_next", {}, "exact"), ("qwen2", {"head_dim": 64}, "turboquant:4")]
+)
+def test_what_only_the_loaded_model_says_leaves_less_of_the_share(
+    variant: str, changes: dict[str, Any], kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states, and layers that biases keep exact."""
+    save_hf(variant, tmp_path, **changes)
+    save_tokenizer(tmp_path)
+    told = plan_for_a_gpu(monkeypatch, 4000)
+    monkeypatch.setattr(Llama, "biased", [0])
+    with LLM(tmp_path, **HOW, kv_cache_dtype=kv, gpu_memory_utilization=0.5) as llm:
+        cache, pages = llm.engine.executor.cache, llm.engine.executor.sizes.pages
+    ((_, planned),) = told
+    page = cache.nbytes // pages
+    assert planned.cache - 2 * page < cache.nbytes - page <= planned.cache + page
+    assert pages * 16 < 0.99 * 4000
+
+
+def test_states_that_leave_no_sequence_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hf("qwen3_next", tmp_path)
+    save_tokenizer(tmp_path)
+    plan_for_a_gpu(monkeypatch, 96)
+    says = r"got 0\.5, which leaves .* beside the weights; a cache of 96 tokens and the recurrent states of 2 sequences"
+    with pytest.raises(
+        ValueError, match=rf"^gpu_memory_utilization: {says} take .*: give 0\.51 or more, or a smaller max_num_seqs"
+    ):
+        LLM(tmp_path, **HOW, gpu_memory_utilization=0.5)
 
 
 def test_the_sums_are_a_line() -> None:

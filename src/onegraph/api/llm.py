@@ -13,7 +13,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -25,7 +25,7 @@ from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
-from onegraph.api.memory import Memory, check_share, plan_load, size_bytes
+from onegraph.api.memory import Memory, check_share, filling_tokens, plan_load, size_bytes
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import (
     is_index,
@@ -42,6 +42,7 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
 from onegraph.models.load import Split, load_decoder
 from onegraph.models.wrapper import skipped
 
@@ -236,7 +237,7 @@ class LLM:
                     on_memory(plan.memory)
                 if share is not None:
                     check_share(plan.memory, share)
-                if share is not None or plan.memory.tokens < max_num_seqs * max_model_len:
+                if plan.memory.tokens < max_num_seqs * max_model_len:
                     kv_cache_tokens = plan.memory.tokens
             decoder = load_decoder(
                 checkpoint,
@@ -251,6 +252,11 @@ class LLM:
                 adapters=paths,
                 expert_memory=size_bytes(expert_memory),
                 progress=None if progress is None else partial(progress, "loading"),
+            )
+        if plan.memory is not None and share is not None:
+            rank = cast(Llama, decoder.ranks[0])
+            kv_cache_tokens = filling_tokens(
+                plan.memory, rank, plan.kv, rows=max_num_seqs, context=max_model_len, share=share
             )
         drafting = None
         with public_names(PUBLIC):

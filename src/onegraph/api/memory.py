@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
 from onegraph.models.memory import GB, free_cache_memory, gpu_memory
 from onegraph.models.mtp import DraftConfig, has_layer
-from onegraph.models.shares import TPShard, read_bytes, shares_draft
+from onegraph.models.shares import TPShard, read_bytes, share_of, shares_draft
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
@@ -41,7 +42,7 @@ HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU h
 class Memory:
     """Bytes of the weights and of a KV cache of so many tokens, on each device, and what is free there (None where the
     system does not say). In host memory are `offloaded`, of the prefix cache, which on a CPU counts as taken already,
-    and `experts`, of routed experts."""
+    and `experts`, of routed experts. token: bytes of one in the cache."""
 
     weights: int
     cache: int
@@ -49,6 +50,7 @@ class Memory:
     free: int | None
     offloaded: int = 0
     experts: int = 0
+    token: int = 0
 
     @property
     def fits(self) -> bool:
@@ -167,7 +169,7 @@ def needed_memory(
     its own.
 
     Left out are recurrent states, which do not grow with the text, and what a cache in codes takes more for layers that
-    it keeps exact because of their biases.
+    it keeps exact because of their biases (see `filling_tokens`).
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
     share: of a GPU's memory, which this process shall fill with weights, cache and `CUDA_BYTES`; ValueError where that
@@ -216,7 +218,7 @@ def needed_memory(
     elif tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned)
+    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned, each)
 
 
 def check_share(memory: Memory, share: float) -> None:
@@ -229,6 +231,30 @@ def check_share(memory: Memory, share: float) -> None:
         f"and {human_bytes(memory.free)} of the GPU's memory are free: give {math.floor(100 * most) / 100:g} or less, "
         "or end what else runs there"
     )
+
+
+def filling_tokens(
+    memory: Memory, model: Llama, kv: TurboQuantConfig | None, *, rows: int, context: int, share: float
+) -> int:
+    """Tokens of the cache that fills `share` of a GPU, once the model is loaded: beside what `needed_memory` leaves
+    out, recurrent states and layers that biases keep exact. Raises ValueError where these leave no full context."""
+    config, size = model.config, Llama.page_size
+    sizes: dict[str, Any] = {"rows": rows, "page_size": size, "pages_per_row": -(-context // size)}
+    ranks = share_of(model.peer).ranks
+    told = _cache_bytes(config, model.device, model.dtype, kv, rows=rows, context=context, gpus=ranks, fp8=model.fp8_kv)
+    found = _by_token(lambda pages: model.cache_bytes(kv, pages=pages, **sizes), kv, context)
+    each, fixed = (real - estimate for real, estimate in zip(found, told, strict=True))
+    tokens = (memory.token * memory.tokens - fixed) // (memory.token + each)
+    if tokens < context:
+        more = (context - tokens) * (memory.token + each)
+        total = (CUDA_BYTES + memory.weights + memory.cache) / share
+        raise ValueError(
+            f"gpu_memory_utilization: got {share:g}, which leaves {human_bytes(memory.cache)} beside the weights; a "
+            f"cache of {context} tokens and the recurrent states of {rows} sequences take "
+            f"{human_bytes(memory.cache + more)}: give {math.ceil(100 * (share + more / total)) / 100:g} or more, or a "
+            "smaller max_num_seqs or max_model_len"
+        )
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -363,7 +389,6 @@ def _cache_bytes(
     size = Llama.page_size
     if kv is not None and kv.mode != "shadow":
         kv = replace(kv, exact=tuple(sorted({*kv.exact, *unread_layers(config, device.type)})))
-    pages = 1 + -(-max(context, 0 if kv is None else kv.window) // size)
 
     def nbytes(pages: int) -> int:
         return attention_cache(
@@ -371,5 +396,12 @@ def _cache_bytes(
             dtype=dtype, device="meta", fp8=fp8,
         ).nbytes  # fmt: skip
 
+    each, fixed = _by_token(nbytes, kv, context)
+    return each, fixed + turned_bytes(config, kv, dtype) // gpus
+
+
+def _by_token(nbytes: Callable[[int], int], kv: TurboQuantConfig | None, context: int) -> tuple[int, int]:
+    """Bytes of a token in a cache, and of what it has besides. nbytes: pages -> bytes of a cache that has so many."""
+    pages = 1 + -(-max(context, 0 if kv is None else kv.window) // Llama.page_size)
     page = nbytes(pages + 1) - nbytes(pages)
-    return -(-page // size), nbytes(pages) - pages * page + turned_bytes(config, kv, dtype) // gpus
+    return -(-page // Llama.page_size), nbytes(pages) - pages * page
