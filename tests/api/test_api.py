@@ -296,6 +296,12 @@ def test_wrong_options_are_named(model: Path, options: dict[str, Any], says: str
         ({"progress": 5}, "progress: got 5; allowed is what can be called, or None"),
         ({"adapters": {"red": 5}}, r"adapters\['red'\]: got 5; allowed is the directory of an adapter"),
         ({"adapters": {3: "red"}}, "adapters: got 3; allowed is texts as names"),
+        (
+            {"gpu_memory_utilization": 0},
+            "gpu_memory_utilization: got 0; allowed is a number above 0, at most 1, or None",
+        ),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization: got 90; allowed is a number above 0, at most 1"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization: got '0.9'; allowed is a number above 0"),
         ({"expert_memory": 0}, "expert_memory: got 0; allowed is GB above 0, or None for all experts on the GPU$"),
         ({"expert_memory": "4GB"}, "expert_memory: got '4GB'; allowed is GB above 0"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import deepseek
 from eagle import net_of, write_head
 from fuzz import tiny
 from models import save_hf
@@ -26,6 +28,7 @@ from onegraph.models.loader import Loader
 from onegraph.models.ranks import Ranks
 from test_e8p_experts import checkpoint_of
 from test_serve_adapters import write_adapter
+from test_wrapper import save_tokenizer
 
 KIMI = Path(__file__).parents[1] / "models" / "configs" / "Kimi-Linear-48B-A3B-Instruct.json"
 
@@ -206,6 +209,169 @@ def test_the_default_cache_fits_what_is_free(path: Path, monkeypatch: pytest.Mon
             ] * 4
         with LLM(path, device="cpu", max_num_seqs=4, max_model_len=96, kv_cache_tokens=300) as llm:
             assert llm.engine.executor.sizes.pages == 1 + 19, "what is asked for is taken"
+
+
+class Gpus:
+    """GPUs of so many bytes each, of which so many are free, and `LLM`'s plan for a checkpoint there."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, total: int, *free: int) -> None:
+        self.path, self.free = path, free or (total,)
+        monkeypatch.setattr(memory, "free_cache_memory", lambda device: self.free[device.index or 0])
+        monkeypatch.setattr(memory, "gpu_memory", lambda device: total)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.free))
+
+    def plan(self, share: float | None, **how: Any) -> Memory:
+        sizes: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "exact", "max_num_seqs": 2, "gpus": 1}
+        sizes |= {"max_model_len": 96, "kv_cache_tokens": None, "gpu_memory_utilization": share}
+        with Checkpoint.open(self.path) as checkpoint:
+            found = memory.plan_load(checkpoint, torch.device("cuda"), **sizes | how).memory
+        assert found is not None
+        return found
+
+
+GB = 10**9
+
+
+def test_a_share_of_the_gpu_is_filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights, cache, what drafts and 750 MB for CUDA, whatever the sequences need; by default they decide."""
+    gpus = Gpus(path, monkeypatch, 10 * GB)
+    assert gpus.plan(None).tokens == 2 * 96
+    for share in (0.1, 0.5, 1):
+        for how in ({}, {"speculative": str(path)}, {"max_num_seqs": 200}, {"kv_cache_dtype": "turboquant:4"}):
+            if "kv_cache_dtype" in how:
+                save_hf("smollm2", path.parent / "wide", head_dim=64)
+                gpus.path = path.parent / "wide"
+            found = gpus.plan(share, **how)
+            gpus.path = path
+            taken = found.weights + found.cache + memory.CUDA_BYTES
+            assert 0 <= share * 10 * GB - taken < found.cache / found.tokens + 1
+            assert found.fits
+            memory.check_share(found, share)
+
+
+def test_a_share_counts_experts_on_the_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint_of("qwen3_moe", tmp_path / "m", 4)
+    gpus = Gpus(tmp_path / "m", monkeypatch, GB)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        size = sum(Loader(checkpoint, config_of(checkpoint), torch.bfloat16).expert_bytes.values()) * 7 // 8 / 1e9
+    all_there, some = gpus.plan(0.8), gpus.plan(0.8, expert_memory=size)
+    assert some.experts > 0
+    assert some.tokens > all_there.tokens
+    assert abs(some.weights + some.cache - all_there.weights - all_there.cache) <= some.cache / some.tokens
+
+
+def test_a_share_is_of_each_gpu_and_the_fullest_one_decides(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(path, monkeypatch, 10 * GB, 9 * GB, 3 * GB)
+    alone, both = gpus.plan(0.5), gpus.plan(0.5, gpus=2)
+    assert both.weights < alone.weights
+    assert both.tokens > 1.9 * alone.tokens, "each has half of the heads"
+    assert (alone.free, both.free) == (9 * GB, 3 * GB)
+    assert (alone.fits, both.fits) == (True, False)
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_utilization: got 0\.5; weights and cache take 4\.25 GB, and "
+    ) as e:
+        memory.check_share(both, 0.5)
+    assert str(e.value).endswith(
+        "and 3.00 GB of the GPU's memory are free: give 0.37 or less, or end what else runs there"
+    )
+    memory.check_share(gpus.plan(0.37, gpus=2), 0.37)
+    assert gpus.plan(0.5, gpus=4).free == 3 * GB, "that there are two is said while loading"
+
+
+def test_a_share_that_holds_no_sequence_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(path, monkeypatch, GB)
+    says = (
+        r"gpu_memory_utilization: got 0\.5, which is 500\.0 MB; weights take .* and a cache of 96 tokens .* kB: give 0"
+    )
+    with pytest.raises(ValueError, match=says + r"\.76 or more, or a smaller max_model_len$"):
+        gpus.plan(0.5)
+    assert gpus.plan(0.76).tokens >= 96
+    with pytest.raises(ValueError, match=r"kB: take fewer bits, more GPUs, or a smaller max_model_len$"):
+        Gpus(path, monkeypatch, GB // 2).plan(1)
+
+
+def test_a_share_that_is_not_for_this_device_or_cache(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"^gpu_memory_utilization: got 0\.9 on a CPU; it is for GPUs: leave it out$"):
+        LLM(path, device="cpu", gpu_memory_utilization=0.9)
+    gpus = Gpus(path, monkeypatch, 10 * GB)
+    with pytest.raises(ValueError, match=r"^gpu_memory_utilization and kv_cache_tokens: got 0\.9 and 4096; both size"):
+        gpus.plan(0.9, kv_cache_tokens=4096)
+    deepseek.save_hf("flash", tmp_path / "v4")
+    gpus.path = tmp_path / "v4"
+    with pytest.raises(
+        ValueError, match=r"^gpu_memory_utilization: got 0\.9; the cache of DeepSeek-V4 has the size of"
+    ):
+        gpus.plan(0.9)
+
+
+def plan_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tokens: int, free: int = GB) -> list[tuple[float | None, Memory]]:
+    """`LLM` on a CPU takes its share for one that leaves a GPU's cache so many tokens. The shares, and what is told."""
+    told: list[tuple[float | None, Memory]] = []
+
+    def plan(*about: Any, gpu_memory_utilization: float | None, **how: Any) -> memory.LoadPlan:
+        found = memory.plan_load(*about, **how)
+        made = found.memory
+        assert made is not None
+        if gpu_memory_utilization is not None:
+            more = (tokens - made.tokens) * made.token
+            made = replace(made, tokens=tokens, cache=made.cache + more, free=free)
+        told.append((gpu_memory_utilization, made))
+        return replace(found, memory=made)
+
+    monkeypatch.setattr("onegraph.api.llm.plan_load", plan)
+    return told
+
+
+HOW: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 96}
+
+
+def test_the_cache_has_the_size_of_the_share(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pages than two full sequences have."""
+    told = plan_for_a_gpu(monkeypatch, 1000)
+    with LLM(path, **HOW, gpu_memory_utilization=0.25) as llm:
+        assert llm.engine.executor.sizes.pages == 1 + -(-1000 // 16)
+    with LLM(path, **HOW) as llm:
+        assert llm.engine.executor.sizes.pages == 1 + 2 * 6
+    assert [share for share, _ in told] == [0.25, None]
+
+
+def test_a_share_that_is_not_free_is_an_error_before_loading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_for_a_gpu(monkeypatch, 1000, free=1000)
+    monkeypatch.setattr("onegraph.api.llm.load_decoder", None)
+    with pytest.raises(ValueError, match=r"^gpu_memory_utilization: got 0\.25; weights and cache take"):
+        LLM(path, **HOW, gpu_memory_utilization=0.25)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "kv"), [("qwen3_next", {}, "exact"), ("qwen2", {"head_dim": 64}, "turboquant:4")]
+)
+def test_what_only_the_loaded_model_says_leaves_less_of_the_share(
+    variant: str, changes: dict[str, Any], kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states, and layers that biases keep exact."""
+    save_hf(variant, tmp_path, **changes)
+    save_tokenizer(tmp_path)
+    told = plan_for_a_gpu(monkeypatch, 4000)
+    monkeypatch.setattr(Llama, "biased", [0])
+    with LLM(tmp_path, **HOW, kv_cache_dtype=kv, gpu_memory_utilization=0.5) as llm:
+        cache, pages = llm.engine.executor.cache, llm.engine.executor.sizes.pages
+    ((_, planned),) = told
+    page = cache.nbytes // pages
+    assert planned.cache - 2 * page < cache.nbytes - page <= planned.cache + page
+    assert pages * 16 < 0.99 * 4000
+
+
+def test_states_that_leave_no_sequence_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_hf("qwen3_next", tmp_path)
+    save_tokenizer(tmp_path)
+    plan_for_a_gpu(monkeypatch, 96)
+    says = r"got 0\.5, which leaves .* beside the weights; a cache of 96 tokens and the recurrent states of 2 sequences"
+    with pytest.raises(
+        ValueError, match=rf"^gpu_memory_utilization: {says} take .*: give 0\.51 or more, or a smaller max_num_seqs"
+    ):
+        LLM(tmp_path, **HOW, gpu_memory_utilization=0.5)
 
 
 def test_the_sums_are_a_line() -> None:

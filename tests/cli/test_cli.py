@@ -23,6 +23,7 @@ import torch
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph import __version__
+from onegraph.api.tokenizer import Tokenizer
 from onegraph.cli import COMMANDS, main
 from onegraph.cli.batch import Request
 from onegraph.cli.common import (
@@ -96,13 +97,20 @@ def fails(*words: object, says: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, "bench step", "bench fit"])
+@pytest.mark.parametrize("command", ["", "check", "rule", *COMMANDS, "bench step", "bench fit"])
 def test_help_teaches(command: str) -> None:
     status, out, errors = invoke([*command.split(), "--help"])
     assert (status, errors) == (0, "")
     assert f"usage: onegraph {command}".strip() in out
     if " " not in command:
-        assert f"  onegraph {command}".rstrip() in out, "an example"
+        assert f"\n  onegraph {command}".rstrip() in out, "an example"
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_help_of_serve_has_groups() -> None:
+    lines = invoke(["serve", "--help"])[1].splitlines()
+    heads = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert heads == ["positional arguments:", "options:", "server:", "models:", "engine:", "examples:"]
 
 
 def test_help_and_usage_errors_do_not_wait_for_torch() -> None:
@@ -437,6 +445,29 @@ def test_what_only_json_has_room_for_is_not_lost(model: Path, tmp_path: Path) ->
     assert len(json.loads(invoke([*ask[:3], "--batch", file, *ask[5:]])[1])["logprobs"]) == 1
 
 
+def test_log_probabilities_name_tokens_by_their_text(model: Path, tmp_path: Path) -> None:
+    """As OpenAI's API has them: tokens and alternatives; of a prompt too. A part of a character is its bytes."""
+    file = tmp_path / "r.jsonl"
+    wish = {"prompt": "the é", "max_tokens": 24, "logprobs": 4, "prompt_logprobs": 2, "temperature": 3.0, "seed": 1}
+    file.write_text(json.dumps(wish))
+    (answer,) = map(json.loads, invoke(["generate", model, "--raw", "--batch", file])[1].splitlines())
+    with Checkpoint.open(model) as checkpoint:
+        tokenizer = Tokenizer(checkpoint)
+    known = tokenizer.decode_all([[i] for i in range(tiny.CONFIG["vocab_size"])], special=True)
+    prompt = tokenizer.encode("the é")[1:]
+    for ids, told, count in ((answer["tokens"], "logprobs", 4), (prompt, "prompt_logprobs", 2)):
+        assert len(answer[told]) == len(ids) > 0
+        for token, each in zip(ids, answer[told], strict=True):
+            assert len(each["top"]) == len(each["top_logprobs"]) == count
+            assert [top[1] for top in each["top"]] == [other["logprob"] for other in each["top_logprobs"]]
+            for i, entry in [(token, each), *zip([top[0] for top in each["top"]], each["top_logprobs"], strict=True)]:
+                if "\ufffd" in known[i]:
+                    assert entry["token"] == bytes(entry["bytes"]).decode("utf-8", "backslashreplace")
+                else:
+                    assert (entry["token"], bytes(entry["bytes"]).decode()) == (known[i], known[i])
+    assert any("\\x" in other["token"] for each in answer["logprobs"] for other in [each, *each["top_logprobs"]])
+
+
 def test_help_shows_a_line_break_as_a_shell_takes_it() -> None:
     assert "--stop $'\\n\\n'\n" in invoke(["generate", "--help"])[1]
     assert "--json tells" not in " ".join(invoke(["chat", "--help"])[1].split())
@@ -610,6 +641,11 @@ def test_bench_fit(model: Path) -> None:
         (0.8, 256, True),
     ]
     assert "none  weights do not fit" in invoke(list(small))[1]
+    whole, half = (
+        json.loads(invoke([*small[:3], "--gpu-memory", 8, "--gpu-memory-utilization", share, "--json"])[1])
+        for share in (1, 0.5)
+    )
+    assert whole["sequences"] / half["sequences"] == pytest.approx((8 - 0.75) / (4 - 0.75), rel=0.01)
     fails("bench", "fit", model, "--context", 257, says="--context: got 257; the model allows 1 to 256")
     fails("bench", "fit", model, "--gpu-memory", 0, says="allowed is a number from more than 0")
 

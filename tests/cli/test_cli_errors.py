@@ -21,7 +21,7 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.cli import build_parser
-from onegraph.cli.common import suggestion
+from onegraph.formats.suggestion import suggestion
 from tools.__main__ import build_parser as build_tools_parser
 
 

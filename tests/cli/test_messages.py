@@ -12,9 +12,10 @@ import pytest
 from fuzz import tiny
 from fuzz.run import invoke
 from onegraph.api import resources
-from onegraph.cli import env
+from onegraph.cli import build_parser, env
 from onegraph.cli.common import UsageError, options
 from onegraph.cli.quantize import byte_count
+from onegraph.cli.vllm_options import CURES, cure
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,14 @@ def test_expert_memory_is_for_experts_and_a_gpu(model: Path) -> None:
     assert errors_of(*words, "0").startswith("argument --expert-memory: got '0'; allowed is a number from more than 0 ")
 
 
+@pytest.mark.parametrize(("command", "more"), [("generate", ("--prompt", "a")), ("serve", ("--port", "0"))])
+def test_a_share_of_a_gpu_is_not_for_a_cpu(model: Path, command: str, more: tuple[str, ...]) -> None:
+    words = command, model, *more, "--device", "cpu", "--gpu-memory-utilization"
+    assert errors_of(*words, "0.9") == "--gpu-memory-utilization: got 0.9 on a CPU; it is for GPUs: leave it out"
+    said = errors_of(*words, "90")
+    assert said.startswith("argument --gpu-memory-utilization: got '90'; allowed is a number from more than 0 to 1")
+
+
 def test_fp8_is_of_one_family(model: Path) -> None:
     said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--kv", "fp8")
     assert "this model is 'llama': take turboquant:4, a quarter of the memory, or leave it out" in said
@@ -74,6 +83,55 @@ def test_a_wrong_cache_names_the_option(
     assert errors_of(*words, *more, "--kv-cache-dtype", setting).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("turbo", "turboquant:4"),
+        ("turboqant:k3v4,window=128", "turboquant:k3v4,window=128"),
+        ("TurboQuant:3", "turboquant:3"),
+        ("exakt", "exact"),
+        ("auto", "exact"),
+        ("bfloat16", "exact"),
+        ("fp8_e4m3", "fp8"),
+        ("turboquant:4,windw=128", "window"),
+        ("int4", None),
+        ("turboquant:4,wat=1", None),
+    ],
+)
+def test_a_cache_that_is_misspelt(model: Path, setting: str, meant: str | None) -> None:
+    said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--kv-cache-dtype", setting)
+    assert said.partition("; did you mean ")[2] == ("" if meant is None else f"{meant}?")
+
+
+@pytest.mark.parametrize(
+    ("method", "meant"),
+    [
+        ("ngrm", "ngram"),
+        ("n-gram", "ngram"),
+        ("NGRAM", "ngram"),
+        ("mpt", "mtp"),
+        ("eagle", "eagle:PATH"),
+        ("eagle3:out/head", "eagle:PATH"),
+        ("Eagle:out/head", "eagle:PATH"),
+        ("out/ngrm", None),
+        ("smaller", None),
+    ],
+)
+def test_a_draft_method_that_is_misspelt(model: Path, method: str, meant: str | None) -> None:
+    said = errors_of("generate", model, "--prompt", "a", "--device", "cpu", "--speculative", method)
+    assert said.startswith(f"--speculative: {method}: no such" if meant is None else f"--speculative: got '{method}'")
+    assert said.partition("; did you mean ")[2] == ("" if meant is None else f"{meant}?")
+
+
+def test_a_directory_may_have_a_name_like_a_draft_method(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngrams").symlink_to(model)
+    words = "generate", model, "--prompt", "a", "--device", "cpu", "--raw", "--max-tokens", 3, "--speculative", "ngrams"
+    assert invoke(list(words))[0] == 0
+
+
 def test_a_cache_that_the_model_cannot_have_names_the_option(model: Path) -> None:
     said = errors_of("bench", "fit", model, "--kv-cache-dtype", "fp8")
     assert said.startswith("--kv-cache-dtype: got fp8, which is for latent attention; llama has none")
@@ -93,6 +151,30 @@ def test_options_are_named_within_a_message(model: Path, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"^the size is max_row$") as kept, options("max_rows", "size:"):
         raise ValueError("the size is max_row")
     assert type(kept.value) is ValueError
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve", "m", "--enforce-eager"], "; use --capture off"),
+        (["serve", "m", "--enforce_eager"], "; use --capture off"),
+        (["chat", "m", "--trust-remote-code"], "; leave it out: no code of a checkpoint is run"),
+        (["serve", "--model", "m"], "; give MODEL without an option"),
+        (["serve", "m", "--uvicorn-log-level=debug"], "; use --log-level"),
+        (["generate", "m", "--uvicorn-log-level", "debug"], ""),
+        (["bench", "step", "m", "--trust-remote-code"], ""),
+    ],
+)
+def test_an_option_of_vllm_leads_to_what_stands_for_it(words: list[str], says: str) -> None:
+    option = next(word for word in words if word.startswith("--"))
+    command = " ".join(words[: words.index("m")]) if words[0] == "bench" else words[0]
+    assert errors_of(*words) == f"unrecognized arguments: {option}{says}; see 'onegraph {command} --help'"
+
+
+def test_what_stands_for_an_option_of_vllm_is_there() -> None:
+    known = build_parser("serve")._subparsers._group_actions[0].choices["serve"]._option_string_actions
+    assert not CURES.keys() & known.keys()
+    assert all(cure(option, known) for option in CURES)
 
 
 def test_words_that_a_command_does_not_have_lead_to_its_help() -> None:

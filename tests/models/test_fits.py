@@ -80,5 +80,6 @@ def test_a_gpu_has_what_is_free_unused_and_allowed(monkeypatch: pytest.MonkeyPat
     for fraction, free in ((1.0, 72), (0.2, 12), (0.01, 0)):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, f=fraction: f)
         assert memory.free_memory(torch.device("cuda", 0)) == free
+    assert memory.gpu_memory(torch.device("cuda", 0)) == 80
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     assert memory.free_memory(torch.device("cuda", 0), reserve=70) == 2

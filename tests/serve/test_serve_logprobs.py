@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from fuzz import tiny
 from onegraph import LLM
+from onegraph.api.token_text import TokenText
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.serve.app import Server, Settings
@@ -23,7 +24,7 @@ from onegraph.serve.logprobs import completion_logprobs
 from onegraph.serve.models import Models
 from onegraph.serve.prompts import _echo
 from onegraph.serve.protocol import CompletionRequest
-from onegraph.serve.text import Echo, TokenText
+from onegraph.serve.text import Echo
 from onegraph.serve.worker import Worker
 
 TEXT = "a é€ b 𝄞é."

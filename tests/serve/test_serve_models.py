@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -200,7 +201,7 @@ def test_tokens_are_those_of_the_model_too(loads: Loads) -> None:
     use(loads.models(), ask)
 
 
-def test_as_many_stay_as_may_and_fit(loads: Loads) -> None:
+def test_as_many_stay_as_may_and_fit(loads: Loads, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(client: openai.AsyncOpenAI) -> None:
         for name in "abacb":  # c takes the place of b, b that of a
             await client.completions.create(model=name, **HOW)
@@ -213,10 +214,11 @@ def test_as_many_stay_as_may_and_fit(loads: Loads) -> None:
 
     models = loads.models(most=2)
     use(models, ask)
+    assert [each.name for each in caplog.records if each.levelname == "ERROR"] == [], "to be tried again is no error"
 
 
-def test_an_idle_model_is_unloaded(loads: Loads, texts: dict[str, str]) -> None:
-    said: list[str] = []
+def test_an_idle_model_is_unloaded(loads: Loads, texts: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "onegraph")
 
     async def ask(client: openai.AsyncOpenAI) -> None:
         await until(lambda: not models.workers)
@@ -224,9 +226,10 @@ def test_an_idle_model_is_unloaded(loads: Loads, texts: dict[str, str]) -> None:
         assert (await client.completions.create(model="a", **HOW)).choices[0].text == texts["a"]
         await until(lambda: not models.workers)
 
-    models = loads.models(keep_alive=0.2, remark=said.append)
+    models = loads.models(keep_alive=0.2)
     use(models, ask)
     assert loads.order == ["a", "a"]
+    assert ("onegraph.serve.models", logging.INFO, "unloaded a") in caplog.record_tuples
 
 
 def test_a_worker_that_is_closed_writes_what_was_drawn(paths: dict[str, Path]) -> None:
@@ -256,7 +259,9 @@ def test_a_worker_that_is_closed_writes_what_was_drawn(paths: dict[str, Path]) -
 # ----------------------------------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(loads: Loads, texts: dict[str, str]) -> None:
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(
+    loads: Loads, texts: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     async def ask(client: openai.AsyncOpenAI) -> None:
         loads.broken.add("b")
         asked = [client.completions.create(model=name, **HOW) for name in "bab"]
@@ -265,6 +270,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests(loads: Loads,
             assert isinstance(error, openai.InternalServerError)
             assert error.status_code == 503
             assert "the model 'b' could not be loaded: b: its shards are damaged" in str(error)
+            assert "ERROR" in caplog.text
         assert not isinstance(made, BaseException)
         assert made.choices[0].text == texts["a"]
         loads.broken.clear()

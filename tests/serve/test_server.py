@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -366,6 +367,31 @@ def test_a_request_comes_between_steps_that_are_built_later(model: Path) -> None
         assert worker._later
         worker.close()
         assert not any(thread.is_alive() for thread in worker._threads)
+
+
+def test_an_engine_that_fails_says_so_to_clients_and_in_the_log(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(tokens: Any) -> None:
+        raise RuntimeError("the device\nis lost")
+
+    with LLM(model, max_num_seqs=2, max_model_len=64, device="cpu") as llm, Checkpoint.open(model) as checkpoint:
+        models = Models.of("plain", worker := Worker(llm, Tokenizer(checkpoint), queue=2, prepare="plain"))
+        models.start()
+        monkeypatch.setattr(worker, "_dispatch_tokens", broken)
+        app = Server(models, Settings()).app()
+
+        async def ask() -> list[httpx.Response]:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here") as client:
+                body = {"model": "plain", "prompt": "the", "max_tokens": 3}
+                return [await client.post("/v1/completions", json=body), await client.get("/health")]
+
+        failed, health = asyncio.run(ask())
+        why = "the engine failed, restart the server: RuntimeError: the device is lost"
+        assert (failed.status_code, failed.json()["error"]["message"]) == (500, why)
+        assert (health.status_code, health.json()["status"]) == (503, why)
+        assert ("onegraph.serve.worker", logging.ERROR, why) in caplog.record_tuples
+        worker.close()
 
 
 def test_a_step_that_cannot_be_built_ends_who_needs_it(model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -905,6 +931,39 @@ def test_a_port_is_taken_before_the_model_is_loaded(model: Path) -> None:
     finally:
         first.kill()
         first.communicate()
+
+
+def said_at(level: str, model: Path) -> list[str]:
+    """Lines on stderr of a server that answers a request and ends."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    process = Forked(["serve", str(model), "--device=cpu", f"--port={port}", "--log-level", level], os.environ)
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                body = {"model": "plain", "prompt": "the", "max_tokens": 1}
+                assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=DEADLINE).is_success
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=DEADLINE)
+        return list(errors.splitlines())
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("level", ["error", "warning", "info", "debug"])
+def test_a_level_of_messages(level: str, model: Path) -> None:
+    """Errors and warnings, of which there are none; what the server does; each request, and what uvicorn does."""
+    said = said_at(level, model)
+    ours = [line.split()[0] for line in said if not line.startswith(("INFO: ", "DEBUG: "))]
+    assert ours == (["loading", "memory:", "serving", "stopping:"] if level in ("info", "debug") else [])
+    asked = [line for line in said if line.endswith('"POST /v1/completions HTTP/1.1" 200 OK')]
+    assert (len(asked), any("Application startup complete" in line for line in said)) == (
+        (1, True) if level == "debug" else (0, False)
+    )
 
 
 def test_mistakes_on_the_command_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from onegraph.engine.draft import MakeDrafter, ModelDrafter, NgramDrafter
 from onegraph.engine.draft_assistant import AssistantDrafter
 from onegraph.engine.draft_heads import HeadDrafter
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.formats.suggestion import suggestion
 from onegraph.models.assistant import Assistant, is_assistant
 from onegraph.models.chain import ChainedLlama
 from onegraph.models.config import LlamaConfig
@@ -65,11 +67,14 @@ def drafters(
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for what names nothing that may draft."""
-    known = name in (NGRAM, MTP) or name.startswith(EAGLE)
-    lower = name.lower()
-    if not known and (lower in (NGRAM, MTP, EAGLE[:-1]) or lower.startswith(EAGLE) or not name):
-        raise ValueError(f"speculative: got {name!r}; {ALLOWED}")
+    """Raises ValueError for what names nothing that may draft: a method that is misspelt, and no model of that name."""
+    if name in (NGRAM, MTP) or name.startswith(EAGLE):
+        return
+    method = name.lower().partition(":")[0]
+    is_model = "/" in method or os.path.exists(name)
+    hint = "" if is_model else suggestion(method, (NGRAM, MTP, f"{EAGLE}PATH"))
+    if hint or not name:
+        raise ValueError(f"speculative: got {name!r}; {ALLOWED}{hint}")
 
 
 def own_layers(model: Rank, path: str | PathLike[str]) -> MakeDrafter:

@@ -13,7 +13,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 
@@ -25,7 +25,7 @@ from onegraph.api.deprecated import public_names, renamed, warn
 from onegraph.api.device import pick_device
 from onegraph.api.drafting import ALLOWED, MTP, drafters
 from onegraph.api.hub import locate
-from onegraph.api.memory import Memory, plan_load, size_bytes
+from onegraph.api.memory import Memory, check_share, filling_tokens, plan_load, size_bytes
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import (
     is_index,
@@ -42,6 +42,7 @@ from onegraph.engine.params import SamplingParams, Stats
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.engine.speculate import DraftTokens, check_draft_tokens
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.models.llama import Llama
 from onegraph.models.load import Split, load_decoder
 from onegraph.models.wrapper import skipped
 
@@ -97,6 +98,9 @@ class LLM:
             max_model_len, and more for short sequences of a quantized cache; fewer, at least max_model_len, where
             those would take more than 90 % of the GPU memory that the weights leave free, or an eighth of a CPU's).
             If they run out, the youngest sequence is preempted.
+        gpu_memory_utilization: share of a GPU's memory that weights and KV cache fill, with 750 MB for CUDA, in place
+            of kv_cache_tokens: above 0 to 1 (default: the cache has the size above). What is more than a full context
+            of each sequence serves the prefix cache. Not for DeepSeek-V4.
         kv_offloading_size: GiB of host memory for what the prefix cache evicts, allocated now, of all GPUs together
             (default: none). For exact caches; of use to a server (docs/guides/serve.md#prefix-cache-in-host-memory).
         speculative: method that proposes draft tokens: "ngram", "eagle:PATH" (an EAGLE-3 head), "mtp" (the draft
@@ -152,6 +156,7 @@ class LLM:
         max_num_seqs: int = 8,
         kv_cache_dtype: str = "exact",
         kv_cache_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         kv_offloading_size: float | None = None,
         speculative: str | PathLike[str] | None = None,
         num_speculative_tokens: DraftTokens = "auto",
@@ -174,6 +179,9 @@ class LLM:
         require_count("max_num_seqs", max_num_seqs)
         require_count("max_model_len", max_model_len, none="the model's own")
         require_count("kv_cache_tokens", kv_cache_tokens, none="max_num_seqs x max_model_len")
+        share = gpu_memory_utilization
+        fine = share is None or (is_number(share) and 0 < share <= 1)
+        require("gpu_memory_utilization", share, fine, "a number above 0, at most 1, or None for the default cache")
         size = kv_offloading_size
         fine = size is None or (is_number(size) and size > 0)
         require("kv_offloading_size", size, fine, "a number of GiB above 0, or None for none")
@@ -215,8 +223,9 @@ class LLM:
             plan = plan_load(
                 checkpoint, self.device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len, kv_cache_tokens=kv_cache_tokens, gpus=gpus,
-                kv_offloading_size=kv_offloading_size, adapters=paths, expert_memory=expert_memory,
-                speculative=None if speculative is None else str(speculative), batch_invariant=batch_invariant,
+                gpu_memory_utilization=share, kv_offloading_size=kv_offloading_size, adapters=paths,
+                expert_memory=expert_memory, speculative=None if speculative is None else str(speculative),
+                batch_invariant=batch_invariant,
             )  # fmt: skip
             self.skipped = skipped(checkpoint.names)
             self.dtype, held, max_model_len = plan.dtype, plan.held, plan.max_model_len
@@ -226,6 +235,8 @@ class LLM:
             if plan.memory is not None:
                 if on_memory is not None:
                     on_memory(plan.memory)
+                if share is not None:
+                    check_share(plan.memory, share)
                 if plan.memory.tokens < max_num_seqs * max_model_len:
                     kv_cache_tokens = plan.memory.tokens
             decoder = load_decoder(
@@ -241,6 +252,11 @@ class LLM:
                 adapters=paths,
                 expert_memory=size_bytes(expert_memory),
                 progress=None if progress is None else partial(progress, "loading"),
+            )
+        if plan.memory is not None and share is not None:
+            rank = cast(Llama, decoder.ranks[0])
+            kv_cache_tokens = filling_tokens(
+                plan.memory, rank, plan.kv, rows=max_num_seqs, context=max_model_len, share=share
             )
         drafting = None
         with public_names(PUBLIC):

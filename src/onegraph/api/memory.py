@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -24,9 +26,9 @@ from onegraph.models.expert_memory import ExpertMemory
 from onegraph.models.llama import Llama, attention_cache, turned_bytes, unread_layers
 from onegraph.models.load import checkpoint_config, packable, parse_config
 from onegraph.models.loader import Held, Loader
-from onegraph.models.memory import GB, free_cache_memory
+from onegraph.models.memory import GB, free_cache_memory, gpu_memory
 from onegraph.models.mtp import DraftConfig, has_layer
-from onegraph.models.shares import TPShard, read_bytes, shares_draft
+from onegraph.models.shares import TPShard, read_bytes, share_of, shares_draft
 
 # Of what is free besides the weights: a CPU's memory is for other programs too
 SHARE = {"cpu": 1 / 8, "cuda": 0.9}
@@ -40,7 +42,7 @@ HELD = {"float16": 2, "int8": 1}  # bytes of a weight of the blocks that a CPU h
 class Memory:
     """Bytes of the weights and of a KV cache of so many tokens, on each device, and what is free there (None where the
     system does not say). In host memory are `offloaded`, of the prefix cache, which on a CPU counts as taken already,
-    and `experts`, of routed experts."""
+    and `experts`, of routed experts. token: bytes of one in the cache."""
 
     weights: int
     cache: int
@@ -48,6 +50,7 @@ class Memory:
     free: int | None
     offloaded: int = 0
     experts: int = 0
+    token: int = 0
 
     @property
     def fits(self) -> bool:
@@ -84,6 +87,7 @@ def plan_load(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     gpus: int,
+    gpu_memory_utilization: float | None = None,
     kv_offloading_size: float | None = None,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     expert_memory: float | None = None,
@@ -95,8 +99,21 @@ def plan_load(
         raise ValueError(
             f"expert_memory: got {expert_memory:g} GB on a CPU, whose memory has all experts; leave it out"
         )
-    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
     config = parse_config(checkpoint.config)
+    if (share := gpu_memory_utilization) is not None:
+        if device.type == "cpu":
+            raise ValueError(f"gpu_memory_utilization: got {share:g} on a CPU; it is for GPUs: leave it out")
+        if kv_cache_tokens is not None:
+            raise ValueError(
+                f"gpu_memory_utilization and kv_cache_tokens: got {share:g} and {kv_cache_tokens}; both size the KV "
+                "cache: give one"
+            )
+        if not isinstance(config, LlamaConfig):
+            raise ValueError(
+                f"gpu_memory_utilization: got {share:g}; the cache of DeepSeek-V4 has the size of max_num_seqs x "
+                "max_model_len: leave it out"
+            )
+    kv = None if kv_cache_dtype == "fp8" else parse_kv(kv_cache_dtype)
     found, held = pick_precision(
         dtype, device, holds=isinstance(config, LlamaConfig), packable=partial(packable, checkpoint)
     )
@@ -119,7 +136,7 @@ def plan_load(
             )
     memory = needed_memory(
         checkpoint, device, found, held, kv, rows=max_num_seqs, context=max_model_len, tokens=kv_cache_tokens,
-        gpus=gpus, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
+        gpus=gpus, share=gpu_memory_utilization, offloaded=int((kv_offloading_size or 0) * GIB), adapters=adapters,
         experts=size_bytes(expert_memory), speculative=speculative, fp8=kv_cache_dtype == "fp8",
     )  # fmt: skip
     return LoadPlan(found, held, kv, max_model_len, memory)
@@ -141,6 +158,7 @@ def needed_memory(
     context: int,
     tokens: int | None,
     gpus: int,
+    share: float | None = None,
     offloaded: int = 0,
     adapters: Mapping[str, Path] = MappingProxyType({}),
     experts: int | None = None,
@@ -151,16 +169,21 @@ def needed_memory(
     its own.
 
     Left out are recurrent states, which do not grow with the text, and what a cache in codes takes more for layers that
-    it keeps exact because of their biases.
+    it keeps exact because of their biases (see `filling_tokens`).
 
     tokens: that the cache shall hold; None for a full context of each row, or what fits: at least one full context.
+    share: of a GPU's memory, which this process shall fill with weights, cache and `CUDA_BYTES`; ValueError where that
+        holds no full context. What is free may be less: see `Memory.fits`.
     offloaded: bytes of host memory for what the prefix cache evicts; ValueError where fewer are free.
     experts: bytes on the device that routed experts may take; None for all of them. fp8: latents in the cache are.
     """
     config = checkpoint_config(checkpoint)
     if not isinstance(config, LlamaConfig):
         return None
-    free = free_cache_memory(device)
+    devices = [device]
+    if device.type == "cuda" and gpus > 1:  # loading refuses more than there are
+        devices = [torch.device("cuda", i) for i in range(min(gpus, torch.cuda.device_count()))]
+    free = min(map(free_cache_memory, devices))
     told = free < UNBOUNDED
     if device.type == "cpu":
         free -= offloaded
@@ -180,10 +203,58 @@ def needed_memory(
         layers, joined = Loader(checkpoint, config, dtype).layers(), (config.qkv, config.gate_up)
         weights += adapter_bytes(adapters, config.family_name, layers, joined, dtype.itemsize)
     each, fixed = each + drafting[1], fixed + drafting[2]
-    if tokens is None:
+    if share is not None:
+        total = min(map(gpu_memory, devices))
+        tokens = (int(share * total) - CUDA_BYTES - weights - fixed) // each
+        if tokens < context:
+            cache = each * context + fixed
+            least = math.ceil(100 * (CUDA_BYTES + weights + cache) / total) / 100
+            cure = f"give {least:g} or more, or" if least <= 1 else "take fewer bits, more GPUs, or"
+            raise ValueError(
+                f"gpu_memory_utilization: got {share:g}, which is {human_bytes(int(share * total))}; weights take "
+                f"{human_bytes(weights)}, CUDA {human_bytes(CUDA_BYTES)} and a cache of {context} tokens "
+                f"{human_bytes(cache)}: {cure} a smaller max_model_len"
+            )
+    elif tokens is None:
         room = int(SHARE[device.type] * max(0, free - weights)) - fixed
         tokens = max(context, min(rows * context, room // each))
-    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned)
+    return Memory(weights, each * tokens + fixed, tokens, free if told else None, offloaded, pinned, each)
+
+
+def check_share(memory: Memory, share: float) -> None:
+    """Raises ValueError where less is free than `gpu_memory_utilization` asks for."""
+    if memory.free is None or memory.fits:
+        return
+    most = share * (memory.free + CUDA_BYTES) / (memory.weights + memory.cache + CUDA_BYTES)
+    raise ValueError(
+        f"gpu_memory_utilization: got {share:g}; weights and cache take {human_bytes(memory.weights + memory.cache)}, "
+        f"and {human_bytes(memory.free)} of the GPU's memory are free: give {math.floor(100 * most) / 100:g} or less, "
+        "or end what else runs there"
+    )
+
+
+def filling_tokens(
+    memory: Memory, model: Llama, kv: TurboQuantConfig | None, *, rows: int, context: int, share: float
+) -> int:
+    """Tokens of the cache that fills `share` of a GPU, once the model is loaded: beside what `needed_memory` leaves
+    out, recurrent states and layers that biases keep exact. Raises ValueError where these leave no full context."""
+    config, size = model.config, Llama.page_size
+    sizes: dict[str, Any] = {"rows": rows, "page_size": size, "pages_per_row": -(-context // size)}
+    ranks = share_of(model.peer).ranks
+    told = _cache_bytes(config, model.device, model.dtype, kv, rows=rows, context=context, gpus=ranks, fp8=model.fp8_kv)
+    found = _by_token(lambda pages: model.cache_bytes(kv, pages=pages, **sizes), kv, context)
+    each, fixed = (real - estimate for real, estimate in zip(found, told, strict=True))
+    tokens = (memory.token * memory.tokens - fixed) // (memory.token + each)
+    if tokens < context:
+        more = (context - tokens) * (memory.token + each)
+        total = (CUDA_BYTES + memory.weights + memory.cache) / share
+        raise ValueError(
+            f"gpu_memory_utilization: got {share:g}, which leaves {human_bytes(memory.cache)} beside the weights; a "
+            f"cache of {context} tokens and the recurrent states of {rows} sequences take "
+            f"{human_bytes(memory.cache + more)}: give {math.ceil(100 * (share + more / total)) / 100:g} or more, or a "
+            "smaller max_num_seqs or max_model_len"
+        )
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -206,12 +277,13 @@ def fit(
     dtype: torch.dtype,
     kv: TurboQuantConfig | None,
     context: int,
+    share: float | None = None,
     fp8: bool = False,
 ) -> Fit:
     """Of a GPU with `size` bytes, which this machine need not have, for the default cache of `LLM`. Reads no weights.
 
-    fp8: latents in the cache are. Raises ValueError for DeepSeek-V4, for a context that the model does not have, and
-    for a cache in codes that it cannot have.
+    share: `gpu_memory_utilization`, None for the default. fp8: latents in the cache are. Raises ValueError for
+    DeepSeek-V4, for a context that the model does not have, and for a cache in codes that it cannot have.
     """
     config, device = checkpoint_config(checkpoint), torch.device("cuda")
     if not isinstance(config, LlamaConfig):
@@ -226,7 +298,10 @@ def fit(
             "turboquant:4"
         )
     weights = _weights(checkpoint, config, device, dtype, None)
-    room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
+    if share is None:
+        room = int(SHARE["cuda"] * max(0, size - CUDA_BYTES - weights))
+    else:
+        room = max(0, int(share * size) - CUDA_BYTES - weights)
     (each, one), (_, two) = (
         _cache_bytes(config, device, dtype, kv, rows=rows, context=context, gpus=1, fp8=fp8) for rows in (1, 2)
     )
@@ -314,7 +389,6 @@ def _cache_bytes(
     size = Llama.page_size
     if kv is not None and kv.mode != "shadow":
         kv = replace(kv, exact=tuple(sorted({*kv.exact, *unread_layers(config, device.type)})))
-    pages = 1 + -(-max(context, 0 if kv is None else kv.window) // size)
 
     def nbytes(pages: int) -> int:
         return attention_cache(
@@ -322,5 +396,12 @@ def _cache_bytes(
             dtype=dtype, device="meta", fp8=fp8,
         ).nbytes  # fmt: skip
 
+    each, fixed = _by_token(nbytes, kv, context)
+    return each, fixed + turned_bytes(config, kv, dtype) // gpus
+
+
+def _by_token(nbytes: Callable[[int], int], kv: TurboQuantConfig | None, context: int) -> tuple[int, int]:
+    """Bytes of a token in a cache, and of what it has besides. nbytes: pages -> bytes of a cache that has so many."""
+    pages = 1 + -(-max(context, 0 if kv is None else kv.window) // Llama.page_size)
     page = nbytes(pages + 1) - nbytes(pages)
-    return -(-page // size), nbytes(pages) - pages * page + turned_bytes(config, kv, dtype) // gpus
+    return -(-page // Llama.page_size), nbytes(pages) - pages * page

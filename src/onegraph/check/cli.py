@@ -12,7 +12,7 @@ from onegraph.check.report import CheckError, Report
 from onegraph.check.targets import Options, has_factory, split
 
 DESCRIPTION = """\
-Find what breaks CUDA-graph capture of a step, or captures and then replays stale data.
+Finds what breaks CUDA-graph capture of a step, or captures and then replays stale data.
 
 A TARGET is path/to/file.py:factory or package.module:factory. factory() builds model and buffers on device "cuda" and
 returns (step, inputs); step(*inputs(i)) is the i-th step. The source is read from the step on, and the step is
@@ -21,6 +21,13 @@ own is run as it is, and what it captures is reported.
 """
 
 EPILOG = """\
+examples:
+  onegraph check steps.py:decode
+  onegraph check src/                                                 # reads sources alone
+  onegraph check --run generate.py --batch 8
+  onegraph check src/ --baseline known.json --write-baseline
+  onegraph check steps.py:decode --fix --write
+
 in the source, on the line or the one above it:  # onegraph: allow[CG101] the reason
 --fix prints a unified diff and changes nothing; --fix --write changes the files. Both keep only what, checked and run
 again, has the same results.
@@ -99,6 +106,8 @@ def add_parsers(subparsers: Any) -> None:
         "rule",
         help="explain a rule: what, why, example, use instead",
         description="Explains a rule of `onegraph check`, or lists all rules.",
+        epilog="examples:\n  onegraph rule CG101\n  onegraph rule",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     rule.add_argument("code", nargs="?", help="code or name, e.g. CG101 or device-value-read-on-host [list all]")
     rule.set_defaults(run=run_rule)

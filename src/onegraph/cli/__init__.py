@@ -30,10 +30,14 @@ from a checkpoint to text:
   onegraph quantize models/SmolLM2-135M-Instruct out/smollm2-4bit --bits 4
   onegraph generate out/smollm2-4bit --prompt "What is the capital of Japan?"
   onegraph chat out/smollm2-4bit
+  onegraph serve out/smollm2-4bit
 
 what it cost, and what it runs on:
   onegraph eval out/smollm2-4bit --reference models/SmolLM2-135M-Instruct --text some.txt
   onegraph env
+
+whether a step function of your own can be captured:
+  onegraph check steps.py:decode
 
 A model is a directory with config.json and model.safetensors, as transformers writes it, a .gguf file, or ORG/NAME of
 the Hugging Face hub, from where it is fetched.

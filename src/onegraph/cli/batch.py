@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onegraph.cli.common import UsageError, one_line, read_text
+
+if TYPE_CHECKING:
+    from onegraph.api.token_text import TokenTexts
+    from onegraph.engine.params import TokenLogprob
 
 ROLES = ("system", "user", "assistant")
 
@@ -89,8 +93,14 @@ def _is_message(message: object) -> bool:
     return all(isinstance(text, str) for text in message.values())
 
 
-def rows(request: Request, completion: Any) -> Iterator[dict[str, Any]]:
+def rows(request: Request, completion: Any, texts: TokenTexts) -> Iterator[dict[str, Any]]:
     """What is told of each answer to a request, as JSON."""
+
+    def scored(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """As OpenAI has them, with the ids of the likeliest."""
+        found = texts.of([(each.token, each.logprob, each.top, 0) for each in tokens])
+        return [told.to_openai() | {"top": each.top} for told, each in zip(found, tokens, strict=True)]
+
     for made in completion.outputs:
         row = request.told | {
             "text": made.text,
@@ -100,5 +110,7 @@ def rows(request: Request, completion: Any) -> Iterator[dict[str, Any]]:
             "seed": made.seed,
         }
         if made.logprobs is not None:
-            row["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in made.logprobs]
+            row["logprobs"] = scored(made.logprobs)
+        if made.prompt_logprobs is not None:
+            row["prompt_logprobs"] = scored(made.prompt_logprobs)
         yield row

@@ -16,6 +16,7 @@ from onegraph.cli.common import (
     UsageError,
     add_device,
     add_dtype,
+    add_gpu_share,
     human_bytes,
     number,
     open_model,
@@ -78,7 +79,11 @@ def add_parser(commands: Any) -> None:
         "--kv-cache-dtype",
         action="append",
         metavar="DTYPE",
-        help="KV cache: exact, turboquant:4, ...; repeatable [exact, and turboquant:4 where the model can have it]",
+        help="KV cache: exact, turboquant:4, ...; repeatable [exact, and fp8 and turboquant:4 where the model can have "
+        "them]",
+    )
+    add_gpu_share(
+        fit, "share of the GPU's memory for CUDA, weights and KV cache [CUDA, weights and 0.9 of what they leave]"
     )
     add_dtype(fit)
     fit.add_argument("--json", action="store_true", help="print one JSON object per row")
@@ -131,7 +136,7 @@ def run_fit(args: argparse.Namespace) -> int:
     from onegraph.models.load import parse_config
 
     dtype, wanted = pick_dtype(args.dtype, torch.device("cuda")), args.kv_cache_dtype or ("exact", FP8, "turboquant:4")
-    rows: list[dict[str, Any]] = []
+    rows, share = list[dict[str, Any]](), args.gpu_memory_utilization
     with (
         open_model(args.model) as checkpoint,
         options("context:", "kv_cache_dtype"),
@@ -142,7 +147,7 @@ def run_fit(args: argparse.Namespace) -> int:
         for size, kind in product(args.gpu_memory or (24, 48, 80), wanted):
             try:
                 kv, fp8 = (None, True) if kind == FP8 else (parse_kv(kind), False)
-                found = fit(checkpoint, int(size * 1e9), dtype=dtype, kv=kv, context=context, fp8=fp8)
+                found = fit(checkpoint, int(size * 1e9), dtype=dtype, kv=kv, context=context, fp8=fp8, share=share)
             except ValueError:
                 if args.kv_cache_dtype or kind == "exact":
                     raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import gc
 import importlib
 import json
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from onegraph.api.deprecated import message
 from onegraph.api.size import human_bytes as human_bytes  # for the commands
+from onegraph.cli.vllm_options import cure
+from onegraph.formats.suggestion import suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,8 @@ class Parser(argparse.ArgumentParser):
                 if word == "--" or (known is not None and known.nargs == argparse.REMAINDER):
                     break  # what follows is somebody else's
                 if word.startswith("--") and " " not in word and name not in self._option_string_actions:
-                    self.error(f"unrecognized arguments: {word}{suggestion(name, self._option_string_actions)}")
+                    names = self._option_string_actions
+                    self.error(f"unrecognized arguments: {word}{cure(name, names) or suggestion(name, names)}")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:  # argparse says it as the parser of all commands
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -103,15 +105,6 @@ class Parser(argparse.ArgumentParser):
 
 def deprecated(old: str, new: str) -> None:
     print(f"onegraph: warning: {message(old, new)}", file=sys.stderr)
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" where a known word is close to `word` or begins with it."""
-    names = {name.lstrip("-"): name for name in sorted(known)}  # dashes are alike in all of them
-    bare = word.lstrip("-")
-    longer = [name for name in names if len(bare) > 1 and name.startswith(bare)]
-    close = longer or difflib.get_close_matches(bare, names)
-    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def one_line(error: object, limit: int = 500) -> str:
@@ -159,11 +152,14 @@ SPLITS = "tensor", "layer"
 TEXT_TOKENS = number(int, 64, 1 << 24)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+Options = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+def add_device(parser: Options) -> None:
     parser.add_argument("--device", default="auto", metavar="DEV", help="cpu, cuda or cuda:N [the GPU if there is one]")
 
 
-def add_gpus(parser: argparse.ArgumentParser) -> None:
+def add_gpus(parser: Options) -> None:
     count = number(int, 1, 8)
     parser.add_argument(
         "--tensor-parallel-size", type=count, default=1, metavar="N", help="number of GPUs that share every layer [1]"
@@ -179,6 +175,12 @@ def add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split-mode", choices=SPLITS, help=argparse.SUPPRESS)
 
 
+def add_gpu_share(parser: Options, about: str) -> None:
+    parser.add_argument(
+        "--gpu-memory-utilization", type=number(float, 0, 1, open_low=True), metavar="SHARE", help=about
+    )
+
+
 def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of LLM that `add_gpus`'s options name."""
     if args.gpus is None and args.split_mode is None:
@@ -190,7 +192,7 @@ def gpus_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"gpus": args.gpus or 1, "split": args.split_mode}
 
 
-def add_dtype(parser: argparse.ArgumentParser, *, int8: bool = False) -> None:
+def add_dtype(parser: Options, *, int8: bool = False) -> None:
     """int8: of a command that answers; others measure what is stored."""
     parser.add_argument(
         "--dtype",

@@ -16,9 +16,14 @@ from onegraph.cli.common import add_json, one_line, print_json
 from onegraph.formats.extras import EXTRAS, install, packages
 
 EPILOG = """\
-example:
+examples:
   onegraph env
   onegraph env --json > env.json      # to attach to a bug report
+"""
+DESCRIPTION = """\
+Prints what this machine has, one line each. Where there is a GPU, also which family of kernels each op runs on it and
+why no better one (ONEGRAPH_KERNELS forces one: hopper, portable, triton or reference), and whether a small CUDA graph
+that it captures and replays is right.
 """
 # Families of kernels; "only": of ops that have no kernel of another; "none": whose only one cannot be had.
 FAMILIES = "hopper", "portable", "triton", "reference"
@@ -30,9 +35,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "env",
         help="versions, GPU, driver, which kernels run, and whether a CUDA graph can be captured here",
-        description="Prints what this machine has, one line each. Where there is a GPU, also which family of kernels "
-        "each op runs on it and why no better one (ONEGRAPH_KERNELS forces one: hopper, portable, triton or "
-        "reference), and whether a small CUDA graph that it captures and replays is right.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -13,10 +13,12 @@ from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
     CONTEXT,
     MODEL,
+    Options,
     Progress,
     UsageError,
     add_device,
     add_dtype,
+    add_gpu_share,
     add_gpus,
     add_json,
     gpus_of,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from onegraph.api.llm import LLM
+    from onegraph.api.token_text import TokenTexts
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams, Stats
 
@@ -77,7 +80,7 @@ def add_parser(commands: Any) -> None:
         help="file with one prompt per line, or a .jsonl file; '-': either, from stdin; all prompts run as one batch",
     )
     style = parser.add_mutually_exclusive_group()
-    style.add_argument("--chat", action="store_true", help="apply the model's chat template")
+    style.add_argument("--chat", action="store_true", help="apply the model's chat template [if it has one]")
     style.add_argument("--raw", action="store_true", help="continue the prompt without a chat template")
     add_thinking(parser)
     parser.add_argument(
@@ -98,31 +101,38 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Where and how the model runs: what `engine` reads."""
-    parser.add_argument(
+def add_engine(parser: argparse.ArgumentParser) -> Options:
+    """Where and how the model runs: what `engine` reads. Returns the group of these options."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
         "--capture",
         choices=tuple(CAPTURE),
         default="auto",
         help="CUDA graph of the decode step: on, off, split around attention, or on if there is a GPU [auto]",
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv-cache-dtype",
         default="exact",
         metavar="DTYPE",
         help="KV cache: exact, turboquant:4, turboquant:k3v4, ...; with latent attention (DeepSeek) also fp8 [exact]",
     )
-    parser.add_argument(
+    add_gpu_share(
+        group,
+        "share of the GPU's memory that weights and KV cache fill, above 0 to 1 [the cache has a full context for each "
+        "sequence, or what fits]",
+    )
+    group.add_argument(
         "--expert-memory",
         type=number(float, 0, 1e6, open_low=True),
         metavar="GB",
         help="GPU memory for routed experts in GB; the others stay in host memory, from where each step copies those "
         "that it needs [all on the GPU]",
     )
-    add_draft(parser)
-    add_gpus(parser)
-    add_device(parser)
-    add_dtype(parser, int8=True)
+    add_draft(group)
+    add_gpus(group)
+    add_device(group)
+    add_dtype(group, int8=True)
+    return group
 
 
 def add_thinking(parser: argparse.ArgumentParser) -> None:
@@ -138,13 +148,13 @@ def thinking_of(args: argparse.Namespace) -> bool | None:
     return None if args.thinking is None else args.thinking == "on"
 
 
-def add_draft(parser: argparse.ArgumentParser) -> None:
+def add_draft(parser: Options) -> None:
     parser.add_argument(
         "--speculative",
         metavar="METHOD",
         help="draft method for speculative decoding: 'ngram', 'eagle:PATH' (an EAGLE-3 head), 'mtp' (draft layers "
-        "of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or the directory of a draft model; the text stays the "
-        "same up to near-ties",
+        "of DeepSeek, GLM, Nemotron 3, Qwen3-Next or Qwen3.5), or a draft model, named like MODEL; the text stays the "
+        "same up to near-ties [no drafts]",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -193,6 +203,7 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
     return chosen | {
         **gpus_of(args),
         "capture": CAPTURE[args.capture],
+        "gpu_memory_utilization": args.gpu_memory_utilization,
         "expert_memory": args.expert_memory,
         **drafted(args),
     }
@@ -201,18 +212,22 @@ def engine(args: argparse.Namespace) -> dict[str, Any]:
 def engine_options(args: argparse.Namespace) -> AbstractContextManager[None]:
     """`options` of the arguments of LLM that options of the command name."""
     names = "tensor_parallel_size", "pipeline_parallel_size", "kv_cache_dtype", "max_model_len", "max_num_seqs"
-    more = "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory"
+    more = "batch_invariant", "kv_cache_tokens", "kv_offloading_size", "expert_memory", "gpu_memory_utilization"
     return options("speculative:", *(name for name in (*names, *more) if hasattr(args, name)))
 
 
 def load(
-    args: argparse.Namespace, model: str | None = None, check: Callable[[], None] = lambda: None, **chosen: Any
+    args: argparse.Namespace,
+    model: str | None = None,
+    check: Callable[[], None] = lambda: None,
+    quiet: bool = False,
+    **chosen: Any,
 ) -> LLM:
     """The model of a command (`args.model`), with a progress bar on a terminal. check: called while it is read; what it
-    raises ends that."""
+    raises ends that. quiet: without the bar and the lines about the model."""
     from onegraph.api.llm import LLM
 
-    bar = Progress(loading="byte") if sys.stderr.isatty() else contextlib.nullcontext()
+    bar = Progress(loading="byte") if sys.stderr.isatty() and not quiet else contextlib.nullcontext()
     with engine_options(args), bar as loading:
 
         def progress(what: str, done: int, total: int) -> None:
@@ -221,13 +236,15 @@ def load(
                 loading(what, done, total)
 
         llm = LLM(args.model if model is None else model, progress=progress, **chosen)
-    tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
-    tell_skipped(llm.skipped)
+    if not quiet:
+        tell_exact_layers(args.kv_cache_dtype, llm.engine.kv)
+        tell_skipped(llm.skipped)
     return llm
 
 
 def run(args: argparse.Namespace) -> int:
     import_engine(args, "tokenizers", *(() if args.raw else ("templates",)))
+    from onegraph.api.token_text import TokenTexts
     from onegraph.api.tokenizer import Tokenizer
     from onegraph.engine.params import SamplingParams
     from onegraph.formats.turboquant import parse_kv
@@ -242,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
     with open_model(args.model) as checkpoint:
         config = parse_config(checkpoint.config)
         tokenizer = Tokenizer(checkpoint)
-    context = config.max_positions
+    texts, context = TokenTexts(tokenizer), config.max_positions
     if args.max_model_len is not None:
         if args.max_model_len > context:
             raise UsageError(f"--max-model-len: got {args.max_model_len}; the model's context is {context}")
@@ -268,7 +285,7 @@ def run(args: argparse.Namespace) -> int:
         if live:
             show(llm.stream(prompts[0], params[0]))
         else:
-            tell = None if args.json else Answers(requests, lines).take
+            tell = None if args.json else Answers(requests, lines, texts).take
             completions = llm.generate(prompts, params, on_done=tell)
         stats, stored = llm.stats, llm.engine.kv
     if args.json:
@@ -285,7 +302,9 @@ def run(args: argparse.Namespace) -> int:
                 "drafted_tokens": stats.drafted_tokens,
                 "accepted_tokens": stats.accepted_tokens,
                 "outputs": [
-                    row for request, made in zip(requests, completions, strict=True) for row in rows(request, made)
+                    row
+                    for request, made in zip(requests, completions, strict=True)
+                    for row in rows(request, made, texts)
                 ],
             }
         )
@@ -310,8 +329,8 @@ def report(stats: Stats, prompts: int, device: torch.device, drafts: bool) -> No
 class Answers:
     """Prints each answer as soon as it and all before it are done: prompts with their answers, or `lines` of JSON."""
 
-    def __init__(self, requests: list[Request], lines: bool) -> None:
-        self._requests, self._lines = requests, lines
+    def __init__(self, requests: list[Request], lines: bool, texts: TokenTexts) -> None:
+        self._requests, self._lines, self._texts = requests, lines, texts
         self._waiting: dict[int, Any] = {}
         self._next = 0
 
@@ -322,7 +341,7 @@ class Answers:
             self._next += 1
 
     def _print(self, request: Request, completion: Any) -> None:
-        for row in rows(request, completion):
+        for row in rows(request, completion, self._texts):
             if self._lines:
                 print_json(row)
             else:

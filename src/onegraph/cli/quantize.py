@@ -78,8 +78,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
         help="quantize a model to E8P (2 to 4 bits), trellis (1 to 8 bits) or NVFP4",
-        description="Quantizes a causal language model to E8P weights of 2, 3 or 4 bits, to trellis-coded weights of "
-        "1 to 8 bits, or to NVFP4.",
+        description="Quantizes a causal language model to E8P (2 to 4 bits), trellis codes (1 to 8 bits) or NVFP4.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

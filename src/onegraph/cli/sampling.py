@@ -27,7 +27,10 @@ def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> No
         help="divisor of the logits; 0 selects the most likely token [generation_config.json's, or 0.7]",
     )
     group.add_argument(
-        "--top-k", type=number(int, 0, 1 << 30), metavar="K", help="sample from the K most likely tokens; 0: all"
+        "--top-k",
+        type=number(int, 0, 1 << 30),
+        metavar="K",
+        help="sample from the K most likely tokens; 0: all [generation_config.json's, or 0]",
     )
     group.add_argument(
         "--top-p",
@@ -40,13 +43,14 @@ def add_sampling(parser: argparse.ArgumentParser, *, stream: bool = False) -> No
         "--min-p",
         type=number(float, 0, 1),
         metavar="P",
-        help="sample from tokens at least P times as likely as the most likely one [0: all]",
+        help="sample from tokens at least P times as likely as the most likely one; 0: all [generation_config.json's, "
+        "or 0]",
     )
     group.add_argument(
         "--repetition-penalty",
         type=number(float, 0.01, 100),
         metavar="R",
-        help="divisor of logits of tokens in prompt and answer [1: off]",
+        help="divisor of logits of tokens in prompt and answer; 1: off [generation_config.json's, or 1]",
     )
     for name, what in (("presence", "once"), ("frequency", "per occurrence")):
         group.add_argument(

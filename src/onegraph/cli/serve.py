@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,13 @@ examples:
     -d '{{"model": "smollm2-4bit", "messages": [{{"role": "user", "content": "What is the capital of Japan?"}}]}}'
 
 Any client of OpenAI's API works with base_url http://HOST:PORT/v1 (docs/guides/serve.md). Requests are batched
-continuously. The required packages, and those for JSON schemas, are installed {install("serve", "constraints")}
+continuously. Install the server's packages, and those for JSON schemas,
+{install("serve", "constraints")}
 """
 
 
+LOG = logging.getLogger(__name__)
+LEVELS = "error", "warning", "info", "debug"
 # Seconds after which a thread gives the interpreter up: the engine's asks for it once a step, every 1 to 3 ms, and by
 # default would wait up to 5 for the thread that writes the streams.
 SWITCH = 0.0002
@@ -59,14 +63,15 @@ def add_parser(commands: Any) -> None:
         metavar="[NAME=]MODEL",
         help=f"{MODEL}; NAME: in the API [the last part of MODEL]",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
-    parser.add_argument(
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on [127.0.0.1]")
+    server.add_argument(
         "--port", type=number(int, 0, 65535), default=8000, metavar="N", help="port; 0 for any free one [8000]"
     )
-    parser.add_argument(
+    server.add_argument(
         "--api-key", metavar="KEY", help="key that clients must send [$ONEGRAPH_API_KEY, which `ps` does not show]"
     )
-    parser.add_argument(
+    server.add_argument(
         "--allow-origin",
         type=origin,
         action="append",
@@ -74,7 +79,7 @@ def add_parser(commands: Any) -> None:
         metavar="URL",
         help="origin of web pages that may send requests (CORS); repeatable; '*' for all [none]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--allow-host",
         type=host_name,
         action="append",
@@ -83,73 +88,51 @@ def add_parser(commands: Any) -> None:
         help="additional name in the Host header, for a proxy on this machine; repeatable [IP addresses and localhost; "
         "checked on loopback addresses without an API key]",
     )
-    parser.add_argument(
-        "--served-model-name", type=model_name, metavar="NAME", help="same as NAME=MODEL, for one model"
-    )
-    parser.add_argument(
-        "--max-loaded-models",
-        type=number(int, 1, 1 << 10),
-        default=1,
-        metavar="N",
-        help="maximum number of models in memory; for another one the least recently used is unloaded [1]",
-    )
-    parser.add_argument(
-        "--keep-alive",
-        type=number(float, 0, 1e9, open_low=True),
-        metavar="S",
-        help="seconds without a request after which a model is unloaded [never]",
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
-    )
-    parser.add_argument(
-        "--max-model-len",
-        type=CONTEXT,
-        metavar="N",
-        help="maximum number of tokens of prompt and answer [the model's, at most 4096]",
-    )
-    parser.add_argument(
-        "--kv-cache-tokens",
-        type=number(int, 1, 1 << 30),
-        metavar="N",
-        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
-    )
-    parser.add_argument(
-        "--kv-offloading-size",
-        type=number(float, 0, 1e6, open_low=True),
-        metavar="GIB",
-        help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
-    )
-    parser.add_argument(
+    server.add_argument(
         "--queue",
         type=number(int, 0, 1 << 16),
         default=256,
         metavar="N",
         help="maximum number of waiting requests [256]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--max-body",
         type=number(int, 1, 1 << 30),
         default=4 << 20,
         metavar="N",
         help="maximum bytes of a request body [4 MiB]",
     )
-    parser.add_argument(
+    server.add_argument(
         "--grace",
         type=number(int, 0, 3600),
         default=5,
         metavar="S",
         help="seconds for running requests at shutdown [5]",
     )
-    parser.add_argument(
-        "--prepare",
-        choices=("background", "all", "plain"),
-        default="background",
-        help="step variants to capture at startup: all, or plain ones, without penalties, constraints, min-p and "
-        "log-probabilities; plain captures the others on first use, which delays all requests, background also while "
-        "no request runs [background]",
+    server.add_argument(
+        "--log-level",
+        choices=LEVELS,
+        default="info",
+        help="least severe messages on stderr; debug also has a line per request [info]",
     )
-    parser.add_argument(
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--served-model-name", type=model_name, metavar="NAME", help="same as NAME=MODEL, for one model"
+    )
+    models.add_argument(
+        "--max-loaded-models",
+        type=number(int, 1, 1 << 10),
+        default=1,
+        metavar="N",
+        help="maximum number of models in memory; for another one the least recently used is unloaded [1]",
+    )
+    models.add_argument(
+        "--keep-alive",
+        type=number(float, 0, 1e9, open_low=True),
+        metavar="S",
+        help="seconds without a request after which a model is unloaded [never]",
+    )
+    models.add_argument(
         "--lora-modules",
         type=adapter,
         action="append",
@@ -157,7 +140,36 @@ def add_parser(commands: Any) -> None:
         metavar="NAME=DIRECTORY",
         help="LoRA adapter as peft saves it, which requests choose by NAME as their model; repeatable",
     )
-    add_engine(parser)
+    running = add_engine(parser)
+    running.add_argument(
+        "--max-num-seqs", type=BATCH, default=16, metavar="N", help="maximum number of sequences in a batch [16]"
+    )
+    running.add_argument(
+        "--max-model-len",
+        type=CONTEXT,
+        metavar="N",
+        help="maximum number of tokens of prompt and answer [the model's, at most 4096]",
+    )
+    running.add_argument(
+        "--kv-cache-tokens",
+        type=number(int, 1, 1 << 30),
+        metavar="N",
+        help="number of tokens in the KV cache [max-num-seqs x max-model-len, or what fits the machine]",
+    )
+    running.add_argument(
+        "--kv-offloading-size",
+        type=number(float, 0, 1e6, open_low=True),
+        metavar="GIB",
+        help="GiB of host memory for pages that the prefix cache evicts, which later prompts copy back [none]",
+    )
+    running.add_argument(
+        "--prepare",
+        choices=("background", "all", "plain"),
+        default="background",
+        help="step variants to capture at startup: all, or plain ones, without penalties, constraints, min-p and "
+        "log-probabilities; plain captures the others on first use, which delays all requests, background also while "
+        "no request runs [background]",
+    )
     parser.set_defaults(run=run)
 
 
@@ -240,13 +252,14 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
 
     def load_worker(check: Callable[[], None], announce: Callable[[Memory], None]) -> Worker:
         def on_memory(memory: Memory) -> None:
-            remark(str(memory))
+            LOG.info("%s", memory)
             announce(memory)
 
-        remark(f"loading {path}")
+        LOG.info("loading %s", path)
         with open_model(path) as checkpoint:
             writer = Tokenizer(checkpoint)
-        llm = load(args, path, check, adapters=adapters, **sizes, **place, on_memory=on_memory)
+        quiet = not LOG.isEnabledFor(logging.INFO)
+        llm = load(args, path, check, quiet, adapters=adapters, **sizes, **place, on_memory=on_memory)
         return Worker(llm, writer, queue=args.queue, prepare=args.prepare)
 
     with engine_options(args), open_model(path) as checkpoint:
@@ -254,16 +267,41 @@ def served(args: argparse.Namespace, place: dict[str, Any], name: str, path: str
         plan = plan_load(
             checkpoint, place["device"], dtype=args.dtype, kv_cache_dtype=args.kv_cache_dtype, gpus=gpus,
             adapters={each: Path(folder) for each, folder in adapters.items()}, expert_memory=args.expert_memory,
-            speculative=args.speculative, batch_invariant=args.batch_invariant, **sizes,
+            gpu_memory_utilization=args.gpu_memory_utilization, speculative=args.speculative,
+            batch_invariant=args.batch_invariant, **sizes,
         )  # fmt: skip
     if len(args.models) > 1:
-        remark(f"{name}: {'memory: measured when it is loaded' if plan.memory is None else plan.memory}")
+        LOG.info("%s: %s", name, "memory: measured when it is loaded" if plan.memory is None else plan.memory)
     return Model(
         name, load_worker, max_model_len=plan.max_model_len, limit=args.max_num_seqs + args.queue, adapters=[*adapters]
     )
 
 
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        remark(record.getMessage())
+
+
+@contextlib.contextmanager
+def logged(level: str) -> Iterator[None]:
+    """Messages of this package from `level` on are lines on stderr."""
+    ours, handler = logging.getLogger("onegraph"), _Stderr()
+    before = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
+
+
 def run(args: argparse.Namespace) -> int:
+    with logged(args.log_level):
+        return serve(args)
+
+
+def serve(args: argparse.Namespace) -> int:
     import_engine(args, "tokenizers", "templates")
     try:
         from onegraph.serve.http import bind, listen
@@ -282,22 +320,21 @@ def run(args: argparse.Namespace) -> int:
             [served(args, place, name, path) for name, path in paths.items()],
             most=args.max_loaded_models,
             keep_alive=args.keep_alive,
-            remark=remark,
         )
         host, port = socket.getsockname()[:2]
 
         def ready() -> None:
-            remark(f"serving {', '.join(paths)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            LOG.info("serving %s at http://%s:%d/v1", ", ".join(paths), f"[{host}]" if ":" in host else host, port)
 
         def ending() -> None:
-            with contextlib.suppress(OSError):  # a terminal that went away sent the signal: answers still end in order
-                remark(f"stopping: running requests have {args.grace} s")
+            LOG.info("stopping: running requests have %d s", args.grace)
 
         sys.setswitchinterval(SWITCH)
         guarded = args.allow_host or (key is None and ip_address(host).is_loopback)
         hosts = (*args.allow_host, args.host.lower()) if guarded else None
         settings = Settings(api_key=key, max_body=args.max_body, origins=tuple(args.allow_origin), hosts=hosts)
-        ended_by = listen(socket, found, settings, grace=args.grace, ready=ready, ending=ending)
+        verbose = args.log_level == "debug"
+        ended_by = listen(socket, found, settings, grace=args.grace, ready=ready, ending=ending, verbose=verbose)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more would be raised in what Python does at its end
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt

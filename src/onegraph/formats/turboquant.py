@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onegraph.formats.suggestion import closest, suggestion
 from onegraph.formats.turboquant_layout import BLOCK, VARIANTS, TurboQuantLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
@@ -39,6 +40,7 @@ ROTATIONS = ("hadamard", "qr")
 MODES = ("hybrid", "full", "shadow")
 SCALES = ("norm", "matched", "unbiased")
 DRAFTS = 8  # tokens a row that a decode step may bring; more are a prefill chunk
+_OF_VLLM = {"auto": "exact", "bfloat16": "exact", "float16": "exact", "fp8_e4m3": "fp8"}  # its --kv-cache-dtype
 SHORT = 1024  # tokens from which on codes are worth it on a GPU
 
 # Positive centroids times sqrt(d), ascending; the negative ones mirror them.
@@ -320,11 +322,20 @@ def parse_kv(text: str) -> TurboQuantConfig | None:
         raise ValueError(
             f"kv is {_short(text)}; allowed are exact, turboquant:4, turboquant:k3v4 (any of {_list(BITS)} bits), and "
             "options behind these, like turboquant:4,window=128 (docs/guides/long-context.md, Settings)"
+            + _meant(kind, rest)
         )
     try:
         return _parse_codes(rest)
     except ValueError as error:
         raise ValueError(f"kv: {str(error).removeprefix('turboquant: ')}") from None
+
+
+def _meant(kind: str, rest: str) -> str:
+    """The setting that somebody may mean who wrote `kind`:`rest`, vLLM's names among them."""
+    name = _OF_VLLM.get(kind) or closest(kind.lower(), ("exact", "turboquant"))
+    if name == "turboquant":
+        name += f":{rest if rest and len(rest) <= 40 and rest.isprintable() else 4}"
+    return "" if name is None else f"; did you mean {name}?"
 
 
 def _parse_codes(text: str) -> TurboQuantConfig:
@@ -337,6 +348,7 @@ def _parse_codes(text: str) -> TurboQuantConfig:
         if name not in _OPTIONS or not equals or not value:
             raise ValueError(
                 f"turboquant: option {_short(option)} is not understood; allowed are name=value with {_list(_OPTIONS)}"
+                + suggestion(name, _OPTIONS.keys() - {name})
             )
         if name in found:
             raise ValueError(f"turboquant: option {name} is given twice")

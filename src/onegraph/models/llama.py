@@ -9,7 +9,7 @@ residual, gate-up behind its norm, down behind SwiGLU onto the residual.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -268,30 +268,35 @@ class Llama(nn.Module):
                 f"turboquant: {self.config.model_type} has {what}, which a cache in codes does not know; leave the "
                 "cache in the model's dtype"
             )
-        kv = self.settled(kv)
-        make: Callable[..., AttentionCache | HybridCache]
-        make = partial(attention_cache, self.config, share_of(self.peer), kv, fused=self.fused, fp8=self.fp8_kv)
-        if self.recurrent:
-            make = partial(self._hybrid, make)
         sizes: dict[str, Any] = {"rows": rows, "pages": pages, "page_size": page_size, "pages_per_row": pages_per_row}
-        needed = make(**sizes, dtype=self.dtype, device="meta").nbytes
-        needed += turned_bytes(self.config, kv, self.dtype) // share_of(self.peer).ranks
+        needed, kv = self.cache_bytes(kv, **sizes), self.settled(kv)
         check_cache(needed, self.device, rows=rows, tokens=(pages - 1) * page_size, exact=kv is None)
         if kv is not None:
             for block in self.blocks:
                 if isinstance(block.attention, LatentAttention):
                     block.attention.turn_products(kv.seed)
-        return make(**sizes, dtype=self.dtype, device=self.device)
+        return self._new_cache(kv, self.device, **sizes)
+
+    def cache_bytes(self, kv: TurboQuantConfig | None, **sizes: int) -> int:
+        """Of what `new_cache` makes, whose arguments these are, and of what latents in codes need beside it."""
+        kv = self.settled(kv)
+        turned = turned_bytes(self.config, kv, self.dtype) // share_of(self.peer).ranks
+        return self._new_cache(kv, "meta", **sizes).nbytes + turned
+
+    def _new_cache(
+        self, kv: TurboQuantConfig | None, device: torch.device | str, **sizes: int
+    ) -> AttentionCache | HybridCache:
+        about: dict[str, Any] = {"dtype": self.dtype, "device": device}
+        made = attention_cache(
+            self.config, share_of(self.peer), kv, fused=self.fused, fp8=self.fp8_kv, **sizes, **about
+        )
+        return HybridCache(made, self.recurrent, **about) if self.recurrent else made
 
     @property
     def recurrent(self) -> list[Recurrent]:
         """The layers that do not attend, in order."""
         layers = (getattr(block, "attention", None) for block in self.blocks)
         return [layer for layer in layers if isinstance(layer, Recurrent)]
-
-    def _hybrid(self, make: Callable[..., AttentionCache], **sizes: Any) -> HybridCache:
-        about = {"device": sizes["device"], "dtype": sizes["dtype"]}
-        return HybridCache(make(**sizes), self.recurrent, **about)
 
 
 def attention_cache(

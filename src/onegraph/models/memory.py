@@ -28,6 +28,11 @@ def free_memory(device: torch.device, reserve: int = 0) -> int:
     return max(0, min(free + held - used, allowed - used) - reserve)
 
 
+def gpu_memory(device: torch.device) -> int:
+    """Bytes of memory that the GPU has, whoever uses them."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def free_cache_memory(device: torch.device, reserve: int = 0) -> int:
     """As `free_memory`; on a CPU what the system has. Linux grants more, and its OOM killer then ends the process."""
     if device.type == "cpu" and (free := system_memory()) is not None:
@@ -156,5 +161,5 @@ def check_cache(needed: int, device: torch.device, *, rows: int, tokens: int, ex
         codes = ", or quantize it (kv_cache_dtype 'turboquant:4')" if exact else ""
         raise ValueError(
             f"the cache takes {needed / GB:.2f} GB on {device} ({size}); {free / GB:.2f} GB are free there: take fewer "
-            f"or shorter sequences (max_num_seqs, max_model_len, kv_cache_tokens){codes}"
+            f"or shorter sequences (max_num_seqs, max_model_len, kv_cache_tokens, gpu_memory_utilization){codes}"
         )

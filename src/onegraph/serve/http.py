@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import errno
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -58,12 +60,13 @@ def listen(
     grace: int,
     ready: Callable[[], None],
     ending: Callable[[], None] = lambda: None,
+    verbose: bool = False,
 ) -> signal.Signals:
     """Serve until SIGINT or SIGTERM, which is returned: then no new connections, `grace` seconds for answers that run,
     and the end. Another signal ends the wait for answers, and one more that for them to be sent.
 
-    ready: called once connections are taken. ending: called before it waits for answers that run. Raises ValueError
-    where a step cannot be built.
+    ready: called once connections are taken. ending: called before it waits for answers that run. verbose: log a line
+    per request, and all that uvicorn logs. Raises ValueError where a step cannot be built.
     """
     try:
         models.start()
@@ -77,14 +80,22 @@ def listen(
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD,
         backlog=1,  # connections that asyncio accepts before it handles one: out of files, it would try so many times
-        log_level="error",
-        access_log=False,
+        log_config=_log_config(),
+        log_level="debug" if verbose else "error",
+        access_log=verbose,
         server_header=False,
     )
     listener = _Uvicorn(config, server, grace, ready, ending)
     with _handled(listener.handle_exit):
         listener.run(sockets=[found])
     return listener.told
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's own, with requests on stderr, too."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
 
 
 @contextlib.contextmanager

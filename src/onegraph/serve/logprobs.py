@@ -5,21 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onegraph.serve.text import PARTIAL, TokenText
+from onegraph.api.token_text import PARTIAL, TokenText
 
 
 def chat_logprobs(tokens: Sequence[TokenText]) -> Any:
-    """As a choice of a chat has them: a part of a character is its bytes, as in \\xe2\\x82."""
-
-    def one(told: TokenText) -> Any:
-        text, data = told.text, told.text.encode()
-        if PARTIAL in text and told.data is None:
-            return {"token": text, "logprob": told.logprob, "bytes": None}
-        if told.data is not None:
-            text, data = told.data.decode("utf-8", "backslashreplace"), told.data
-        return {"token": text, "logprob": told.logprob, "bytes": list(data)}
-
-    return {"content": [one(told) | {"top_logprobs": list(map(one, told.top))} for told in tokens]}
+    """As a choice of a chat has them."""
+    return {"content": [told.to_openai() for told in tokens]}
 
 
 def completion_logprobs(tokens: Sequence[TokenText]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from onegraph.serve.errors import ENDING
 from onegraph.serve.prompts import Prompts
 from onegraph.serve.worker import Full, Stopped, Worker
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL = 0.02  # seconds between two looks at whether a model is idle, of which loading it takes many times more
 CLOSE = 5  # seconds that the end of the server waits for a model that is being loaded
@@ -86,18 +88,11 @@ class Models:
     """All models of a server. Except for `start`, its methods are called in the event loop.
 
     most: models that may be loaded at once. keep_alive: seconds without a request after which a model is unloaded; None
-    for never. remark: called with a line when one is unloaded.
+    for never.
     """
 
-    def __init__(
-        self,
-        models: Sequence[Model],
-        *,
-        most: int = 1,
-        keep_alive: float | None = None,
-        remark: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        self.all, self._most, self._keep_alive, self._remark = list(models), most, keep_alive, remark
+    def __init__(self, models: Sequence[Model], *, most: int = 1, keep_alive: float | None = None) -> None:
+        self.all, self._most, self._keep_alive = list(models), most, keep_alive
         self._queue: list[Model] = []  # that requests wait for
         self._ended = False
         self._changing = asyncio.Lock()  # held while models are loaded and unloaded
@@ -274,10 +269,10 @@ class Models:
         except Exception as error:
             text = " ".join(str(error).split())[:500] or type(error).__name__
             why = LoadError(f"the model {model.name!r} could not be loaded: {text}")
+            LOG.error("%s", why)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        self._remark(str(why))
         raise why
 
     async def _unload(self, model: Model) -> None:
@@ -288,7 +283,7 @@ class Models:
         await _in_thread(worker.close)
         await _in_thread(worker.llm.close)
         if not self._ended:
-            self._remark(f"unloaded {model.name}")
+            LOG.info("unloaded %s", model.name)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

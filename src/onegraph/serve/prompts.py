@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from onegraph.api.completion import expand_n
 from onegraph.api.llm import LLM
+from onegraph.api.token_text import PARTIAL
 from onegraph.api.tokenizer import Tokenizer, TooLong
 from onegraph.engine.arguments import ArgumentError
 from onegraph.engine.params import ANSWER, SamplingParams
@@ -23,7 +24,7 @@ from onegraph.engine.sequence import Sequence
 from onegraph.serve.dialect import AnswerForm, Dialect
 from onegraph.serve.errors import ENDING, APIError
 from onegraph.serve.protocol import CompletionRequest
-from onegraph.serve.text import PARTIAL, Echo
+from onegraph.serve.text import Echo
 
 T = TypeVar("T")
 NEIGHBOURS = 8  # tokens in front of one that its text may depend on: parts of a character, a space that is left out

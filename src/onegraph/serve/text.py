@@ -10,29 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from onegraph.api.completion import StopTexts
+from onegraph.api.token_text import TokenText, TokenTexts
 from onegraph.api.tokenizer import TextStream, Tokenizer, advance
 from onegraph.engine.sequence import Sequence as EngineSequence
 from onegraph.formats.files import CheckpointError
 
-PARTIAL = "\ufffd"  # what decoding makes of a part of a character, which has no text of its own
-_Top = Sequence[tuple[int, float]]  # the likeliest tokens and their log-probabilities
-_Scored = tuple[int, float | None, _Top, int]  # a token, its log-probability, the likeliest, its place in the text
 TOGETHER = 8  # tokens of one answer that become text in one call
-
-
-@dataclass(frozen=True)
-class TokenText:
-    """A token, its text alone, its log-probability (None of a prompt's first), and the likeliest in its place. offset:
-    characters of the answer in front of it; parts of one character have the same. data: the bytes of a part of a
-    character, where they are known.
-    """
-
-    token: int
-    text: str
-    logprob: float | None
-    top: tuple[TokenText, ...] = ()
-    offset: int = 0
-    data: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +97,7 @@ class Writer:
 
     def __init__(self, tokenizer: Tokenizer, on_stop: Callable[[Answer], None]) -> None:
         self.tokenizer, self._on_stop = tokenizer, on_stop
-        self._alone: dict[int, tuple[str, bytes | None]] = {}  # see `_learn`
+        self._texts = TokenTexts(tokenizer)
         self._drawn: queue.SimpleQueue[list[tuple[Answer, list[int], bool]] | None] = queue.SimpleQueue()
 
     def put(self, drawn: list[tuple[Answer, list[int], bool]] | None) -> None:
@@ -183,7 +166,7 @@ class Writer:
             return ()
         found = answer.sequence.logprobs[answer.told : answer.told + count]
         answer.told += count
-        return self._texts([(each.token, each.logprob, each.top, answer.written) for each in found])
+        return self._texts.of([(each.token, each.logprob, each.top, answer.written) for each in found])
 
     def _echoed(self, answer: Answer) -> tuple[TokenText, ...]:
         """The prompt's tokens, where the answer begins with them and log-probabilities are asked for."""
@@ -191,30 +174,9 @@ class Writer:
             return ()
         first, *others = zip(answer.sequence.prompt, answer.echo.offsets, strict=True)
         scored = zip(answer.sequence.prompt_logprobs, others, strict=True)
-        return self._texts(
+        return self._texts.of(
             [(first[0], None, (), first[1]), *((each.token, each.logprob, each.top, at) for each, (_, at) in scored)]
         )
-
-    def _texts(self, found: Sequence[_Scored]) -> tuple[TokenText, ...]:
-        self._learn(
-            {i for token, _, top, _ in found for i in (token, *(other for other, _ in top))} - self._alone.keys()
-        )
-
-        def told(token: int, logprob: float | None, top: _Top = (), offset: int = 0) -> TokenText:
-            text, data = self._alone[token]
-            return TokenText(token, text, logprob, tuple(told(*each) for each in top), offset, data)
-
-        return tuple(told(*each) for each in found)
-
-    def _learn(self, tokens: set[int]) -> None:
-        """The text of each token alone, and the bytes of those that are a part of a character."""
-        ids = sorted(tokens)
-        texts = self.tokenizer.decode_all([[i] for i in ids], special=True) if ids else []
-        parts = [i for i, text in zip(ids, texts, strict=True) if PARTIAL in text]
-        data: dict[int, bytes] = {}
-        with contextlib.suppress(CheckpointError):  # the tokenizer's decoder is of another kind
-            data = dict(zip(parts, self.tokenizer.bytes_of(parts) if parts else [], strict=True))
-        self._alone |= {i: (text, data.get(i)) for i, text in zip(ids, texts, strict=True)}
 
 
 def _behind(echo: Echo, echoed: tuple[TokenText, ...], piece: Piece) -> Piece:

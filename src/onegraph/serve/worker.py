@@ -200,6 +200,8 @@ class Worker:
                     self._dispatch_tokens(scheduler.step())
         except Exception as error:  # a device, or a bug: what the sequences had computed is lost
             why = f"the engine failed, restart the server: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            if self._ready.is_set():  # otherwise it is the error of starting
+                LOG.error("%s", why)
         self._scheduler = None  # a closed worker keeps no cache
         with self._lock:
             self.failure = why
