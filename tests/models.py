@@ -411,12 +411,57 @@ VARIANTS |= {
         | {"mamba_n_heads": 6},
     ),
 }
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
+VARIANTS |= {
+    "glm4_moe_lite": (
+        "Glm4MoeLite", {k: v for k, v in _MLA.items() if k != "first_k_dense_replace"} | {"n_routed_experts": 7}
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {k: v for k, v in _MLA.items() if k not in ("n_group", "topk_group", "num_mtp_layers")}
+        | {"n_routed_experts": 7, "q_lora_rank": None, "routed_scaling_factor": 1.0, "norm_topk_prob": False},
+    ),
+    "youtu": (
+        "Youtu",
+        {k: _MLA[k] for k in ("num_key_value_heads", "q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    ),
+    "dots1": (
+        "Dots1",
+        _EXPERTS | {
+            "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+            "sliding_window": 11, "max_window_layers": 2, "attention_bias": True,
+        },
+    ),
+    "solar_open": ("SolarOpen", _EXPERTS | {"n_routed_experts": 7, "n_shared_experts": 1}),
+    "hy_v3": (
+        "HYV3",
+        {
+            "num_experts": 7, "num_experts_per_tok": 3, "num_shared_experts": 2, "moe_intermediate_size": 24,
+            "router_scaling_factor": 1.7,
+        },
+    ),
+    "exaone4": ("Exaone4", {"sliding_window": 11, "layer_types": _PATTERN}),
+    "exaone4_full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone_moe": (
+        "ExaoneMoe",
+        _EXPERTS | {"num_experts": 8, "num_shared_experts": 1, "sliding_window": 11, "layer_types": _PATTERN},
+    ),
+    "seed_oss": ("SeedOss", {"attention_out_bias": False, "mlp_bias": True, "residual_dropout": 0.0}),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+}  # fmt: skip
+RELATIVES = ["glm4_moe_lite", "deepseek_v2", "youtu", "dots1", "solar_open", "hy_v3", "exaone4", "exaone4_full"]
+RELATIVES += ["exaone_moe", "seed_oss", "arcee"]
 HYBRIDS = ["lfm2", "lfm2_bias", "qwen3_5", "qwen3_5_three", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "olmo_hybrid"]
 HYBRIDS += ["kimi_linear", "nemotron_h", "granite4_moe", "granite4_h"]
 # One variant of each family beyond Llama's nearest relatives.
 FAMILIES = ["gemma2", "gemma3", "gemma4", "gemma4_moe", "gemma4_e", "glm4_moe_groups", "qwen2_moe", "olmoe", "olmo2"]
 FAMILIES += ["phi3", "granite", "ministral3", "olmo3", "minimax_m2", "deepseek_v3", "mistral4", "glm_moe_dsa"]
 FAMILIES += ["granitemoe", "granitemoeshared", "granite4"]
+FAMILIES += ["exaone4", "arcee"]
 
 
 def hf_config(variant: str, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import SIZES, VARIANTS, Decoder, hf_config, hf_model, save_e8p, save_hf
+from models import RELATIVES, SIZES, VARIANTS, Decoder, hf_config, hf_model, save_e8p, save_hf
 from onegraph.api.plan import plan
 from onegraph.engine.ab import components_of, in_nvfp4
 from onegraph.formats.checkpoint import Checkpoint, CheckpointError, write_checkpoint
@@ -54,6 +54,7 @@ NEW = [
     "granitemoe",
     "granitemoeshared",
     "granite4_moe",
+    *RELATIVES,
 ]
 
 
@@ -93,9 +94,22 @@ IDLE = {
     "full_attn_idxs": {"lfm2_bias"},  # layer_types says the same
     "block_ffn_dim_multiplier": {"lfm2_bias"},  # block_auto_adjust_ff_dim is off
     "block_multiple_of": {"lfm2_bias"},
-    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa", "kimi_linear"},  # mlp_layer_types says which layers
+    # mlp_layer_types says which layers
+    "first_k_dense_replace": {"deepseek_v32", "glm_moe_dsa", "kimi_linear", "exaone_moe"},
+    "sliding_window_pattern": {"exaone4", "exaone4_full", "exaone_moe"},  # layer_types says which layers
+    "n_group": {"deepseek_v2"},  # experts are chosen among all
+    "topk_group": {"deepseek_v2"},
+    "enable_moe_fp32_combine": {"hy_v3"},  # of rounding alone
     # transformers overwrites it in kimi_linear; elsewhere it may be either size of a latent head's parts, or their sum
-    "head_dim": {"kimi_linear", "deepseek_v3", "deepseek_v3_plain", "deepseek_v32", "glm_moe_dsa"},
+    "head_dim": {
+        "kimi_linear",
+        "deepseek_v3",
+        "deepseek_v3_plain",
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "deepseek_v2",
+        "youtu",
+    },
     **{
         key: {"nemotron_h"}
         for key in (
@@ -188,6 +202,13 @@ def refused(config: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(
     ("variant", "change", "message"),
     [
+        ("hy_v3", {"expert_hidden_dim": 25}, "moe_intermediate_size is 24 and, by another name, 25"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy"},
+            "topk_method is 'group_limited_greedy'; supported: gre",
+        ),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; supported: gelu_pytorch"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; this feature is not"),
@@ -272,19 +293,23 @@ def test_a_window_may_be_told_twice() -> None:
         LlamaConfig.from_dict(gemma | {"sliding_window_size": 512})
 
 
+DOTS = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+
+
 def test_defaults_are_those_of_transformers() -> None:
     """What a config.json leaves out is what the transformers class of the family would take."""
     import transformers
 
     left_out = ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "head_dim")
-    given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 16, "hidden_size": 4096}
+    given = {k: v for k, v in SIZES.items() if k not in left_out} | {"num_attention_heads": 32, "hidden_size": 4096}
     given["num_hidden_layers"] = 5  # of which hybrids have one that attends
     for variant in NEW:
         latent = FAMILIES[getattr(transformers, f"{VARIANTS[variant][0]}Config").model_type].latent
-        more = {"num_key_value_heads": 16} if latent else {}  # whose default is a number of its own
-        kinds = {"layer_types": ["attention"] + ["mamba"] * 4} if variant == "granite4_moe" else {}  # none attends else
-        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more, **kinds)
-        ours = LlamaConfig.from_dict(given | kinds | {"model_type": theirs.model_type})
+        more = {"num_key_value_heads": 32} if latent else {}  # whose default is a number of its own
+        more |= {"deepseek_v2": {"num_experts_per_tok": 6}, "dots1": DOTS}.get(variant, {})  # None by default
+        more |= {"layer_types": ["attention"] + ["mamba"] * 4} if variant == "granite4_moe" else {}  # none attends else
+        theirs = getattr(transformers, f"{VARIANTS[variant][0]}Config")(**given, **more)
+        ours = LlamaConfig.from_dict(given | more | {"model_type": theirs.model_type})
         whole = LlamaConfig.from_dict(json.loads(theirs.to_json_string(use_diff=False)))
         assert dataclasses.replace(ours, drafts=whole.drafts) == whole, variant
 

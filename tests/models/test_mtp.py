@@ -28,7 +28,7 @@ from onegraph.ops.registry import reference_ops
 from test_speculate import round_inputs
 
 QWEN = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
-BEHIND = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # a layer behind the last
+BEHIND = ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]  # a layer behind the last
 VARIANTS = [*QWEN, *BEHIND, "nemotron_h"]
 # Of families with more layers than kinds of them.
 LESS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from onegraph.quant.layer import dequantize
 from onegraph.quant.quantize import quantize as quantize_blocks
 from onegraph.quant.recipe import Recipe
 
-VARIANTS = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "olmoe", "granitemoe", "granitemoeshared")
+VARIANTS = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "glm4_moe", "olmoe", "hy_v3", "granitemoe")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}
 WORDS = 131
@@ -66,8 +66,9 @@ def decoded_into(hf: Any, path: Path, variant: str, bits: int) -> Any:
     """The transformers model with every weight in codes replaced by what they stand for."""
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         for layer in {name.removesuffix(".codes") for name in checkpoint.names if name.endswith(".codes")}:
-            inner = "block_sparse_moe" if variant.startswith("granite") else "mlp"
-            target = layer.replace("block_sparse_moe", inner).replace("backbone.", "model.")
+            target = layer.replace("backbone.", "model.")
+            if not variant.startswith("granite"):
+                target = target.replace("block_sparse_moe", "mlp").replace("shared_mlp", "shared_experts")
             if ".experts." not in layer:
                 fields = {
                     n: checkpoint.tensor(f"{layer}.{n}")

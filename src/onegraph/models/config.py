@@ -3,6 +3,7 @@
 Meaning and defaults of the fields are transformers' own (5.17), which is the oracle of the tests.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -103,8 +104,10 @@ class LlamaConfig:
         _refuse_missing(config)
         family = config.get("model_type")
         if not isinstance(family, str) or family not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise ValueError(f"model_type {short(family)} is not supported; supported: {known}")
+            near = difflib.get_close_matches(str(family), FAMILIES)
+            known = f"docs/reference/models.md lists the {len(FAMILIES)} that are"
+            known += f"; nearest: {', '.join(near)}" if near else ""
+            raise ValueError(f"model_type {short(family)} is not supported; {known}")
         traits = FAMILIES[family]
         fields = Fields(traits.keys(config), traits.defaults)
         layers = fields.integer("num_hidden_layers", high=4096)
@@ -118,7 +121,7 @@ class LlamaConfig:
         vocab = fields.integer("vocab_size", high=2**24)
         fields.check_fixed(traits.fixed)
         fields.read(*traits.idle)
-        _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "silu")
+        _check_activation(fields, "gelu_pytorch_tanh" if traits.gelu else "relu2" if traits.relu2 else "silu")
         if traits.head_norm is True and fields.get("use_qk_norm") is not None and not fields.flag("use_qk_norm"):
             raise ValueError(f"use_qk_norm is False; {family} norms each head of q and k, whatever its config says")
 
@@ -523,7 +526,7 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
-    if traits.rope == "never" or (traits.rope == "chosen" and not _rotates(fields)):
+    if traits.rope == "never":
         return (None,) * layers
     if all(config.get(key) is None for key in ROPE_KEYS[:2]) and "rope_parameters" in traits.defaults:
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
@@ -552,9 +555,9 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     if traits.rope == "given" and isinstance(said, Mapping) and said.get("rope_theta", 0) is None:
         parse({"rope_parameters": said}, theta)  # the other keys are checked all the same
         return (None,) * layers
-    if family == "smollm3":
+    if traits.rotates is not None:
         rope = parse(config, theta)
-        return tuple(rope if turns else None for turns in windows.rotated(fields, layers))
+        return tuple(rope if turns else None for turns in traits.rotates(fields, layers))
     if not traits.two_ropes:
         return (parse(config, theta),) * layers
     key = LOCAL if LOCAL in traits.defaults else "rope_theta"
@@ -562,14 +565,6 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     local, whole = _two(config, key)
     near, far = parse(local, traits.defaults[key]), parse(whole, theta)
     return tuple(near if window else far for window in traits.windows(fields, layers))
-
-
-def _rotates(fields: Fields) -> bool:
-    """Whether attention rotates, by position_embedding_type."""
-    kind = fields.get("position_embedding_type")
-    if kind not in (None, "nope", "rope"):
-        raise ValueError(f"position_embedding_type is {short(kind)}; supported: rope, nope")
-    return bool(kind == "rope")
 
 
 def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:

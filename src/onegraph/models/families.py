@@ -119,8 +119,8 @@ class ArchSpec:
         single: a block is an MLP (`mixers.NoMixer`), or attention or a recurrent layer without one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
-        rope: whether attention rotates: always, never, unless rope_theta is null in the config (given), or where its
-            position_embedding_type is rope (chosen).
+        rope: whether attention rotates: always, never, or unless rope_theta is null in the config. rotates: (fields,
+            layers) -> which layers do, None where all do or none.
         two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
         latent: attention is `models.latent.Latent`.
         fixed: keys with the values that they may have. idle: keys that change nothing here.
@@ -156,7 +156,8 @@ class ArchSpec:
     single: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
-    rope: Literal["always", "never", "given", "chosen"] = "always"
+    rope: Literal["always", "never", "given"] = "always"
+    rotates: Callable[[Fields, int], tuple[bool, ...]] | None = None
     two_ropes: bool = False
     query_scaling: bool = False
     mrope: bool = False
@@ -250,6 +251,10 @@ _GRANITE_STACKS = tuple(
     )
 )  # fmt: skip
 _BIASED: dict[str, Any] = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
+_EXAONE: dict[str, Any] = {
+    "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}  # fmt: skip
 
 # Known, and refused: the model_type and the part that is not built.
 MISSING = {
@@ -261,7 +266,6 @@ MISSING = {
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"), "query-selected sparse attention, hyper-connections and an n-gram embedding"
     ),
-    "deepseek_v2": "experts chosen by softmax in groups",
     "mamba2": "Mamba-2 layers",
     **dict.fromkeys(("bamba", "falcon_h1"), "Mamba-2 layers beside attention"),
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and a temperature by position"),
@@ -295,6 +299,7 @@ FAMILIES: dict[str, ArchSpec] = {
             "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2e6,
         },
         windows=windows.unrotated,
+        rotates=windows.rotated,
         mlp_bias="mlp_bias",
         **_BIASED,
     ),
@@ -433,7 +438,7 @@ FAMILIES: dict[str, ArchSpec] = {
         },
         windows=windows.beside_mixers,
         multipliers=True,
-        rope="chosen",
+        rotates=windows.chosen,
         names=_SHARED_MLP,
         inner="shared_intermediate_size",
         mixers=mixers.mamba,
@@ -627,6 +632,109 @@ FAMILIES: dict[str, ArchSpec] = {
             (r"^model\.embeddings\b", "model.embed_tokens"),
             (r"^model\.norm_f\b", "model.norm"),
         ),
+        **_BIASED,
+    ),
+    "glm4_moe_lite": ArchSpec(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+            "v_head_dim": 256, "moe_intermediate_size": 1536, "num_experts_per_tok": 4, "n_routed_experts": 64,
+            "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+        },
+        **_LATENT,
+    ),
+    "deepseek_v2": ArchSpec(
+        defaults=_DEEPSEEK_V3 | {
+            "max_position_embeddings": 2048, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+            "n_routed_experts": 64, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "norm_topk_prob": False,
+            "num_nextn_predict_layers": 0,
+        },
+        latent=True,
+        # Others multiply the weights that they chose in groups by a factor.
+        fixed={
+            "topk_method": ("greedy",), "scoring_func": ("softmax",), "routed_scaling_factor": (1,),
+            "norm_topk_prob": (False,), "moe_layer_freq": (1,), "num_nextn_predict_layers": (0,),
+        },
+        idle=("n_group", "topk_group", "ep_size", "seq_aux", "aux_loss_alpha"),
+    ),
+    "youtu": ArchSpec(
+        defaults={
+            "num_key_value_heads": 16, "max_position_embeddings": 131072, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True,
+            "tie_word_embeddings": True,
+        },
+        latent=True,
+    ),
+    "dots1": ArchSpec(
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 2048, "sliding_window": 4096, "max_window_layers": 62,
+            "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 0, "norm_topk_prob": False,
+        },
+        windows=windows.above,
+        head_norm=True,
+        fixed={"scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        **_BIASED,
+    ),
+    "solar_open": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 10944, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "moe_intermediate_size": 1280, "num_experts_per_tok": 8,
+            "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+            "topk_group": 1, "norm_topk_prob": True,
+        },
+        qkv_bias="attention_bias",
+        partial=1.0,
+    ),
+    "hy_v3": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0, "num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1,
+            "moe_intermediate_size": 1536, "router_scaling_factor": 2.826, "first_k_dense_replace": 1,
+            "mlp_layer_types": None, "num_nextn_predict_layers": 0,
+        },
+        head_norm=True,
+        mlp_bias="mlp_bias",
+        keys=keys.hy_v3,
+        fixed={
+            "qk_norm": (True,), "route_norm": (True,), "moe_router_use_sigmoid": (True,),
+            "moe_router_enable_expert_bias": (True,),
+        },
+        idle=("enable_moe_fp32_combine",),
+        renames=(
+            (r"\.mlp\.router\.gate\.", ".mlp.gate."),
+            (r"\.mlp\.expert_bias\b", ".mlp.e_score_correction_bias"),
+            (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+        ),
+        **_BIASED,
+    ),
+    "exaone4": ArchSpec(
+        defaults=_EXAONE, windows=windows.exaone, rotates=windows.in_windows, norms=AFTER, head_norm=True
+    ),
+    "exaone_moe": ArchSpec(
+        defaults=_EXAONE | {
+            "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8, "num_shared_experts": 1,
+            "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "mlp_layer_types": None, "num_nextn_predict_layers": 0,
+        },
+        windows=windows.exaone,
+        rotates=windows.in_windows,
+        head_norm=True,
+        fixed={"scoring_func": ("sigmoid",)},
+    ),
+    "seed_oss": ArchSpec(
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
+        },
+        qkv_bias="attention_bias",
+        out_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "arcee": ArchSpec(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        relu2=True,
+        names=Names(gate_up=("mlp.up_proj",)),
+        mlp_bias="mlp_bias",
         **_BIASED,
     ),
     "qwen2_vl_text": ArchSpec(defaults=_QWEN2_VL, windows=windows.upper, qkv_bias=True, mrope=True),

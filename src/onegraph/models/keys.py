@@ -59,6 +59,11 @@ def kimi_linear(config: Config) -> Config:
     return found
 
 
+def hy_v3(config: Config) -> Config:
+    """The published key of the experts' size, and that of transformers."""
+    return _renamed(config, expert_hidden_dim="moe_intermediate_size")
+
+
 _BLOCKS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 _FORMER = {"mamba": LINEAR, "attention": FULL}  # names of kinds before transformers 5
 

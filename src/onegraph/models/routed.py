@@ -8,8 +8,8 @@ has whatever `onegraph quantize` wrote in E8P: `gate_up_proj` and `down_proj` be
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,59 +20,13 @@ from onegraph.models.parts import Component, Stack
 from onegraph.ops.activation import Gate, GeGLU, ReLU2, SwiGLU, parts_of
 from onegraph.ops.route import check_groups
 
-# Names within a block: the router; then gate, up and down of expert {} (Nemotron-H: up and down), or gate-up and down
-# of all in one (gpt-oss).
-_USUAL = ("mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
-_NAMES = {
-    "qwen3_moe": _USUAL,
-    "qwen2_moe": _USUAL,
-    "olmoe": _USUAL,
-    "glm4_moe": _USUAL,
-    "deepseek_v3": _USUAL,
-    "kimi_k2": _USUAL,
-    "mistral4": _USUAL,
-    "deepseek_v32": _USUAL,
-    "glm_moe_dsa": _USUAL,
-    "qwen3_vl_moe_text": _USUAL,
-    "mixtral": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
-    "minimax_m2": ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
-    "gpt_oss": ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    "qwen3_5_moe_text": _USUAL,
-    "qwen3_next": _USUAL,
-    "lfm2_moe": ("feed_forward.gate", *(f"feed_forward.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
-    "kimi_linear": ("mlp.gate", *(f"mlp.experts.{{}}.{name}" for name in ("w1", "w3", "w2"))),
-    "nemotron_h": ("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
-    "gemma4_text": ("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
-}
-_GRANITE = "granitemoe", "granitemoeshared", "granitemoehybrid"
-_NAMES |= dict.fromkeys(
-    _GRANITE,
-    ("block_sparse_moe.router", *(f"block_sparse_moe.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
-)
 # Norms of a block whose MLP and experts stand beside each other: behind either, and in front of the experts.
 BESIDE_NORMS = "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
 ROUTED_IN = "pre_feedforward_layernorm_2"
 _NOTHING: Any = ()  # no file is asked which format a stack has: only its quantization_config is
 _GPT_OSS_ALPHA, _GPT_OSS_SHIFT = 1.702, 1.0  # in no config.json
 _CORRECTION = "e_score_correction_bias"
-_COUNTS = ("num_experts", "num_local_experts")  # keys that say how many experts a layer has; GLM has one more
-# whose configs have the keys of DeepSeek's
-_DEEPSEEK = "glm4_moe", "deepseek_v3", "kimi_k2", "mistral4", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h"
-_GATED = "qwen2_moe", "qwen3_5_moe_text", "qwen3_next"  # whose shared expert has a gate
-_SHARED = dict.fromkeys(_GATED, "mlp.shared_expert") | dict.fromkeys(_DEEPSEEK, "mlp.shared_experts")
-_SHARED |= {"nemotron_h": "mixer.shared_experts"}
 _LATENT = "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"  # around routed experts of a size of their own
-# decoder_sparse_step and mlp_only_layers say which layers have experts
-_SPARSE = "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"
-_OWN_SIZE = (
-    *_SPARSE,
-    "qwen3_5_moe_text",
-    "gemma4_text",
-    "lfm2_moe",
-    *_DEEPSEEK,
-)  # whose experts have a size of their own
-# whose config says whether weights are normalised; in others they are
-_ASKED = "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "lfm2_moe", *_DEEPSEEK
 
 
 class Sigmoid(NamedTuple):
@@ -83,13 +37,16 @@ class Sigmoid(NamedTuple):
     scale: float
 
 
+Scores = Callable[[Fields, int, int], Sigmoid | None]
+
+
 class Shared(NamedTuple):
     """An expert that every token uses: its name within a block, its width, whether a token's sigmoid scales it, and how
     it calls gate and up, or up alone, or one linear of both; and down."""
 
     name: str
     size: int
-    gated: bool
+    gated: bool = False
     front: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
 
@@ -136,56 +93,34 @@ class Routed:
     @classmethod
     def parse(cls, family: str, fields: Fields, layers: int) -> Routed | None:
         """None for a family without experts. Raises ValueError for what makes no sense."""
-        if family not in _NAMES:
+        kind = KINDS.get(family)
+        if kind is None:
             return None
-        beside = family == "gemma4_text"
-        if beside and not fields.flag("enable_moe_block"):
-            fields.read("num_experts", "top_k_experts", "moe_intermediate_size")
+        sparse = kind.layers(fields, layers)
+        if kind.idle and not any(sparse):
+            fields.read(*kind.idle)
             return None
-        if family == "granitemoehybrid" and fields.get("num_local_experts") == 0:
-            fields.read("num_experts_per_tok", "intermediate_size")
-            return None
-        count, glm = _count(family, fields), family in _DEEPSEEK
-        top_k = fields.integer("top_k_experts" if beside else "num_experts_per_tok", high=count)
-        gate: Gate = GeGLU() if beside else ReLU2() if family == "nemotron_h" else SwiGLU()
-        if family == "gpt_oss":
-            limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
-            gate = SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
-            fields.read("experts_per_token", "initial_context_length")  # what the others say already
-        sparse = (True,) * layers
-        if family in _SPARSE:
-            sparse = _sparse(fields, layers)
-        elif family == "nemotron_h":
-            kinds = fields.get("layers_block_type")
-            sparse = tuple(kind == "moe" for kind in kinds) if isinstance(kinds, list) else sparse
-            if not any(sparse):
-                fields.read("moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
-                fields.read("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob")
-                return None
-        elif glm or family == "lfm2_moe":
-            dense = fields.integer("first_k_dense_replace" if glm else "num_dense_layers", low=0, high=4096)
-            sparse = tuple(i >= dense for i in range(layers))
-            if "mlp_layer_types" in fields.defaults and (kinds := fields.get("mlp_layer_types")) is not None:
-                sparse = _listed(kinds, layers)
+        count = _count(kind.count, fields)
+        top_k = fields.integer(kind.top_k, high=count)
         return cls(
             family=family,
             layers=sparse,
             count=count,
-            size=fields.integer("moe_intermediate_size" if family in _OWN_SIZE else "intermediate_size", high=2**22),
+            size=fields.integer(kind.size, high=2**22),
             top_k=top_k,
-            normalise=fields.flag("norm_topk_prob") if family in _ASKED else True,
-            gate=gate,
-            fused=family == "gpt_oss",
-            sigmoid=_sigmoid(family, fields, count, top_k),
-            shared=_shared(family, fields),
-            beside=beside,
-            latent=_latent_size(fields) if family == "nemotron_h" else 0,
+            normalise=fields.flag("norm_topk_prob") if kind.asked else True,
+            gate=kind.gate(fields),
+            fused=kind.fused,
+            sigmoid=kind.scores(fields, count, top_k),
+            shared=kind.shared(fields),
+            beside=kind.beside,
+            latent=kind.latent(fields),
         )
 
     @property
     def router(self) -> str:
         """Its name within a block."""
-        return _NAMES[self.family][0]
+        return KINDS[self.family].names[0]
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -196,10 +131,7 @@ class Routed:
     @property
     def correction(self) -> str:
         """Within a block, the bias of each expert's choice, where they are scored by sigmoid."""
-        if self.family == "lfm2_moe":
-            return "feed_forward.expert_bias"
-        owner = self.router.rpartition(".")[0] if self.family == "minimax_m2" else self.router
-        return f"{owner}.{_CORRECTION}"
+        return KINDS[self.family].correction or f"{self.router}.{_CORRECTION}"
 
     @property
     def transposed(self) -> bool:
@@ -210,7 +142,7 @@ class Routed:
     def whole(self) -> tuple[str, str]:
         """Within a block, gate-up and down of all experts, where they are one tensor each."""
         gate_up, down = STACKS if self.parts == 2 else ("up_proj", STACKS[1])
-        above = _NAMES[self.family][1].removesuffix(f".{gate_up}").partition(".{}")[0]
+        above = KINDS[self.family].names[1].removesuffix(f".{gate_up}").partition(".{}")[0]
         return f"{above}.{gate_up}", f"{above}.{down}"
 
     @property
@@ -237,7 +169,7 @@ class Routed:
 
     def names(self, expert: int) -> tuple[str, ...]:
         """Gate and up, or up alone, and down of one of them."""
-        return tuple(name.format(expert) for name in _NAMES[self.family][1:])
+        return tuple(name.format(expert) for name in KINDS[self.family].names[1:])
 
     def linears(self, hidden: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
         """Name within a block and size of experts that are not stacked: they may be in any format."""
@@ -291,7 +223,7 @@ class Routed:
 
     @property
     def components(self) -> dict[str, Component]:
-        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in _NAMES[self.family])
+        router, *experts = (name.replace(".", r"\.").replace(r"{}", r"\d+") for name in KINDS[self.family].names)
         stacked = () if self.fused else (re.escape(name) for name in self.whole)
         found = {
             "router": Component(("blocks.*.mlp.gate",), f"{router}$"),
@@ -306,11 +238,10 @@ class Routed:
 @cache
 def _patterns(family: str) -> tuple[re.Pattern[str], ...]:
     """Of the names of an expert's linears within a block."""
-    return tuple(re.compile(re.escape(name).replace(r"\{\}", r"\d+")) for name in _NAMES[family][1:])
+    return tuple(re.compile(re.escape(name).replace(r"\{\}", r"\d+")) for name in KINDS[family].names[1:])
 
 
-def _count(family: str, fields: Fields) -> int:
-    keys = ("n_routed_experts", *_COUNTS) if family in _DEEPSEEK else _COUNTS
+def _count(keys: tuple[str, ...], fields: Fields) -> int:
     given = [key for key in keys if fields.get(key) is not None]
     counts = {fields.integer(key, high=65536) for key in given}
     if len(counts) != 1:
@@ -319,49 +250,230 @@ def _count(family: str, fields: Fields) -> int:
     return counts.pop()
 
 
-def _latent_size(fields: Fields) -> int:
-    return 0 if fields.get("moe_latent_size") is None else fields.integer("moe_latent_size", high=2**18)
+# ---------------------------------------------------------------------------------------------- which layers have them
 
 
-def _sigmoid(family: str, fields: Fields, count: int, top_k: int) -> Sigmoid | None:
-    if family in ("minimax_m2", "lfm2_moe"):
-        key = "routed_scaling_factor"
-        return Sigmoid(1, 1, 1.0 if family == "minimax_m2" else fields.number(key, low=1e-6, high=1e6))
-    if family not in _DEEPSEEK or family == "mistral4":
-        return None
-    groups, top_groups = (fields.integer(key, high=count) for key in ("n_group", "topk_group"))
-    check_groups("n_group and topk_group", count, top_k, groups, top_groups)
-    return Sigmoid(groups, top_groups, fields.number("routed_scaling_factor", low=1e-6, high=1e6))
+def _all(fields: Fields, layers: int) -> tuple[bool, ...]:
+    return (True,) * layers
 
 
-def _shared(family: str, fields: Fields) -> Shared | None:
-    if family == "gemma4_text":
-        return Shared("mlp", fields.integer("intermediate_size", high=2**22), False)
-    if family in _GATED:
-        return Shared(_SHARED[family], fields.integer("shared_expert_intermediate_size", high=2**22), True)
-    if family == "nemotron_h":
-        size = fields.integer("moe_shared_expert_intermediate_size", high=2**22)
-        return Shared(_SHARED[family], size, False, front=("up_proj",))
-    if family in _GRANITE[1:]:
-        size = fields.integer("shared_intermediate_size", low=family == "granitemoehybrid", high=2**22)
-        return Shared("shared_mlp", size, False, ("input_linear",), "output_linear") if size else None
-    if family in _DEEPSEEK:
-        size = fields.integer("n_shared_experts", high=4096) * fields.integer("moe_intermediate_size", high=2**22)
-        return Shared(_SHARED[family], size, False)
-    return None
-
-
-def _listed(kinds: object, layers: int) -> tuple[bool, ...]:
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list dense or sparse for each of {layers} layers")
-    return tuple(kind == "sparse" for kind in kinds)
-
-
-def _sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Qwen-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name has experts."""
+def _stepped(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Qwen-MoE: every `decoder_sparse_step`th layer that `mlp_only_layers` does not name."""
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise ValueError(f"mlp_only_layers is {dense!r}; it must list the numbers of layers")
     step = fields.integer("decoder_sparse_step", high=4096)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+
+
+def _behind(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """All behind the first `first_k_dense_replace`, or as `mlp_layer_types` says where the family has that key."""
+    dense = fields.integer("first_k_dense_replace", low=0, high=4096)
+    if "mlp_layer_types" not in fields.defaults or (kinds := fields.get("mlp_layer_types")) is None:
+        return tuple(i >= dense for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ValueError(f"mlp_layer_types is {short(kinds)}; it must list dense or sparse for each of {layers} layers")
+    return tuple(kind == "sparse" for kind in kinds)
+
+
+def _behind_lfm2(fields: Fields, layers: int) -> tuple[bool, ...]:
+    dense = fields.integer("num_dense_layers", low=0, high=4096)
+    return tuple(i >= dense for i in range(layers))
+
+
+def _blocks(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Nemotron-H: the blocks that layers_block_type calls moe."""
+    kinds = fields.get("layers_block_type")
+    return tuple(kind == "moe" for kind in kinds) if isinstance(kinds, list) else (True,) * layers
+
+
+def _if_counted(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Granite 4: all, unless num_local_experts is 0."""
+    return (fields.get("num_local_experts") != 0,) * layers
+
+
+def _if_enabled(fields: Fields, layers: int) -> tuple[bool, ...]:
+    return (fields.flag("enable_moe_block"),) * layers
+
+
+# -------------------------------------------------------------------------------------------------- how tokens choose
+
+
+def _by_softmax(fields: Fields, count: int, top_k: int) -> Sigmoid | None:
+    return None
+
+
+def _by_sigmoid(scale: str | None) -> Scores:
+    """Without groups; `scale`: the key of what the weights are multiplied by."""
+    return lambda fields, count, top_k: Sigmoid(1, 1, fields.number(scale, low=1e-6, high=1e6) if scale else 1.0)
+
+
+def _in_groups(fields: Fields, count: int, top_k: int) -> Sigmoid | None:
+    groups, top_groups = (fields.integer(key, high=count) for key in ("n_group", "topk_group"))
+    check_groups("n_group and topk_group", count, top_k, groups, top_groups)
+    return Sigmoid(groups, top_groups, fields.number("routed_scaling_factor", low=1e-6, high=1e6))
+
+
+# ------------------------------------------------------------------------------------------------- beside, in between
+
+
+def _no_shared(fields: Fields) -> Shared | None:
+    return None
+
+
+def _gated(fields: Fields) -> Shared | None:
+    return Shared("mlp.shared_expert", fields.integer("shared_expert_intermediate_size", high=2**22), True)
+
+
+def _several(key: str) -> Callable[[Fields], Shared | None]:
+    """As many experts of the routed ones' size as `key` says, which are one."""
+    return lambda fields: Shared(
+        "mlp.shared_experts",
+        fields.integer(key, high=4096) * fields.integer("moe_intermediate_size", high=2**22),
+    )
+
+
+def _shared_mlp(low: int) -> Callable[[Fields], Shared | None]:
+    """Granite's, of `low` hidden units at least; 0: there is none."""
+
+    def shared(fields: Fields) -> Shared | None:
+        size = fields.integer("shared_intermediate_size", low=low, high=2**22)
+        return Shared("shared_mlp", size, front=("input_linear",), down="output_linear") if size else None
+
+    return shared
+
+
+def _clamped(fields: Fields) -> Gate:
+    limit = fields.number("swiglu_limit", low=1e-6, high=1e9)
+    fields.read("experts_per_token", "initial_context_length")  # what the others say already
+    return SwiGLU(limit, _GPT_OSS_ALPHA, _GPT_OSS_SHIFT)
+
+
+def _latent_size(fields: Fields) -> int:
+    return 0 if fields.get("moe_latent_size") is None else fields.integer("moe_latent_size", high=2**18)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a family's config.json and files say what its experts are.
+
+    Args:
+        names: within a block: the router; then gate, up and down of expert {} (Nemotron-H: up and down), or gate-up and
+            down of all in one (gpt-oss).
+        count: keys of which one or several say how many experts a layer has. top_k, size: the keys of these.
+        layers: (fields, layers) -> which layers have experts. idle: keys that mean nothing where none has.
+        asked: norm_topk_prob says whether weights are normalised; else they are.
+        scores: (fields, experts, top_k) -> how tokens choose where it is not by softmax. correction: within a block,
+            the bias of each expert's choice, where that is not the router's.
+        gate, shared, latent, fused, beside: see `Routed`.
+    """
+
+    names: tuple[str, ...] = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
+    top_k: str = "num_experts_per_tok"
+    size: str = "moe_intermediate_size"
+    layers: Callable[[Fields, int], tuple[bool, ...]] = _all
+    idle: tuple[str, ...] = ()
+    asked: bool = False
+    scores: Scores = _by_softmax
+    correction: str = ""
+    gate: Callable[[Fields], Gate] = lambda fields: SwiGLU()
+    shared: Callable[[Fields], Shared | None] = _no_shared
+    latent: Callable[[Fields], int] = lambda fields: 0
+    fused: bool = False
+    beside: bool = False
+
+
+_W = "w1", "w3", "w2"
+_MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in _W))
+_GRANITE = Kind(
+    names=(
+        "block_sparse_moe.router",
+        *(f"block_sparse_moe.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
+    ),
+    size="intermediate_size",
+)
+_ROUTED = "n_routed_experts", "num_experts", "num_local_experts"
+_DEEPSEEK = Kind(count=_ROUTED, layers=_behind, asked=True, scores=_in_groups, shared=_several("n_shared_experts"))
+
+KINDS: dict[str, Kind] = {
+    "mixtral": Kind(names=_MIXTRAL, size="intermediate_size"),
+    "minimax_m2": Kind(
+        names=_MIXTRAL,
+        size="intermediate_size",
+        scores=_by_sigmoid(None),
+        correction=f"block_sparse_moe.{_CORRECTION}",
+    ),
+    "gpt_oss": Kind(
+        names=("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        size="intermediate_size",
+        gate=_clamped,
+        fused=True,
+    ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": replace(_GRANITE, shared=_shared_mlp(0)),
+    "granitemoehybrid": replace(
+        _GRANITE,
+        layers=_if_counted,
+        idle=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        shared=_shared_mlp(1),
+    ),
+    "olmoe": Kind(size="intermediate_size", asked=True),
+    "qwen2_moe": Kind(layers=_stepped, asked=True, shared=_gated),
+    "qwen3_moe": Kind(layers=_stepped, asked=True),
+    "qwen3_vl_moe_text": Kind(layers=_stepped),
+    "qwen3_next": Kind(layers=_stepped, asked=True, shared=_gated),
+    "qwen3_5_moe_text": Kind(shared=_gated),
+    "lfm2_moe": Kind(
+        names=("feed_forward.gate", *(f"feed_forward.experts.{{}}.{name}" for name in _W)),
+        layers=_behind_lfm2,
+        asked=True,
+        scores=_by_sigmoid("routed_scaling_factor"),
+        correction="feed_forward.expert_bias",
+    ),
+    "gemma4_text": Kind(
+        names=("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
+        top_k="top_k_experts",
+        layers=_if_enabled,
+        idle=("num_experts", "top_k_experts", "moe_intermediate_size"),
+        gate=lambda fields: GeGLU(),
+        shared=lambda fields: Shared("mlp", fields.integer("intermediate_size", high=2**22)),
+        beside=True,
+    ),
+    "glm4_moe": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "dots1": _DEEPSEEK,
+    "solar_open": replace(_DEEPSEEK, layers=_all),
+    "mistral4": replace(_DEEPSEEK, scores=_by_softmax),
+    "deepseek_v2": replace(_DEEPSEEK, scores=_by_softmax),
+    "exaone_moe": replace(_DEEPSEEK, shared=_several("num_shared_experts"), correction=f"mlp.{_CORRECTION}"),
+    "hy_v3": replace(
+        _DEEPSEEK,
+        asked=False,
+        scores=_by_sigmoid("router_scaling_factor"),
+        shared=_several("num_shared_experts"),
+        correction=f"mlp.{_CORRECTION}",
+    ),
+    "kimi_linear": replace(_DEEPSEEK, names=("mlp.gate", *(f"mlp.experts.{{}}.{name}" for name in _W))),
+    "nemotron_h": replace(
+        _DEEPSEEK,
+        names=("mixer.gate", "mixer.experts.{}.up_proj", "mixer.experts.{}.down_proj"),
+        layers=_blocks,
+        idle=(
+            *_ROUTED, "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+            "moe_latent_size", "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob",
+        ),
+        gate=lambda fields: ReLU2(),
+        shared=lambda fields: Shared(
+            "mixer.shared_experts",
+            fields.integer("moe_shared_expert_intermediate_size", high=2**22),
+            front=("up_proj",),
+        ),
+        latent=_latent_size,
+    ),
+}  # fmt: skip

@@ -91,6 +91,33 @@ def three_of_four(fields: Fields, layers: int) -> tuple[int, ...]:
     return _but_each(fields, layers, 4)
 
 
+def exaone(fields: Fields, layers: int) -> tuple[int, ...]:
+    """All but each fourth layer, or as sliding_window_pattern or layer_types says; none without a window (EXAONE 4)."""
+    key, kinds = "sliding_window_pattern", _kinds(fields, layers)
+    if fields.get("sliding_window") is None:
+        fields.read(key)
+        return _all_alike(fields, layers, 0)
+    window = fields.integer("sliding_window", high=MAX_POSITIONS)
+    if kinds is not None:
+        fields.read(key)  # a number, or a word such as LLLG
+        return _of(kinds, window)
+    every = fields.integer(key, high=4096)
+    return _of([SLIDING if (i + 1) % every else FULL for i in range(layers)], window)
+
+
+def in_windows(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Layers with a window rotate; without sliding_window all do (EXAONE 4)."""
+    found, windowed = exaone(fields, layers), fields.get("sliding_window") is not None
+    return tuple(bool(window) or not windowed for window in found)
+
+
+def above(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Layers from max_window_layers on, or as layer_types says, where sliding_window is given (dots.llm1)."""
+    window, first = fields.get("sliding_window"), fields.integer("max_window_layers", low=0, high=4096)
+    kinds = _kinds(fields, layers) or [FULL if window is None or i < first else SLIDING for i in range(layers)]
+    return _of(kinds, _needed(fields, kinds))
+
+
 def indexed(fields: Fields, layers: int) -> tuple[int, ...]:
     """No layer has a window; layer_types names what chooses tokens instead (DeepSeek-V3.2, GLM-5)."""
     if window := fields.get("sliding_window"):
@@ -112,6 +139,14 @@ def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     ):
         raise ValueError(f"no_rope_layers is {short(given)}; it must list a 0 or 1 for each of {layers} layers")
     return tuple(bool(x) for x in given[:layers])
+
+
+def chosen(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Granite 4: all layers rotate or none, by position_embedding_type."""
+    kind = fields.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise ValueError(f"position_embedding_type is {short(kind)}; supported: rope, nope")
+    return (kind == "rope",) * layers
 
 
 def _but_each(fields: Fields, layers: int, every: int) -> tuple[int, ...]:

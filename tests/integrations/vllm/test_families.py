@@ -55,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite4_h": SIZES | GRANITE | GRANITE_MAMBA | {"mamba_conv_bias": True},
     "granite4_moe": SIZES | GRANITE | GRANITE_MAMBA | {"intermediate_size": 64},
     "granitemoeshared": SIZES | GRANITE | {"intermediate_size": 64},
+    "exaone_moe": SIZES | WINDOWS | {"moe_intermediate_size": 64},
 }  # fmt: skip
 # What transformers calls a multimodal model -> its text model here, and the keys beside the text model's config.
 EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 128, "intermediate_size": 16}
