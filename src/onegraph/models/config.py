@@ -526,7 +526,7 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     """Of each layer."""
     fields.read(*ROPE_KEYS)
     config = fields.config
-    if traits.rope == "never" or (traits.rope == "chosen" and not _rotates(fields)):
+    if traits.rope == "never":
         return (None,) * layers
     if all(config.get(key) is None for key in ROPE_KEYS[:2]) and "rope_parameters" in traits.defaults:
         config = {**config, "rope_parameters": traits.defaults["rope_parameters"]}
@@ -565,14 +565,6 @@ def _ropes(family: str, traits: ArchSpec, fields: Fields, layers: int, head_dim:
     local, whole = _two(config, key)
     near, far = parse(local, traits.defaults[key]), parse(whole, theta)
     return tuple(near if window else far for window in traits.windows(fields, layers))
-
-
-def _rotates(fields: Fields) -> bool:
-    """Whether attention rotates, by position_embedding_type."""
-    kind = fields.get("position_embedding_type")
-    if kind not in (None, "nope", "rope"):
-        raise ValueError(f"position_embedding_type is {short(kind)}; supported: rope, nope")
-    return bool(kind == "rope")
 
 
 def _in_heads(fields: Fields, config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:

@@ -141,6 +141,14 @@ def rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(bool(x) for x in given[:layers])
 
 
+def chosen(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Granite 4: all layers rotate or none, by position_embedding_type."""
+    kind = fields.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise ValueError(f"position_embedding_type is {short(kind)}; supported: rope, nope")
+    return (kind == "rope",) * layers
+
+
 def _but_each(fields: Fields, layers: int, every: int) -> tuple[int, ...]:
     kinds = _kinds(fields, layers) or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
     return _of(kinds, _needed(fields, kinds))
