@@ -119,9 +119,8 @@ class ArchSpec:
         single: a block is an MLP (`mixers.NoMixer`), or attention or a recurrent layer without one.
         rope_kinds: types of RoPE that mean for this family what their names say; None: all that are known.
         partial: the part of a head that rotates unless the config says; None: the whole, whatever happens.
-        rope: whether attention rotates: always, never, unless rope_theta is null in the config (given), or where its
-            position_embedding_type is rope (chosen). rotates: (fields, layers) -> which layers do, None where all do or
-            none.
+        rope: whether attention rotates: always, never, or unless rope_theta is null in the config. rotates: (fields,
+            layers) -> which layers do, None where all do or none.
         two_ropes: layers with a window have a RoPE of their own. query_scaling, mrope: see `Rope`.
         latent: attention is `models.latent.Latent`.
         fixed: keys with the values that they may have. idle: keys that change nothing here.
@@ -157,7 +156,7 @@ class ArchSpec:
     single: bool = False
     rope_kinds: tuple[str, ...] | None = None
     partial: float | None = None
-    rope: Literal["always", "never", "given", "chosen"] = "always"
+    rope: Literal["always", "never", "given"] = "always"
     rotates: Callable[[Fields, int], tuple[bool, ...]] | None = None
     two_ropes: bool = False
     query_scaling: bool = False
@@ -439,7 +438,7 @@ FAMILIES: dict[str, ArchSpec] = {
         },
         windows=windows.beside_mixers,
         multipliers=True,
-        rope="chosen",
+        rotates=windows.chosen,
         names=_SHARED_MLP,
         inner="shared_intermediate_size",
         mixers=mixers.mamba,

@@ -46,7 +46,7 @@ class Shared(NamedTuple):
 
     name: str
     size: int
-    gated: bool
+    gated: bool = False
     front: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
 
@@ -288,12 +288,13 @@ def _blocks(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(kind == "moe" for kind in kinds) if isinstance(kinds, list) else (True,) * layers
 
 
+def _if_counted(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Granite 4: all, unless num_local_experts is 0."""
+    return (fields.get("num_local_experts") != 0,) * layers
+
+
 def _if_enabled(fields: Fields, layers: int) -> tuple[bool, ...]:
     return (fields.flag("enable_moe_block"),) * layers
-
-
-def _if_any(fields: Fields, layers: int) -> tuple[bool, ...]:
-    return (fields.get("num_local_experts") != 0,) * layers
 
 
 # -------------------------------------------------------------------------------------------------- how tokens choose
@@ -330,14 +331,15 @@ def _several(key: str) -> Callable[[Fields], Shared | None]:
     return lambda fields: Shared(
         "mlp.shared_experts",
         fields.integer(key, high=4096) * fields.integer("moe_intermediate_size", high=2**22),
-        False,
     )
 
 
-def _granite(low: int) -> Callable[[Fields], Shared | None]:
+def _shared_mlp(low: int) -> Callable[[Fields], Shared | None]:
+    """Granite's, of `low` hidden units at least; 0: there is none."""
+
     def shared(fields: Fields) -> Shared | None:
         size = fields.integer("shared_intermediate_size", low=low, high=2**22)
-        return Shared("shared_mlp", size, False, ("input_linear",), "output_linear") if size else None
+        return Shared("shared_mlp", size, front=("input_linear",), down="output_linear") if size else None
 
     return shared
 
@@ -385,11 +387,14 @@ class Kind:
 
 _W = "w1", "w3", "w2"
 _MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in _W))
-_ROUTED = "n_routed_experts", "num_experts", "num_local_experts"
 _GRANITE = Kind(
-    names=("block_sparse_moe.router", *(f"block_sparse_moe.experts.{{}}.{n}_proj" for n in ("gate", "up", "down"))),
+    names=(
+        "block_sparse_moe.router",
+        *(f"block_sparse_moe.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
+    ),
     size="intermediate_size",
 )
+_ROUTED = "n_routed_experts", "num_experts", "num_local_experts"
 _DEEPSEEK = Kind(count=_ROUTED, layers=_behind, asked=True, scores=_in_groups, shared=_several("n_shared_experts"))
 
 KINDS: dict[str, Kind] = {
@@ -406,6 +411,14 @@ KINDS: dict[str, Kind] = {
         gate=_clamped,
         fused=True,
     ),
+    "granitemoe": _GRANITE,
+    "granitemoeshared": replace(_GRANITE, shared=_shared_mlp(0)),
+    "granitemoehybrid": replace(
+        _GRANITE,
+        layers=_if_counted,
+        idle=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+        shared=_shared_mlp(1),
+    ),
     "olmoe": Kind(size="intermediate_size", asked=True),
     "qwen2_moe": Kind(layers=_stepped, asked=True, shared=_gated),
     "qwen3_moe": Kind(layers=_stepped, asked=True),
@@ -419,21 +432,13 @@ KINDS: dict[str, Kind] = {
         scores=_by_sigmoid("routed_scaling_factor"),
         correction="feed_forward.expert_bias",
     ),
-    "granitemoe": _GRANITE,
-    "granitemoeshared": replace(_GRANITE, shared=_granite(0)),
-    "granitemoehybrid": replace(
-        _GRANITE,
-        shared=_granite(1),
-        layers=_if_any,
-        idle=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    ),
     "gemma4_text": Kind(
         names=("router.proj", *(f"experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))),
         top_k="top_k_experts",
         layers=_if_enabled,
         idle=("num_experts", "top_k_experts", "moe_intermediate_size"),
         gate=lambda fields: GeGLU(),
-        shared=lambda fields: Shared("mlp", fields.integer("intermediate_size", high=2**22), False),
+        shared=lambda fields: Shared("mlp", fields.integer("intermediate_size", high=2**22)),
         beside=True,
     ),
     "glm4_moe": _DEEPSEEK,
@@ -467,7 +472,6 @@ KINDS: dict[str, Kind] = {
         shared=lambda fields: Shared(
             "mixer.shared_experts",
             fields.integer("moe_shared_expert_intermediate_size", high=2**22),
-            False,
             front=("up_proj",),
         ),
         latent=_latent_size,
