@@ -97,7 +97,7 @@ def test_refused_by_name(changes: dict[str, Any], message: str) -> None:
     text = str(caught.value)
     assert text.startswith("config.json: ")
     assert "\n" not in text
-    assert len(text) < 600
+    assert len(text) < 500
 
 
 @pytest.mark.parametrize("config", [None, [], "llama", 3])
