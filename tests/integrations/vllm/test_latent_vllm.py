@@ -18,6 +18,7 @@ from models import hf_model
 from onegraph.formats.trellis import TrellisConfig
 from test_e8p_experts import checkpoint_of
 from test_quant_experts import made, write_tokenizer
+from test_wrapper import save_kimi
 
 # vLLM's decode kernel on a CPU takes latents of 512 and 64 numbers alone. Its model reads `topk_method`, which
 # published files have and transformers' class does not.
@@ -59,6 +60,17 @@ def test_kimi(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
     with serving(path, **REFERENCE) as llm:
         assert tokens_of(llm, PROMPTS, 6) == ours(path, PROMPTS, 6)
+
+
+def test_kimi_k25(tmp_path: Path) -> None:
+    """Under its wrapper, as `onegraph quantize` writes it: the tower stays dense, the text is in codes."""
+    save_kimi(tmp_path, **SIZES)
+    write_tokenizer(tmp_path / "model")
+    made(tmp_path)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "kimi_k25"
+    with serving(tmp_path / "out", **REFERENCE, language_model_only=True) as llm:
+        assert tokens_of(llm, PROMPTS, 6) == ours(tmp_path / "out", PROMPTS, 6)
 
 
 def test_mistral4_as_plain_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
