@@ -4,6 +4,7 @@ and in codes. The drafts are our own draft layer's, and greedy texts are those w
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from test_latent_vllm import SIZES as LATENT
 
 from models import Decoder
 from onegraph.formats.checkpoint import Checkpoint
+from onegraph.integrations.vllm import config
+from onegraph.integrations.vllm.config import OnegraphConfig
 from test_mtp import load, save
 from test_quant_experts import made, write_tokenizer
 
@@ -49,9 +52,9 @@ def write(path: Path, variant: str, **rates: Any) -> Path:
     sizes, keys, _ = FAMILIES[variant]
     save(variant, path, **sizes)
     file = path / "model" / "config.json"
-    config = json.loads(file.read_text()) | keys | {"num_nextn_predict_layers": 1}
-    config.pop("num_mtp_layers", None)
-    file.write_text(json.dumps(config))
+    told = json.loads(file.read_text()) | keys | {"num_nextn_predict_layers": 1}
+    told.pop("num_mtp_layers", None)
+    file.write_text(json.dumps(told))
     write_tokenizer(path / "model")
     made(path, **rates)
     return path / "out"
@@ -121,3 +124,18 @@ def test_a_hybrids_draft_layer_loads_in_codes(tmp_path: Path, monkeypatch: pytes
     with serving(tmp_path / "out", dtype="bfloat16", speculative_config={"method": "mtp", "num_speculative_tokens": 2}):
         for name in ("model.fc", "model.layers.0.self_attn.qkv_proj"):
             assert isinstance(found[name].quant_method, OnegraphLinearMethod)
+
+
+def test_a_draft_layer_that_vllm_does_not_run_in_codes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of DeepSeek-V3.2 and GLM-5, whose classes on GPUs are others than DeepSeek-V3's."""
+    layer = SimpleNamespace(architectures=["DeepseekV32MTPModel"], num_hidden_layers=2)
+    drafts = SimpleNamespace(method="mtp", draft_model_config=SimpleNamespace(hf_config=layer))
+    current = SimpleNamespace(speculative_config=drafts)
+    monkeypatch.setattr(config, "get_current_vllm_config_or_none", lambda: current)
+    known = {"quant_method": "onegraph", "format": "e8p", "format_version": 1, "bits": 4}
+    made = OnegraphConfig.from_config(known)
+    made.coded = frozenset({"model.layers.1.self_attn.o_proj"})
+    assert made.get_quant_method(torch.nn.Module(), "model.layers.0.mlp") is None
+    made.coded |= {"model.layers.2.eh_proj"}
+    with pytest.raises(ValueError, match=r"layers.2.eh_proj: vLLM's DeepseekV32MTPModel runs no quantized draft layer"):
+        made.get_quant_method(torch.nn.Module(), "model.layers.0.mlp")

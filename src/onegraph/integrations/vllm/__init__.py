@@ -10,7 +10,9 @@ OLDEST = (0, 32)  # the oldest release that the tests run against
 KNOWN = (0, 32), (0, 33)  # whose decoder layers `fused.py` stands in for, and draft layers `mtp.py`
 TESTED = "0.32.0 (CPU) and 0.33.0 (CUDA)"
 FUSED = {f"{name}ForCausalLM": f"Onegraph{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-DRAFTS = {"DeepSeekMTPModel": "OnegraphDeepSeekMTP", "Glm4MoeMTPModel": "OnegraphGlm4MoeMTP"}  # those of `mtp.py`
+DRAFTS = {  # vLLM's draft layers behind the last -> those of `mtp.py`
+    "DeepSeekMTPModel": "OnegraphDeepSeekMTP", "Glm4MoeMTPModel": "OnegraphGlm4MoeMTP", "DeepseekV32MTPModel": None,
+}  # fmt: skip
 KV_RATES = {"turboquant:4": (4, 4), "turboquant:k4v3": (4, 3), "turboquant:k3v4": (3, 4), "turboquant:3": (3, 3)}
 KV_RATES |= {"turboquant:k4v2": (4, 2), "turboquant:k3v2": (3, 2), "turboquant:2": (2, 2)}
 
@@ -42,7 +44,7 @@ def _register_models() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     for module, names in (("fused", FUSED), ("mtp", DRAFTS)):
-        for name in names.values():
+        for name in filter(None, names.values()):
             if name not in ModelRegistry.models:
                 ModelRegistry.register_model(name, f"{__name__}.{module}:{name}")
 

@@ -190,14 +190,20 @@ class OnegraphConfig(QuantizationConfig):
 
     def _name_draft(self) -> None:
         """While the model is built, which vLLM does first: names our class of its draft layer, where the checkpoint has
-        codes of that. The name of vLLM's own stays, by which it knows what the layer returns."""
+        codes of that. The name of vLLM's own stays, by which it knows what the layer returns. Raises ValueError for a
+        layer in codes of which we have no class."""
         drafts = getattr(get_current_vllm_config_or_none(), "speculative_config", None)
-        config: Any = getattr(getattr(drafts, "draft_model_config", None), "hf_config", None)
-        name, *_ = getattr(config, "architectures", None) or [""]
-        if name in DRAFTS and fuses():
-            behind = f"model.layers.{config.num_hidden_layers}."
-            if any(layer.startswith(behind) for layer in self.coded):
-                config.architectures = [DRAFTS[name], name]
+        if drafts is None or drafts.method != "mtp" or not fuses():
+            return
+        config: Any = drafts.draft_model_config.hf_config
+        name, *_ = config.architectures
+        if name not in DRAFTS:
+            return
+        behind = f"model.layers.{config.num_hidden_layers}."
+        if coded := next((layer for layer in sorted(self.coded) if layer.startswith(behind)), None):
+            if (ours := DRAFTS[name]) is None:
+                raise ValueError(f"{coded}: vLLM's {name} runs no quantized draft layer; quantize without draft_layers")
+            config.architectures = [ours, name]
 
     def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
