@@ -338,3 +338,72 @@ def test_a_config_that_has_the_texts_keys_beside_the_others(tmp_path: Path) -> N
     config = Checkpoint.open(tmp_path / "f").config
     with pytest.raises(ValueError, match=r"mrope_section \[2, 3\] adds up to 5, not to 8"):
         LlamaConfig.from_dict(config | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}})
+
+
+# ------------------------------------------------------------------------------------------------------------ Kimi-K2.5
+
+KIMI_SIZES: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "n_group": 1, "topk_group": 1}
+KIMI_TOWER = {
+    "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}  # fmt: skip
+
+
+def save_kimi(path: Path, **changes: Any) -> Any:
+    """Kimi-K2.5 at `path` by the names and keys of published files, which transformers 5.17 reads and does not write;
+    transformers' model. `changes` are of its text model."""
+    import transformers
+
+    text = hf_model("deepseek_v3", **KIMI_SIZES | changes)
+    config = transformers.Kimi_K25Config(
+        text_config=text.config.to_dict(), vision_config=KIMI_TOWER, projection_hidden_size=16, image_token_id=120,
+        video_token_id=121, vision_start_token_id=122, vision_end_token_id=123, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    both = transformers.Kimi_K25ForConditionalGeneration(config).float().eval()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(path / "plain")
+
+    def name(stored: str) -> str:
+        found = stored.removeprefix("model.").replace("language_model.model.blocks.", "language_model.model.layers.")
+        return found.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+
+    def told(config: dict[str, Any]) -> dict[str, Any]:
+        inside = {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        more = {"architectures": ["KimiK25ForConditionalGeneration"], "media_placeholder_token_id": 120}
+        return config | more | {"text_config": config["text_config"] | inside, "use_unified_vision_chunk": True}
+
+    rewrite(path / "plain", path / "model", name, told)
+    return both
+
+
+def test_kimi_k25(tmp_path: Path) -> None:
+    """The text is transformers'; quantized, the tower and its projector are kept, and transformers, which splits the
+    tower's joint projections, runs the same text."""
+    import transformers
+
+    import onegraph.integrations.hf  # noqa: F401
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    hf, row = save_kimi(tmp_path, **sizes), [token % 120 for token in tokens(24)]  # no image among them
+    assert (logits_of(tmp_path / "model", row) - truth(hf, row)).abs().max() < 1e-4
+    save_tokenizer(tmp_path / "model")
+    quantize(
+        tmp_path / "model", tmp_path / "out", bits=4, recipe="quick", tokens=128, sequence=32,
+        calibration=" ".join(map(str, range(400))), device="cpu",
+    )  # fmt: skip
+    source, out = Checkpoint.open(tmp_path / "model"), Checkpoint.open(tmp_path / "out")
+    assert skipped(out.names) == skipped(source.names) == {"mm_projector": 6, "vision_tower": 17}
+    assert all(torch.equal(source.tensor(name), out.tensor(name)) for name in source.names if is_other(name))
+    assert "language_model.model.layers.1.mlp.experts.gate_up_proj.codes" in out
+    got = logits_of(tmp_path / "out", row)
+    made, told = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    tower = made.model.vision_tower.state_dict()
+    assert all(torch.equal(tensor, tower[name]) for name, tensor in hf.model.vision_tower.state_dict().items())
+    assert (truth(made, row) - got).abs().max() < 1e-3 * got.abs().max()
+    assert (truth(made.dequantize(), row) - got).abs().max() < 1e-3 * got.abs().max()

@@ -372,3 +372,17 @@ def test_a_head_of_ours_drafts_as_in_our_own_engine(smollm2_4bit: Path) -> None:
         found = next(m.values for m in llm.get_metrics() if m.name.endswith("accepted_tokens_per_pos"))
     # vLLM counts those too that stand behind the last token.
     assert all(0 <= got - want <= 1 for got, want in zip(found, wanted, strict=True))
+
+
+def test_a_draft_model_keeps_a_head_of_its_own_beside_one_in_codes(tiny_chat: Path) -> None:
+    """vLLM compares the two weights, and shares the model's head where they are equal."""
+    drafts = {"method": "draft_model", "model": str(tiny_chat), "num_speculative_tokens": 2}
+    with serving(tiny_chat, speculative_config=drafts) as llm:
+        assert llm.apply_model(shares_head) == [False]
+
+
+def shares_head(model: Any) -> bool:
+    from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
+
+    draft, own = SimpleNamespace(has_own_lm_head=True), SimpleNamespace(weight=torch.zeros(8, 128))
+    return bool(_should_share(draft, "has_own_lm_head", own, model.lm_head))

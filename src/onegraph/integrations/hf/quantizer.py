@@ -21,6 +21,7 @@ from onegraph.integrations.hf.kinds import plain_linear, size_of
 from onegraph.integrations.hf.modules import CodedEmbedding, CodedLinear
 from onegraph.integrations.hf.saving import LOADED, Originals
 from onegraph.models.families import FAMILIES
+from onegraph.models.wrapper import is_other
 
 METHOD = "onegraph"
 
@@ -181,8 +182,8 @@ def _swap_layers(model: Any, config: Quantization, tensors: _Headers, dtype: tor
             continue
         if not (format := config.format_of(layer, tensors)).coded:
             continue
-        if layer == full and f"{full}.weight" in tensors and f"{full}.codes" not in tensors:
-            continue  # the gate of a shared expert: no linear to our decoder, whose config has no rate for it
+        if layer == full and f"{full}.codes" not in tensors and (f"{full}.weight" in tensors or is_other(full)):
+            continue  # no linear to our decoder, so the config has no rate for it: the gate of a shared expert, a tower
         ends_coded |= module is embedding or module is head
         wanted = format.expected(tensors, full, n, k, getattr(module, "bias", None) is not None)
         _check(wanted, tensors)

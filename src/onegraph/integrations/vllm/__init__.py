@@ -7,9 +7,12 @@ to import (ops, the layers' methods) is imported when a checkpoint of ours is re
 import logging
 
 OLDEST = (0, 32)  # the oldest release that the tests run against
-KNOWN = (0, 32), (0, 33)  # whose decoder layers `fused.py` stands in for
+KNOWN = (0, 32), (0, 33)  # whose decoder layers `fused.py` stands in for, and draft layers `mtp.py`
 TESTED = "0.32.0 (CPU) and 0.33.0 (CUDA)"
 FUSED = {f"{name}ForCausalLM": f"Onegraph{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+DRAFTS = {  # vLLM's draft layers behind the last -> those of `mtp.py`
+    "DeepSeekMTPModel": "OnegraphDeepSeekMTP", "Glm4MoeMTPModel": "OnegraphGlm4MoeMTP", "DeepseekV32MTPModel": None,
+}  # fmt: skip
 KV_RATES = {"turboquant:4": (4, 4), "turboquant:k4v3": (4, 3), "turboquant:k3v4": (3, 4), "turboquant:3": (3, 3)}
 KV_RATES |= {"turboquant:k4v2": (4, 2), "turboquant:k3v2": (3, 2), "turboquant:2": (2, 2)}
 
@@ -29,7 +32,8 @@ def register() -> None:
 
 
 def fuses() -> bool:
-    """Whether this vLLM is one whose decoder layers we know, to fuse their norms and sums into the linears."""
+    """Whether this vLLM is one whose layers we know: to fuse norms and sums into the linears of decoder layers, and to
+    build draft layers in codes."""
     import vllm
 
     return vllm.__version_tuple__[:2] in KNOWN
@@ -39,9 +43,10 @@ def _register_models() -> None:
     """Our classes of vLLM's models, by name: imported when a checkpoint of ours asks for one."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for name in FUSED.values():
-        if name not in ModelRegistry.models:
-            ModelRegistry.register_model(name, f"{__name__}.fused:{name}")
+    for module, names in (("fused", FUSED), ("mtp", DRAFTS)):
+        for name in filter(None, names.values()):
+            if name not in ModelRegistry.models:
+                ModelRegistry.register_model(name, f"{__name__}.{module}:{name}")
 
 
 def _register_kv_cache() -> None:

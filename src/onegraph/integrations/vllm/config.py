@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
@@ -12,7 +13,7 @@ from onegraph.formats.dense import DENSE
 from onegraph.formats.fused import STACKS, in_blocks
 from onegraph.formats.quantization import parse_quantization
 from onegraph.formats.weight import Quantization, WeightFormat
-from onegraph.integrations.vllm import FUSED, fuses, unsupported
+from onegraph.integrations.vllm import DRAFTS, FUSED, fuses, unsupported
 
 HEAD, EMBED = "lm_head", "embed_tokens"
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -42,7 +43,7 @@ class OnegraphConfig(QuantizationConfig):
     def __init__(self, quantization: Quantization) -> None:
         super().__init__()
         self.quantization = quantization
-        self.coded: frozenset[str] = frozenset()  # layers of blocks that the checkpoint holds in codes, by vLLM's names
+        self.coded: frozenset[str] = frozenset()  # layers that the checkpoint holds in codes, by vLLM's names
         self.modules: frozenset[str] = frozenset()  # of blocks, with the block, in the checkpoint
         self.taken: set[str] = set()  # those that a method of ours runs
 
@@ -107,11 +108,10 @@ class OnegraphConfig(QuantizationConfig):
         return stack_mapper()
 
     def _coded(self, tensor: str) -> str | None:
-        """The layer within a block whose codes the tensor of this name is; None where it is none."""
+        """The layer whose codes the tensor of this name is; None where it is none."""
         layer = tensor.rpartition(".")[0]
         format = self.format_of(layer)
-        found = BLOCK.match(layer) and format.coded and tensor == format.names((), layer)["codes"]
-        return layer if found else None
+        return layer if format.coded and tensor == format.names((), layer)["codes"] else None
 
     def check_taken(self) -> None:
         """Once vLLM's model is built: raises ValueError that names a layer whose codes no method of ours was asked to
@@ -167,8 +167,11 @@ class OnegraphConfig(QuantizationConfig):
 
         from onegraph.integrations.vllm.linear import OnegraphEmbeddingMethod, OnegraphLinearMethod, UntiedMethod
 
+        self._name_draft()
         if isinstance(layer, VocabParallelEmbedding):
             head = isinstance(layer, ParallelLMHead)
+            if head and BLOCK.match(prefix):
+                return None  # a draft layer's copy, which is dense; vLLM puts the model's head in its place
             name = HEAD if head else EMBED
             if (format := self.format_of(name)).coded:
                 return OnegraphEmbeddingMethod(prefix or name, format, head=head)
@@ -185,12 +188,29 @@ class OnegraphConfig(QuantizationConfig):
             return self._experts_method(layer, prefix)
         return None
 
+    def _name_draft(self) -> None:
+        """While the model is built, which vLLM does first: names our class of its draft layer, where the checkpoint has
+        codes of that. The name of vLLM's own stays, by which it knows what the layer returns. Raises ValueError for a
+        layer in codes of which we have no class."""
+        drafts = getattr(get_current_vllm_config_or_none(), "speculative_config", None)
+        if drafts is None or drafts.method != "mtp" or not fuses():
+            return
+        config: Any = drafts.draft_model_config.hf_config
+        name, *_ = config.architectures
+        if name not in DRAFTS:
+            return
+        behind = f"model.layers.{config.num_hidden_layers}."
+        if coded := next((layer for layer in sorted(self.coded) if layer.startswith(behind)), None):
+            if (ours := DRAFTS[name]) is None:
+                raise ValueError(f"{coded}: vLLM's {name} runs no quantized draft layer; quantize without draft_layers")
+            config.architectures = [ours, name]
+
     def _experts_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """That of routed experts; None leaves dense ones to vLLM, in whatever form their family has them."""
         from onegraph.integrations.vllm.experts import OnegraphExpertsMethod
 
         prefix = prefix.removeprefix(DRAFT)
-        formats = {name: self.format_of(name) for name in (self._stored_name(f"{prefix}.{stack}") for stack in STACKS)}
+        formats = self.stored_formats([self._stored_name(f"{prefix}.{stack}") for stack in STACKS])
         if len(set(formats.values())) > 1:
             gate_up, down = formats
             raise ValueError(f"{gate_up} and {down} have two rates; experts of a layer must have one")

@@ -22,8 +22,8 @@ class OnegraphState:
     """What onegraph keeps on a linear, output head or embedding of vLLM, as the layer's `onegraph`.
 
     joined: one launch runs all parts. dummy: vLLM makes the weights up. norm, eps: the RMSNorm inside the launch.
-    deferred: the decoder layer runs this linear (`fused.py`). sum_name: of the linear in `ranks.linear_sum`. adapted:
-    dtype and shape of the weight, where vLLM puts adapters beside it.
+    deferred: the decoder layer runs this linear (`fused.py`). sum_name: of the linear in `ranks.linear_sum`. stand_in:
+    dtype and shape of what vLLM is shown as `weight`, where it looks at one.
     """
 
     slots: Slots
@@ -33,7 +33,7 @@ class OnegraphState:
     eps: float | None = None
     deferred: bool = False
     sum_name: str | None = None
-    adapted: tuple[torch.dtype, tuple[int, int]] | None = None
+    stand_in: tuple[torch.dtype, tuple[int, int]] | None = None
 
 
 class OnegraphLinearMethod(LinearMethodBase):
@@ -59,7 +59,7 @@ class OnegraphLinearMethod(LinearMethodBase):
         """Registers what `Slots` describes. vLLM's own loader, among the keywords, is not needed."""
         share = Shard(getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1))
         _create(layer, Slots(self.parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
-        _expect_adapters(layer, params_dtype, sum(output_partition_sizes), input_size_per_partition)
+        _show_weight(layer, params_dtype, sum(output_partition_sizes), input_size_per_partition)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Also gives the layer a `qweight`, by which vLLM finds its device where it multiplies by the identity to get
@@ -121,7 +121,7 @@ class OnegraphEmbeddingMethod(QuantizeMethodBase):
         share = Shard(layer.tp_rank, layer.tp_size, vocabulary=used, by_row=not isinstance(layer, ParallelLMHead))
         parts = {self.name: self.format}
         _create(layer, Slots(parts, output_partition_sizes, input_size_per_partition, share, params_dtype))
-        _expect_adapters(layer, params_dtype, sum(output_partition_sizes), input_size_per_partition)
+        _show_weight(layer, params_dtype, sum(output_partition_sizes), input_size_per_partition, compared=True)
         self.dtype, self.used = params_dtype, used[1] - used[0]
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -160,10 +160,14 @@ def _create(layer: Any, slots: Slots) -> None:
     layer.onegraph = OnegraphState(slots, joined=len(slots.parts) == 1, dummy=dummy)
 
 
-def _expect_adapters(layer: Any, dtype: torch.dtype, n: int, k: int) -> None:
-    """Where adapters may be added: vLLM's layers for them take device, dtype and shape of theirs from a `weight`."""
-    if get_current_vllm_config().lora_config is not None:
-        layer.onegraph.adapted = dtype, (n, k)
+def _show_weight(layer: Any, dtype: torch.dtype, n: int, k: int, *, compared: bool = False) -> None:
+    """Where vLLM looks at a `weight`: layers for adapters take device, dtype and shape of theirs from it, and a draft
+    model's own head and embedding are `compared` with the model's, to share those that are equal. None is."""
+    config = get_current_vllm_config()
+    if config.lora_config is not None:
+        layer.onegraph.stand_in = dtype, (n, k)
+    elif compared and config.speculative_config is not None:
+        layer.onegraph.stand_in = dtype, (0, k)
 
 
 def _finish(layer: Any) -> None:
@@ -172,8 +176,8 @@ def _finish(layer: Any) -> None:
     slots = state.slots
     slots.finish(layer, made_up=state.dummy)
     state.joined = slots.joined(layer)
-    if state.adapted is not None and not hasattr(layer, "weight"):
-        (dtype, shape), device = state.adapted, next(layer.parameters()).device
+    if state.stand_in is not None and not hasattr(layer, "weight"):
+        (dtype, shape), device = state.stand_in, next(layer.parameters()).device
         layer.weight = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)  # nobody may read it
     if state.norm is not None:
         norm = cast(Tensor, state.norm.weight)
