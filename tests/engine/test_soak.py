@@ -80,7 +80,7 @@ def test_bfloat16(deepseek, damaged, tmp_path):
         cache.view = spoiled
 
     path = tmp_path / "rounds.jsonl"
-    verdict = soak(make, steps=200 if damaged else 140, path=path, batch=1, on_round=lose_a_key if damaged else None)
+    verdict = soak(make, steps=200, path=path, batch=1, on_round=lose_a_key if damaged else None)
     if not damaged:  # whose texts are others, and whether passes from nothing differ in one of three is chance
         assert verdict.noise > 1e-3, "bfloat16 rounds"
     assert [problem.split(" by ")[0] for problem in verdict.problems] == ["logits drifted"] * damaged

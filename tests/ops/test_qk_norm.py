@@ -34,7 +34,7 @@ def test_what_ranks_have_adds_up_and_keys_of_several_count_once() -> None:
     [
         ({"qkv": QKV.double()}, r"qkv is \(2, 3, 100\) torch.float64; it must be contiguous float32, bfloat16 or"),
         ({"qkv": QKV[..., :90]}, r"qkv is \(2, 3, 90\) torch.float32; it must be contiguous"),
-        ({"q_size": 80}, "queries take 80 and keys 0 of 100 numbers; both need 1 or more"),
+        ({"q_size": 81}, "queries take 81 and keys -1 of 100 numbers; queries need 1 or more, keys 0 or more"),
         ({"weight": torch.ones(101)}, "queries take 60 and keys 41 of 100 numbers; .* no more than there are"),
         ({"weight": torch.ones(80, 1)}, r"weight is \(80, 1\) torch.float32; it must be contiguous float32"),
         ({"mean_squares": torch.ones(2, 3)}, r"mean_squares is \(2, 3\) torch.float32; it must be .* \(2, 3, 2\)"),
