@@ -167,6 +167,7 @@ class Press:
             sys.meta_path.remove(self)
             signal.raise_signal(signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell
 sys.meta_path.insert(0, Press())
 from onegraph.cli import main
 sys.exit(main())
