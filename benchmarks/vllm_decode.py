@@ -145,8 +145,11 @@ def measure(variant: str, args: argparse.Namespace, turn: Path) -> Iterator[dict
 
         flash.take_over = lambda attention, table: None
     length = args.context + OUTPUTS[1] + 16
-    # vLLM takes FlashInfer's kernel for prompts of gated delta nets, whether it is installed or not.
-    prefill = {} if importlib.util.find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
+    # vLLM takes FlashInfer's kernels for prompts of gated delta nets and for sampling, whether it is installed or not.
+    prefill = {}
+    if importlib.util.find_spec("flashinfer") is None:
+        prefill = {"gdn_prefill_backend": "triton"}
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     traces = tempfile.mkdtemp()
     profiler: dict[str, Any] = {"profiler": "torch", "torch_profiler_dir": traces}
     profiler |= {"torch_profiler_activities": ["CUDA"], "torch_profiler_dump_cuda_time_total": False}
