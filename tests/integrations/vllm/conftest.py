@@ -1,7 +1,9 @@
 """Checkpoints to serve: the real model, quantized once, and a tiny one that chats."""
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,15 @@ from fuzz import tiny
 from models import smollm2_gguf
 from onegraph.formats.checkpoint import write_checkpoint
 from onegraph.formats.e8p import E8PConfig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> Iterator[None]:
+    """What imported modules hold stays frozen: vLLM's shutdown would thaw it, and each engine asks for ten collections,
+    a third of a second each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")
