@@ -68,3 +68,13 @@ def test_every_rule_has_advice():
     for code, rule in RULES.items():
         assert fix(code) == rule.fixes[""]
         assert not any(not text or text.endswith(".") or "\n" in text for text in rule.fixes.values())
+
+
+def test_a_clock_is_not_replaced_by_a_random_number(tmp_path: Path) -> None:
+    path = tmp_path / "clock.py"
+    path.write_text(
+        "import time\nimport torch\n\ndef decode():\n    def step(x):\n        return x * time.perf_counter()\n"
+        '    return step, lambda i: (torch.ones(4, device="cuda"),)\n'
+    )
+    (finding,) = default_command(f"{path}:decode").findings
+    assert (finding.code, finding.fix) == ("CG202", RULES["CG202"].fixes[""])

@@ -348,6 +348,49 @@ def capture(fn, *args):
 """,
         "",
     ),
+    "factory_inputs_with_options": (
+        """\
+import torch
+def inputs(i, n=4): return (torch.full((n,), float(i), device="cuda"),)
+def decode(batch=4, *, dtype=torch.float32):
+    def step(x):
+        torch.cuda.synchronize()
+        return x + 1
+    return step, inputs
+def mask(*, width: int = 4):
+    def step(x):
+        return x[x > 3].sum()
+    return step, lambda i, n=4: (torch.full((n,), float(i), device="cuda"),)
+""",
+        "CG106 error 5, CG104 error 10",
+    ),
+    "factory_needs_arguments": (
+        """\
+import torch
+def decode(batch):
+    def step(x):
+        return x / x.max().item()
+    return step, lambda i: (torch.ones(4, device="cuda"),)
+def pair(batch=4):
+    def step(x):
+        return x / x.max().item()
+    return step, lambda i, j: (torch.ones(4, device="cuda"),)
+def options(batch=4):
+    def step(x):
+        return x / x.max().item()
+    return step, lambda i, *, n: (torch.ones(4, device="cuda"),)
+""",
+        None,
+    ),
+    "step_with_options_returns_a_pair": (
+        """\
+import torch
+def decode_step(x: torch.Tensor = None, scale=1.0):
+    y = x / x.max().item()
+    return y, scale
+""",
+        "CG101 warning 3",
+    ),
 }
 
 

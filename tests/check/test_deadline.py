@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_a_finalizer_that_is_stopped_says_nothing_and_the_next_ring_ends_the_ste
 
 STUBBORN = """
 import time
+from pathlib import Path
 from onegraph.check import deadline
 from onegraph.check.simulate.calling import guarded
 
@@ -54,3 +56,23 @@ def test_code_that_catches_everything_ends_with_the_process() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("onegraph: error: it: still running")
     assert done.stderr.count("\n") == 1
+
+
+CRASHES = """
+import ctypes
+import torch
+
+def decode():
+    def step(x):
+        ctypes.string_at(0)
+        return x
+    return step, lambda i: (torch.ones(4, device="cuda"),)
+"""
+
+
+def test_a_crash_names_the_line_of_the_step(tmp_path: Path) -> None:
+    (tmp_path / "crash.py").write_text(CRASHES)
+    command = [sys.executable, "-m", "onegraph.cli", "check", "crash.py:decode"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode < 0
+    assert 'crash.py", line 7 in step' in ended.stderr

@@ -129,7 +129,7 @@ def test_a_call_that_is_forced_holds_the_schema(app: Starlette, choice: Any) -> 
         ),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-            "tool_choice: the function that it asks for is not in tools",
+            "tool_choice: the function that it names is not in tools; add it there",
         ),
         ({"messages": [{"role": "tool", "content": "3"}]}, "messages[0]: tool_call_id is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "is not the JSON text"),

@@ -251,6 +251,22 @@ def test_a_prompt_with_a_known_beginning_is_not_read_twice(server: Running, llm:
     assert second < 16 < first
 
 
+def test_prompts_with_other_salts_share_no_prefix(server: Running) -> None:
+    prompt = "12 hats in the inn and the thing"  # a page and a half, in a cache of ten pages
+    shared = []
+    for salt in ("alice", "bob", None, "alice"):
+        before = server.metrics()["onegraph_shared_tokens_total"]
+        server.client.completions.create(
+            model="plain", prompt=prompt, max_tokens=1, temperature=0, extra_body={"cache_salt": salt}
+        )
+        after = server.until(lambda now: now["onegraph_running"] == 0)
+        shared.append(after["onegraph_shared_tokens_total"] - before)
+    assert shared[:3] == [0, 0, 0]
+    assert shared[3] >= 16
+    with pytest.raises(openai.BadRequestError, match='cache_salt: got ""; allowed is a text'):
+        server.client.completions.create(model="plain", prompt="a", extra_body={"cache_salt": ""})
+
+
 def test_an_evicted_beginning_comes_back_from_host_memory(model: Path, llm: LLM) -> None:
     """A cache of ten pages, in which two of the prompts have room at most."""
     prompts = [f"{word} " * 9 for word in ("the thing", "in the inn", "12 hats")]
@@ -517,7 +533,7 @@ def test_a_step_that_cannot_be_built_ends_who_needs_it(model: Path, caplog: pyte
         (
             {"model": "plain", "prompt": "a", "wat": 1},
             400,
-            "wat is not known here; allowed are best_of, echo, frequency_penalty, guided_choice,",
+            "wat is not known here; allowed are best_of, cache_salt, echo, frequency_penalty, guided_choice,",
         ),
         ({"model": "plain", "prompt": "a" * 200}, 400, "the context is 96; shorten the prompt to 95 tokens or less"),
         (

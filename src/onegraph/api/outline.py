@@ -139,7 +139,7 @@ def foreign(config: Mapping[str, Any]) -> str:
     except ValueError as error:
         if not _modules_have(config):
             raise ValueError(
-                f"{error}; and transformers, which could run it instead, is not installed or has no such model"
+                f"{error}; and transformers is not installed, or has no causal language model of this type"
             ) from None
         return str(error)
     return ""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -60,7 +61,13 @@ def add_parsers(subparsers: Any) -> None:
     ways = check.add_mutually_exclusive_group()
     ways.add_argument("--live", action="store_true", help="capture and replay on the GPU instead of simulating")
     ways.add_argument("--all", action="store_true", help="read, simulate, and capture on the GPU")
-    check.add_argument("--steps", type=int, default=4, metavar="N", help="steps to run, at least 3 [4]")
+    check.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        metavar="N",
+        help="steps to run, at least 3 [4, then up to 256 if these show no error]",
+    )
     check.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the simulated machine [1]")
     check.add_argument(
         "--timeout",
@@ -115,6 +122,8 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_check(args: argparse.Namespace) -> int:
     """Check each target, print, return 0, 1 or 2."""
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # a crash of the user's code names its line
+        faulthandler.enable(sys.__stderr__, all_threads=False)
     if args.fix or args.write:
         return run_fix(args)
     return run_with(look, args)

@@ -344,7 +344,7 @@ def _pinned(spot: Spot) -> bool:
 
 
 def _random(spot: Spot) -> bool:
-    """A random number of the host's, or the time, in the statement or in what is bound to a name that it reads."""
+    """A random number of the host's, in the statement or in what is bound to a name that it reads."""
     names = entropy.imported(walked(spot.module))
     parts = list(ast.walk(spot.statement))
     read = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
@@ -357,8 +357,9 @@ def _draws(spot: Spot, names: dict[str, str], node: ast.AST, depth: int = _DEEPE
     if not isinstance(node, ast.Call):
         return False
     root, _, rest = dotted(node.func).partition(".")
-    if entropy.draws(".".join([names.get(root, root), *filter(None, [rest])])):
-        return True
+    name = ".".join([names.get(root, root), *filter(None, [rest])])
+    if entropy.draws(name):
+        return not entropy.reads_clock(name)  # a device has no clock to draw from
     owner = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     return depth > 0 and any(_draws(spot, names, value, depth - 1) for value in bindings(spot, owner))
 

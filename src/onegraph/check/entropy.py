@@ -20,8 +20,13 @@ COMPUTED = frozenset(
 def draws(name: str) -> bool:
     """Whether a call of this dotted name ("numpy.random.rand") gives what nobody knows before, or a generator of it."""
     module, _, last = name.rpartition(".")
-    clock = module.startswith("datetime.") and last in NOW
-    return (module in MODULES or name in FUNCTIONS or clock) and last not in COMPUTED
+    return (module in MODULES or name in FUNCTIONS or reads_clock(name)) and last not in COMPUTED
+
+
+def reads_clock(name: str) -> bool:
+    """Whether a call of this dotted name ("time.monotonic") gives the time."""
+    module, _, last = name.rpartition(".")
+    return module == "time" or (module.startswith("datetime.") and last in NOW)
 
 
 def imported(nodes: Iterable[ast.AST]) -> dict[str, str]:

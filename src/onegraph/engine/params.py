@@ -45,6 +45,7 @@ class SamplingParams:
             matches this regular expression. grammar: the answer matches this grammar, in llguidance's dialect of Lark.
             At most one of the three; needs llguidance.
         adapter: name of a LoRA adapter that the model was loaded with; None for the model itself.
+        cache_salt: the prompt shares cached prefixes only with prompts of the same salt.
     """
 
     max_tokens: int | None = None
@@ -67,6 +68,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     adapter: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, fine: bool, allowed: str) -> None:
@@ -115,6 +117,8 @@ class SamplingParams:
         check("regex", self.regex is None or isinstance(self.regex, str), "a regular expression")
         check("json_schema", _is_schema(self.json_schema), "a JSON schema: a dict, or its text")
         check("adapter", self.adapter is None or isinstance(self.adapter, str), "the name of an adapter, or None")
+        salt = self.cache_salt
+        check("cache_salt", salt is None or (isinstance(salt, str) and salt != ""), "a text, or None")
         check("grammar", self.grammar is None or isinstance(self.grammar, str), "a Lark grammar")
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:

@@ -4,6 +4,7 @@ Pages of the cache go by the digest of the tokens up to their end (`engine/pages
 with them (`engine/snapshots.py`). What the device evicts is kept in host memory (`engine/offload.py`).
 """
 
+import hashlib
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -155,5 +156,6 @@ class Prefixes:
     def _extend_digests(self, sequence: Sequence, length: int) -> None:
         if len(sequence.digests) < length // self._executor.sizes.page_size:
             known, ahead = sequence.tokens(0, length), self._executor.needs_next_token
-            root = b"" if not sequence.adapter else b"adapter %d" % sequence.adapter
+            apart = (sequence.adapter, sequence.params.cache_salt)
+            root = hashlib.sha256(repr(apart).encode()).digest() if any(apart) else b""
             extend_digests(sequence.digests, known, self._executor.sizes.page_size, ahead=int(ahead), root=root)

@@ -157,6 +157,7 @@ SAMPLING_FIELDS: Mapping[str, Check] = {
     "logit_bias": (_is_bias, f"an object of up to {MAX_BIASES} token ids with a number from -100 to 100 each"),
     "min_tokens": (lambda v: is_int(v) and 0 <= v < 1 << 31, "a whole number from 0 on"),
     "priority": (lambda v: is_int(v) and abs(v) < 1 << 31, "a whole number; the lowest go first"),
+    "cache_salt": (lambda v: isinstance(v, str) and v != "", "a text"),
     "skip_special_tokens": FLAG,
     "spaces_between_special_tokens": FLAG,
     "ignore_eos": FLAG,
@@ -206,6 +207,6 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "repeat_penalty": (1,),
 }
 IGNORED = {
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",
-    "cache_prompt", "guided_decoding_backend",
+    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_prompt",
+    "guided_decoding_backend",
 }  # fmt: skip

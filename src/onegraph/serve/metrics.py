@@ -53,23 +53,23 @@ class _OfModels(Collector):
         workers = list(self._models.workers.values())
         pages, host = [worker.pages for worker in workers], [worker.host_pages for worker in workers]
         for name, what, value in (
-            ("running", "Answers that have a row in the engine.", sum(worker.running for worker in workers)),
-            ("waiting", "Answers that wait for a row, for pages or for a model.", self._waiting(workers)),
-            ("pages_used", "Pages of the KV cache that answers hold.", sum(used for used, _ in pages)),
+            ("running", "Sequences that are running.", sum(worker.running for worker in workers)),
+            ("waiting", "Sequences that wait to be admitted, for pages or for a model.", self._waiting(workers)),
+            ("pages_used", "Pages of the KV cache that running sequences use.", sum(used for used, _ in pages)),
             ("pages", "Pages of the KV cache.", sum(count for _, count in pages)),
             ("host_pages_used", "Pages of the prefix cache in host memory.", sum(used for used, _ in host)),
-            ("host_pages", "Pages that host memory has room for.", sum(count for _, count in host)),
+            ("host_pages", "Capacity of the prefix cache in host memory, in pages.", sum(count for _, count in host)),
         ):
             yield GaugeMetricFamily(f"onegraph_{name}", what, value=value)
         totals = sum((model.totals for model in self._models.all), Counter())
         for name, what in (
             ("prompt_tokens", "Tokens of prompts that were computed."),
-            ("shared_tokens", "Tokens of prompts that were found in pages of earlier ones."),
+            ("shared_tokens", "Tokens of prompts that were found in the prefix cache."),
             ("restored_tokens", "Of these, tokens whose pages were copied back from host memory."),
             ("offloaded_tokens", "Tokens whose pages were copied to host memory."),
             ("generated_tokens", "Tokens that were generated."),
             ("decode_steps", "Decode steps."),
-            ("preemptions", "Times that an answer gave up its pages, to be resumed."),
+            ("preemptions", "Preemptions: a sequence lost its pages and is resumed later."),
         ):
             yield CounterMetricFamily(f"onegraph_{name}", what, value=totals[name])
         answers = CounterMetricFamily("onegraph_answers", "Answers, by how they ended.", labels=["end"])

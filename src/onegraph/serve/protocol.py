@@ -212,7 +212,7 @@ def _sampling(fields: dict[str, Json], chat: bool) -> dict[str, Json]:
     if chat and fields.get("logprobs"):
         found["logprobs"] = fields.get("top_logprobs", 0)
     elif chat and fields.get("top_logprobs"):
-        raise APIError("top_logprobs is for logprobs: true alone", param="top_logprobs")
+        raise APIError("top_logprobs needs logprobs: true; add it, or leave top_logprobs out", param="top_logprobs")
     elif not chat and "logprobs" in fields:
         found["logprobs"] = fields["logprobs"]
     wanted = fields.get("response_format", {"type": "text"})
@@ -247,7 +247,9 @@ CHAT_FIELDS: Mapping[str, Check] = {
     "parallel_tool_calls": FLAG,
 }
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "min_tokens", "priority", "seed", "n", "regex")
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", *_PENALTIES, "min_tokens", "priority", "seed", "n", "regex", "cache_salt",
+)  # fmt: skip
 _THOUGHTS = ("reasoning_content", "reasoning")  # of other servers' answers; models are not shown their old thoughts
 # Besides content and name
 _ROLES: Mapping[str, tuple[str, ...]] = {

@@ -62,7 +62,7 @@ def parse_tools(fields: Mapping[str, Json]) -> Tools | None:
             "tool_choice: it asks for a call, and there are no tools; give some, or leave tool_choice out",
         )
     if not called:
-        raise ArgumentError("tool_choice", "tool_choice: the function that it asks for is not in tools")
+        raise ArgumentError("tool_choice", "tool_choice: the function that it names is not in tools; add it there")
     strict = any(tool["function"].get("strict") for tool in tools)
     return Tools(tuple(tools), () if choice == "auto" else tuple(called), choice == "required", several, strict)
 

@@ -145,9 +145,10 @@ def _roots(machine: Machine, file: SourceFile) -> Iterator[Root]:
         yield "<module>", partial(_module, machine, file, found)
     for statement in list(captures.statements(file.tree.body)):
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            if looks_like_factory(statement):
+            captured = found.within(statement)
+            if looks_like_factory(statement, options=not captured):
                 yield statement.name, partial(_factory, machine, file, statement)
-            elif found.within(statement):
+            elif captured:
                 yield statement.name, partial(_capture, machine, file, found, statement, None)
             elif captures.STEP.fullmatch(statement.name):
                 yield statement.name, partial(_named, machine, file, statement, None)
@@ -166,12 +167,24 @@ def _class_roots(machine: Machine, file: SourceFile, node: ast.ClassDef, found: 
             yield f"{node.name}.{method.name}", partial(_named, machine, file, method, node)
 
 
-def looks_like_factory(node: captures.Function) -> bool:
-    """`def factory(): ...; return step, inputs`: no parameters, and a pair is returned."""
-    if node.args.args or node.args.kwonlyargs or node.args.vararg or not node.body:
+def looks_like_factory(node: captures.Function, *, options: bool) -> bool:
+    """`def factory(): ...; return step, inputs`: a pair is returned. With `options`, parameters that have defaults are
+    allowed where the pair begins with a function defined here: a step too may have them and return a pair."""
+    last = node.body[-1] if node.body else None
+    if not (isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple) and len(last.value.elts) == 2):
         return False
-    last = node.body[-1]
-    return isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple) and len(last.value.elts) == 2
+    if not (node.args.args or node.args.kwonlyargs or node.args.vararg):
+        return True
+    step = last.value.elts[0]
+    inner = {statement.name for statement in node.body if isinstance(statement, ast.FunctionDef)}
+    return options and accepts(node.args, 0) and isinstance(step, ast.Name) and step.id in inner
+
+
+def accepts(given: ast.arguments, count: int) -> bool:
+    """Whether a call may pass `count` positional arguments and nothing else."""
+    positional = len(given.posonlyargs) + len(given.args)
+    most = count if given.vararg else positional
+    return positional - len(given.defaults) <= count <= most and None not in given.kw_defaults
 
 
 def _factory(machine: Machine, file: SourceFile, node: captures.Function) -> None:
@@ -181,7 +194,7 @@ def _factory(machine: Machine, file: SourceFile, node: captures.Function) -> Non
     if not isinstance(made, Seq) or made.items is None or len(made.items) != 2:
         return
     step, inputs = made.items
-    if isinstance(step, Func | Obj) and isinstance(inputs, Func) and len(inputs.node.args.args) == 1:
+    if isinstance(step, Func | Obj) and isinstance(inputs, Func) and accepts(inputs.node.args, 1):
         reader.found.steps.add((file.path, node.lineno))
         _steps(reader, made)
 
