@@ -73,9 +73,11 @@ def stack(checkpoint: Checkpoint, name: str, bits: int) -> Tensor:
 
 
 def decoded_into(hf: Any, path: Path, variant: str, bits: int) -> Any:
-    """The transformers model with every weight in codes replaced by what they stand for."""
+    """The transformers model with every weight in codes replaced by what they stand for. It has no draft layer."""
     with Checkpoint.open(path) as checkpoint, torch.no_grad():
         for layer in {name.removesuffix(".codes") for name in checkpoint.names if name.endswith(".codes")}:
+            if layer.startswith("mtp."):
+                continue
             inner = "block_sparse_moe" if variant.startswith("granite") else "mlp"
             target = layer.replace("block_sparse_moe", inner).replace("backbone.", "model.")
             if variant == "hy_v3":

@@ -106,7 +106,7 @@ def test_drafts(variant: str, rates: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_hybrids_draft_layer_loads_in_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3-Next's, whose projection is beside its blocks. Verify passes of hybrids need a GPU."""
+    """Qwen3-Next's, whose projection is beside its blocks. test_hybrid.py verifies drafts of it."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     from onegraph.integrations.vllm.linear import OnegraphLinearMethod
