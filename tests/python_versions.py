@@ -61,7 +61,7 @@ def environment(python: Path, oldest: bool) -> str:
         left_out = ("transformers", "accelerate") if cuda or oldest else ()
         wanted = [r for r in (*ours, *about["dependency-groups"]["test"]) if not r.startswith((*left_out, "torch"))]
         wanted += [] if cuda else [f"torch=={torch}", "triton==3.6.0"]  # which CPU builds of torch do not bring
-        pip(*into, "install", "--quiet", "-c", str(held), *wanted)
+        pip(*into, "install", "--quiet", "--no-compile", "-c", str(held), *wanted)
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, str(HERE))
         pip(*into, "install", "--quiet", "--no-deps", *map(str, Path(folder).glob("*.whl")))
     return "" if cuda else torch

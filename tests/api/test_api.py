@@ -223,7 +223,10 @@ def test_a_model_without_a_template_says_what_to_call(model: Path, tmp_path: Pat
         (lambda llm: llm.generate(["a"], [3]), r"params: got \[3\]; allowed is SamplingParams, or a list of them"),
         (lambda llm: llm.generate("a", on_done=3), "on_done: got 3; allowed is what can be called"),
         (lambda llm: llm.stream("a", cancelled=3), "cancelled: got 3; allowed is what can be called"),
-        (lambda llm: llm.chat("a", thinking="no"), "thinking: got 'no'; allowed is True, False, or None"),
+        (
+            lambda llm: llm.chat("a", thinking="no"),
+            "thinking: got 'no'; allowed is True, False, or None for what the chat template",
+        ),
         (lambda llm: llm.stream("a", temprature=1), "sampling: got temprature"),
         (lambda llm: llm.stream([999]), "got token 999"),
         (lambda llm: llm.chat([]), r"messages: got \[\]; allowed is a text, a list of"),

@@ -97,6 +97,25 @@ def test_the_switch_by_another_name_and_none_at_all(llm: LLM) -> None:
         llm.chat("Hi", thinking=True)
 
 
+# As gpt-oss's begins.
+EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Reasoning: "
+EFFORT += "{{ reasoning_effort }}{% for m in messages %} {{ m.content }}{% endfor %}"
+
+
+def test_an_effort_is_the_templates_variable_or_turns_its_switch(llm: LLM) -> None:
+    template = ChatTemplate(EFFORT, {})
+    assert [template.render(TURNS[:1], how) for how in (None, "high", "none")] == [
+        f"Reasoning: {effort} Hi" for effort in ("medium", "high", "none")
+    ]
+    with pytest.raises(ValueError, match="has no switch"):
+        template.render(TURNS[:1], False)
+    switched = ChatTemplate(QWEN3, {})
+    assert switched.render(TURNS, "none") == switched.render(TURNS, False) != switched.render(TURNS, True)
+    assert switched.render(TURNS, "low") == switched.render(TURNS, True)
+    with pytest.raises(ValueError, match="has no switch"):
+        llm.chat("Hi", thinking="high")
+
+
 def test_templates_see_that_there_are_no_tools() -> None:
     """`tools is not none` is how Mistral's ask: a name that is merely undefined would be tools."""
     assert ChatTemplate("{% if tools is not none or documents is not none %}tools{% endif %}", {}).render(TURNS) == ""

@@ -387,7 +387,7 @@ def test_answers_are_out_before_the_last_is_done(model: Path, tmp_path: Path, mo
         ('{"prompt": "a", "temperature": true}', "line 2: temperature: got True; allowed is a finite number"),
         ('{"prompt": "a", "max_tokens": 300}', "line 2: it has 1 tokens, and max_tokens 300 does not fit the model's"),
         ('{"prompt": "a", "stop": ["\\ud800"]}', r"line 2: got half a character (\ud800 to \udfff alone); write both"),
-        ('{"prompt": "a", "thinking": 1}', "line 2: thinking: got 1; allowed are true and false"),
+        ('{"prompt": "a", "thinking": 1}', "line 2: thinking: got 1; allowed are true, false, none, minimal, low"),
         (
             '{"prompt": "a", "thinking": true}',
             "line 2: thinking needs a chat template, and --raw continues the prompt without one",

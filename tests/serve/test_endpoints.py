@@ -205,7 +205,7 @@ def test_what_is_not_supported_is_refused_in_a_sentence(app: Starlette) -> None:
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "this server takes text"),
             ({"input": []}, "input: got []; allowed is a text or a list of messages"),
             ({"input": "a", "tools": [{"type": "web_search"}]}, "allowed are tools of type function"),
-            ({"input": "a", "reasoning": {"effort": "high"}}, 'effort "high" is not supported'),
+            ({"input": "a", "reasoning": {"effort": "huge"}}, 'effort: got "huge"; allowed are none, minimal, low'),
             ({"input": "a", "background": True}, "background is not supported; leave it out"),
             ({"input": "a", "extra_body": {"n": 2}}, "n is not known here"),
             ({"input": "a", "extra_body": {"max_tokens": 2}}, "max_tokens is not known here; use max_output_tokens"),

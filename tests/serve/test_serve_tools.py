@@ -226,15 +226,30 @@ def test_a_control_token_in_any_field_is_text(app: Starlette, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [({"enable_thinking": False}, False), ({"thinking": True}, True), ({"think": True}, None)]
-)
-def test_thinking_is_switched_as_with_other_servers(given: dict[str, bool], wanted: bool | None) -> None:
+    ("given", "wanted"),
+    [
+        ({"enable_thinking": False}, False), ({"thinking": True}, True), ({"think": True}, None),
+        ({"reasoning_effort": "high"}, "high"), ({"reasoning_effort": True}, None), ({"thinking": "high"}, None),
+    ],
+)  # fmt: skip
+def test_thinking_is_switched_as_with_other_servers(given: dict[str, Any], wanted: bool | str | None) -> None:
     body = json.dumps({"model": "m", "messages": ASK, "chat_template_kwargs": given}).encode()
     if wanted is None:
         with pytest.raises(APIError, match="allowed is an object with enable_thinking or thinking"):
             parse(body, chat=True)
     else:
-        assert parse(body, chat=True).thinking is wanted
+        assert parse(body, chat=True).thinking == wanted
+
+
+def test_an_effort_is_a_field_of_its_own_too() -> None:
+    asked = {"model": "m", "messages": ASK, "reasoning_effort": "low"}
+    assert parse(json.dumps(asked).encode(), chat=True).thinking == "low"
+    for more, says in (
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs says how to think too"),
+        ({"reasoning_effort": "huge"}, "allowed is none, minimal, low, medium, high, xhigh, max"),
+    ):
+        with pytest.raises(APIError, match=says):
+            parse(json.dumps(asked | more).encode(), chat=True)
 
 
 def test_pages_of_an_allowed_origin_may_ask(app: Starlette) -> None:

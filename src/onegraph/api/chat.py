@@ -16,6 +16,10 @@ SECONDS = 3  # of CPU time, a rendering
 MEMORY = 1 << 30  # bytes of address space
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]*")
 THINKING = ("enable_thinking", "thinking")  # what templates call the switch: Qwen, SmolLM and GLM; DeepSeek and Granite
+EFFORT = "reasoning_effort"  # what they call how much to think: gpt-oss, Mistral, Hy3
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI's
+
+Thinking = bool | str | None  # on or off, one of EFFORTS, or what the template does
 
 Tools = Sequence[Mapping[str, Any]]  # functions that a model may call, as OpenAI's API describes them
 
@@ -90,7 +94,7 @@ class TemplateError(ValueError):
 
 
 class ThinkingError(ArgumentError, TemplateError):
-    """A chat template without a switch for `thinking`."""
+    """A chat template without a switch for `thinking`, or without efforts."""
 
 
 class ChatTemplate:
@@ -116,24 +120,27 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         tools: Tools | None = None,
         *,
         complete: bool = False,
     ) -> str:
         """The conversation, ready for the answer, or `complete` with it. `thinking` turns the model's thoughts on or
-        off, None leaves it to the template; `tools` are what the model may call. Raises TemplateError where it does
-        not render, or has no such switch."""
+        off, or is an effort: for the template to read, or, of one that reads none, on unless it is "none". None leaves
+        it to the template; `tools` are what the model may call. Raises TemplateError where it does not render, or has
+        no such switch."""
         given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         given |= {"add_generation_prompt": False} if complete else {}
         if thinking is None:
             return self._render(messages, given)
+        if isinstance(thinking, str) and EFFORT in self.source:
+            return self._render(messages, {EFFORT: thinking} | given)
         if self.switch is None:
             raise ThinkingError(
                 "thinking",
                 "thinking: the checkpoint's chat template has no switch for it; leave it out",
             )
-        return self._render(messages, {self.switch: thinking} | given)
+        return self._render(messages, {self.switch: thinking not in (False, "none")} | given)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         plain = list(map(dict, messages))
@@ -162,7 +169,7 @@ class ChatTemplate:
     def parts(
         self,
         messages: Sequence[Mapping[str, Any]],
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         tools: Tools | None = None,
         names: Sequence[str] = (),
     ) -> list[str] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from onegraph.api.chat import Thinking
 from onegraph.engine.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Conversation:
         system: str | None = None,
         params: SamplingParams | None = None,
         max_tokens: int | None = None,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
     ) -> None:
         self._llm, self._params, self._limit, self._thinking = llm, params or SamplingParams(), max_tokens, thinking
         self._system = [] if system is None else [{"role": "system", "content": system}]

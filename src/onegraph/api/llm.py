@@ -18,6 +18,7 @@ from typing import Any, Literal, cast, overload
 import torch
 
 from onegraph.api import Progress
+from onegraph.api.chat import EFFORTS, Thinking
 from onegraph.api.completion import AnswerText, Completion, expand_n, for_engine
 from onegraph.api.constraint import Constraints
 from onegraph.api.defaults import SamplingDefaults
@@ -381,7 +382,7 @@ class LLM:
         messages: str | Sequence[Message],
         params: SamplingParams | None = None,
         *,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         **sampling: Any,
     ) -> Completion: ...
     @overload
@@ -390,7 +391,7 @@ class LLM:
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         **sampling: Any,
     ) -> list[Completion]: ...
 
@@ -399,14 +400,15 @@ class LLM:
         messages: str | Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         **sampling: Any,
     ) -> Completion | list[Completion]:
         """The answer to a conversation, or to each of a list of them, in the model's chat template.
 
         messages: [{"role": "user", "content": "Hi"}, ...]; a text is one message of the user. A control token's name in
-        a content is text, not a control token. thinking: on or off, of a model whose template has a switch for it; None
-        leaves it to the template. The rest as `generate`.
+        a content is text, not a control token. thinking: on or off, of a model whose template has a switch for it, or
+        an effort ("low", "medium", "high"; for gpt-oss and others); None leaves it to the template. The rest as
+        `generate`.
         """
         if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
             prompts = [self._conversation(each, thinking) for each in messages]
@@ -419,7 +421,7 @@ class LLM:
         messages: str | Sequence[Message],
         params: SamplingParams | None = None,
         *,
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         cancelled: Callable[[], bool] | None = None,
         **sampling: Any,
     ) -> Pieces:
@@ -460,8 +462,10 @@ class LLM:
         require("prompt", prompt, fine, "one text, or one list of token ids")
         return list(prompt)
 
-    def _conversation(self, messages: Any, thinking: bool | None) -> list[int]:
-        require_flag("thinking", thinking, none="what the chat template does")
+    def _conversation(self, messages: Any, thinking: Thinking) -> list[int]:
+        fine = thinking is None or isinstance(thinking, bool) or thinking in EFFORTS
+        allowed = f"True, False, or None for what the chat template does, or an effort: {', '.join(EFFORTS)}"
+        require("thinking", thinking, fine, allowed)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         fine = isinstance(messages, Sequence) and all(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError, Tools
+from onegraph.api.chat import DEEPSEEK_V4, ChatTemplate, TemplateError, Thinking, Tools
 from onegraph.api.sandbox import Sandbox, SandboxWorkerError
 from onegraph.formats.checkpoint import Checkpoint
 from onegraph.formats.files import CheckpointError, parse_json, quote
@@ -114,7 +114,7 @@ class Tokenizer:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        thinking: bool | None = None,
+        thinking: Thinking = None,
         tools: Tools | None = None,
         *,
         max_tokens: int | None = None,

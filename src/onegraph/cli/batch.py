@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from onegraph.api.chat import EFFORTS, Thinking
 from onegraph.cli.common import UsageError, one_line, read_text
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Request:
     prompt: str | list[dict[str, str]]
     told: dict[str, Any]
     fields: dict[str, Any] = field(default_factory=dict)
-    thinking: bool | None = None
+    thinking: Thinking = None
 
 
 def read_batch(path: str) -> tuple[list[Request], bool]:
@@ -72,8 +73,10 @@ def _request(line: str, where: str) -> Request:
         raise UsageError(f'{where}: a text, or a list of {{"role": ..., "content": ...}}, is expected')
     if (role := next((m["role"] for m in found.get("messages", ()) if m["role"] not in ROLES), None)) is not None:
         raise UsageError(f"{where}: role: got {one_line(role, 60)!r}; allowed are {', '.join(ROLES)}")
-    if not isinstance(thinking := found.get("thinking"), bool | None):
-        raise UsageError(f"{where}: thinking: got {one_line(json.dumps(thinking), 60)}; allowed are true and false")
+    thinking = found.get("thinking")
+    if not isinstance(thinking, bool | None) and thinking not in EFFORTS:
+        allowed = f"true, false, {', '.join(EFFORTS)}"
+        raise UsageError(f"{where}: thinking: got {one_line(json.dumps(thinking), 60)}; allowed are {allowed}")
     told = {name: found[name] for name in ("id", "prompt", "messages") if name in found}
     fields = {name: found[name] for name in names if name in found}
     try:

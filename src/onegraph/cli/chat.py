@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from onegraph.api.chat import Thinking
 from onegraph.cli.common import CONTEXT, MODEL, UsageError, import_engine, number, one_line, open_model, options
 from onegraph.cli.generate import add_engine, add_thinking, engine, load, report, show, thinking_of
 from onegraph.cli.sampling import add_sampling, check_constraint, sampling_of
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace, thinking: bool | None) -> tuple[Tokenizer, int, int, SamplingDefaults]:
+def prepare(args: argparse.Namespace, thinking: Thinking) -> tuple[Tokenizer, int, int, SamplingDefaults]:
     """The model's tokenizer, the size of its vocabulary, the length of the context, and how the model samples by
     default. Raises ValueError, before any weight is read, for what no turn could do."""
     from onegraph.api.conversation import reserved_tokens

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
+from onegraph.api.chat import EFFORTS, Thinking
 from onegraph.cli.batch import Request, read_batch, rows
 from onegraph.cli.common import (
     CONTEXT,
@@ -54,7 +55,7 @@ examples:
   git diff | onegraph generate out/smollm2-4bit --prompt -
 
 --chat (default if the model has a chat template) asks a question; --raw continues the text. A line of a .jsonl file is
-{"prompt": TEXT} or {"messages": [...]}, with an "id", "thinking" (true or false) and fields of SamplingParams
+{"prompt": TEXT} or {"messages": [...]}, with an "id", "thinking" (true, false, an effort) and fields of SamplingParams
 (docs/reference/python.md), which override the options. Answers are JSON lines in the same order. The same seed gives
 the same text. On a GPU the decode step is one CUDA graph; --capture off runs the same code eagerly, --capture split
 breaks the graph around attention. --kv-cache-dtype quantizes keys and values (docs/guides/long-context.md).
@@ -138,14 +139,17 @@ def add_engine(parser: argparse.ArgumentParser) -> Options:
 def add_thinking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--thinking",
-        choices=("on", "off"),
-        help="turn thoughts on or off, if the chat template has a switch [the template's default]",
+        choices=("on", "off", *EFFORTS),
+        metavar="HOW",
+        help=f"turn thoughts on or off, or an effort ({', '.join(EFFORTS)}), if the chat template has a switch "
+        "[the template's default]",
     )
 
 
-def thinking_of(args: argparse.Namespace) -> bool | None:
+def thinking_of(args: argparse.Namespace) -> Thinking:
     """What `add_thinking`'s option says, as `LLM.chat` takes it."""
-    return None if args.thinking is None else args.thinking == "on"
+    given: Thinking = {"on": True, "off": False}.get(args.thinking, args.thinking)
+    return given
 
 
 def add_draft(parser: Options) -> None:
@@ -348,7 +352,7 @@ class Answers:
                 print(shown(f"> {request.prompt}\n{row['text'].strip()}\n"), flush=True)
 
 
-def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: bool | None) -> list[int]:
+def encoded(tokenizer: Tokenizer, request: Request, chat: bool, thinking: Thinking) -> list[int]:
     """Token ids of a prompt, unchanged or as a question in the chat template; what the request says of `thinking`
     goes over what the command line does. Raises ValueError."""
     from onegraph.api.chat import TemplateError, ThinkingError

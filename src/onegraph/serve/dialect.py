@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from onegraph.api.chat import ChatTemplate, TemplateError
+from onegraph.api.chat import ChatTemplate, TemplateError, Thinking
 from onegraph.api.tokenizer import Tokenizer
 from onegraph.engine.arguments import ArgumentError
 from onegraph.serve.call_grammar import CallGrammar
@@ -91,7 +91,7 @@ class Dialect:
         return [{"role": "system", "content": about}, *written], None
 
     def answer_form(
-        self, tools: Tools | None, thinking: bool | None, constraint: Mapping[str, Json] | None = None
+        self, tools: Tools | None, thinking: Thinking, constraint: Mapping[str, Json] | None = None
     ) -> AnswerForm:
         """For a chat with these tools. constraint: the request's own "json_schema" or "regex".
 
@@ -100,7 +100,7 @@ class Dialect:
         form, grammar, opened = self.form, None, self._opened(thinking)
         write = CallGrammar(form, self._control, self.thought)
         if tools is not None and tools.called:
-            may_think = thinking is not False and self.thought is not None
+            may_think = thinking not in (False, "none") and self.thought is not None
             how: dict[str, Any] = {"several": tools.several and tools.required, "opened": opened, "thinking": may_think}
             grammar = write.forced(tools.called, **how)
             if grammar is None:
@@ -121,7 +121,7 @@ class Dialect:
         keep = frozenset(i for name, i in self._control.items() if any(name in mark for mark in marks))
         return AnswerForm(form, tools, self.thought, opened, grammar, keep)
 
-    def _find_opened(self, thinking: bool | None) -> bool:
+    def _find_opened(self, thinking: Thinking) -> bool:
         """Whether the template begins the answer's thought."""
         if self.thought is None or self._template is None:
             return False

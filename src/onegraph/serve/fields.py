@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from onegraph.api.chat import THINKING
+from onegraph.api.chat import EFFORT, EFFORTS, THINKING
 from onegraph.engine.params import MAX_BIASES, MAX_LOGPROBS
 from onegraph.serve.errors import APIError
 
@@ -125,7 +125,14 @@ def _is_guided(value: Json) -> bool:
 
 
 def is_thinking(value: Json) -> bool:
-    return isinstance(value, dict) and len(value) == 1 and value.keys() <= {*THINKING} and is_flag(*value.values())
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    ((name, how),) = value.items()
+    return is_effort(how) if name == EFFORT else name in THINKING and is_flag(how)
+
+
+def is_effort(value: Json) -> bool:
+    return isinstance(value, str) and value in EFFORTS
 
 
 def is_flag(value: Json) -> bool:
@@ -183,7 +190,6 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": (),
     "prediction": (),
     "modalities": (["text"],),
     "store": (False,),

@@ -205,7 +205,8 @@ def _field(what: str, asked: CompletionRequest, otherwise: str = "") -> str | No
     """The request's field for an argument of the engine or the tokenizer; `otherwise` where it has none."""
     text = "prompt" if asked.messages is None else "messages"
     constraint = "tools" if asked.tools else "response_format"
-    forms = {"thinking": "chat_template_kwargs", "json_schema": constraint, "grammar": constraint, "tools": "tools"}
+    thinking = "reasoning_effort" if isinstance(asked.thinking, str) else "chat_template_kwargs"
+    forms = {"thinking": thinking, "json_schema": constraint, "grammar": constraint, "tools": "tools"}
     if what in forms:
         return forms[what]
     if what == "prompt":

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onegraph.api.chat import EFFORT, EFFORTS, Thinking
 from onegraph.engine.arguments import ArgumentError
 from onegraph.serve.errors import APIError
 from onegraph.serve.fields import (
@@ -23,6 +24,7 @@ from onegraph.serve.fields import (
     Json,
     check_fields,
     equal,
+    is_effort,
     is_int,
     is_prompt,
     is_thinking,
@@ -53,7 +55,7 @@ class CompletionRequest:
     stream: bool
     usage: bool
     tools: Tools | None = None
-    thinking: bool | None = None
+    thinking: Thinking = None
     ignore_eos: bool = False
     stop_ids: tuple[int, ...] = ()
     keep: int | None = None
@@ -126,7 +128,7 @@ def request_of(fields: dict[str, Json], chat: bool) -> CompletionRequest:
         stream=fields.get("stream", False),
         usage=bool(options.get("include_usage")),
         tools=tools,
-        thinking=next(iter(fields.get("chat_template_kwargs", {}).values()), None),
+        thinking=_thinking(fields),
         ignore_eos=fields.get("ignore_eos", False),
         stop_ids=tuple(fields.get("stop_token_ids", ())),
         keep=fields.get("truncate_prompt_tokens"),
@@ -135,6 +137,14 @@ def request_of(fields: dict[str, Json], chat: bool) -> CompletionRequest:
         told=told,
         special=not fields.get("skip_special_tokens", True),
     )
+
+
+def _thinking(fields: Mapping[str, Json]) -> Thinking:
+    """As `ChatTemplate.render` takes it."""
+    given = [*fields.get("chat_template_kwargs", {}).values(), *([fields[EFFORT]] if EFFORT in fields else [])]
+    if len(given) > 1:
+        raise APIError(f"{EFFORT}: chat_template_kwargs says how to think too; give one", param=EFFORT)
+    return given[0] if given else None
 
 
 def _best(fields: Mapping[str, Json], sampling: dict[str, Json]) -> int:
@@ -241,7 +251,11 @@ CHAT_FIELDS: Mapping[str, Check] = {
     "max_completion_tokens": COUNT,
     "logprobs": FLAG,
     "top_logprobs": TOP,
-    "chat_template_kwargs": (is_thinking, "an object with enable_thinking or thinking, true or false"),
+    "chat_template_kwargs": (
+        is_thinking,
+        "an object with enable_thinking or thinking, true or false, or with reasoning_effort",
+    ),
+    EFFORT: (is_effort, ", ".join(EFFORTS)),
     "tools": (lambda v: isinstance(v, list), "a list of tools"),
     "tool_choice": (lambda v: isinstance(v, str | dict), "none, auto, required, or an object that names a function"),
     "parallel_tool_calls": FLAG,

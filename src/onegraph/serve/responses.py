@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from onegraph.api.chat import EFFORT, EFFORTS
 from onegraph.serve.blocks import Block, BlockStream, Ending, blocks_of, event
 from onegraph.serve.errors import APIError
-from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, check_names, equal, listed, read_object, shown
+from onegraph.serve.fields import IGNORED, SAMPLING_FIELDS, check_names, equal, is_effort, listed, read_object, shown
 from onegraph.serve.protocol import CompletionRequest, parse_fields
 
 Json = Any  # what json.loads gives
@@ -140,13 +141,13 @@ def _tool(at: int, tool: Json) -> dict[str, Json]:
 
 
 def _reasoning(asked: Json) -> dict[str, Json]:
-    """effort "none" switches thoughts off, of a model that has a switch; another is not in its template."""
     effort = asked.get("effort") if isinstance(asked, dict) else None
     if effort is None:
         return {}
-    if effort != "none":
-        raise APIError(f"reasoning: effort {shown(effort)} is not supported; leave it out", param="reasoning")
-    return {"chat_template_kwargs": {"enable_thinking": False}}
+    if not is_effort(effort):
+        allowed = ", ".join(EFFORTS)
+        raise APIError(f"reasoning: effort: got {shown(effort)}; allowed are {allowed}", param="reasoning")
+    return {EFFORT: effort}
 
 
 class Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from onegraph.api.chat import EFFORT
 from onegraph.serve.errors import APIError
 from onegraph.serve.fields import FLAG, SAMPLING_FIELDS, Check, check_fields, equal, is_int, read_object
 from onegraph.serve.protocol import CHAT_FIELDS, CompletionRequest, request_of
@@ -37,7 +38,7 @@ _TOKENIZE: Mapping[str, Check] = {
     "model": SAMPLING_FIELDS["model"],
     "prompt": (lambda v: isinstance(v, str), "a text"),
     "add_special_tokens": FLAG,
-    **{name: CHAT_FIELDS[name] for name in ("messages", "tools", "chat_template_kwargs")},
+    **{name: CHAT_FIELDS[name] for name in ("messages", "tools", "chat_template_kwargs", EFFORT)},
 }
 _DETOKENIZE: Mapping[str, Check] = {
     "model": SAMPLING_FIELDS["model"],
