@@ -4,7 +4,8 @@ VENV   ?= .venv
 # e.g. PIP_ARGS="--extra-index-url <index of CPU builds>" where the default torch would bring CUDA packages along
 PIP_ARGS ?=
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+# Modules are compiled when they are imported first: of torch's most never are, and all of them take longer than torch.
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 TESTS  ?= tests
 COUNT  ?= 10000
 
@@ -51,7 +52,8 @@ define overlay
 $(BIN)/python -m venv --without-pip $(1)
 $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
   > $$(echo $(1)/lib/python*/site-packages)/main.pth
-$(BIN)/python -m pip --python $(1)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r $(2)
+$(BIN)/python -m pip --python $(1)/bin/python install --quiet --no-compile --disable-pip-version-check --no-deps $(PIP_ARGS) \
+  -r $(2)
 endef
 
 # torch's products, oneDNN's and FBGEMM's, as a CPU without AVX-512 runs them, and what rests on their sums: quantizing,
