@@ -2,8 +2,8 @@
 
     python3 -m pip install matplotlib && python3 benchmarks/plot.py
 
-Writes overview.svg (the README's), performance.svg and turboquant.svg. The background is transparent; the ink follows
-the reader's colour scheme.
+Writes overview.svg (the README's), performance.svg, quality.svg and turboquant.svg. The background is transparent; the
+ink follows the reader's colour scheme.
 """
 
 from __future__ import annotations
@@ -58,6 +58,23 @@ QUALITY = {
     "round to nearest, group 64": {2: "quality-rtn-2-c611", 3: "quality-rtn-3-1a44", 4: "quality-rtn-4-ad27"},
 }
 STORED = {"onegraph E8P, recipe best": 0.05, "round to nearest, group 64": 0.5}  # bits for scales, beside the rate
+FORMATS = {  # the default recipe of a GPU
+    "E8P": {
+        2: "quality-good-2-fisher-2-ffd4",
+        3: "quality-good-3-fisher-2-12d9",
+        4: "quality-good-4-fisher-2-0008",
+    },
+    "trellis": {
+        2: "quality-good-2-format-trellis-b21c",
+        2.5: "quality-good-2.5-format-trellis-0d86",
+        3: "quality-good-3-format-trellis-5453",
+        3.5: "quality-good-3.5-format-trellis-6c93",
+        4: "quality-good-4-format-trellis-b41d",
+        5: "quality-good-5-format-trellis-80b2",
+        6: "quality-good-6-format-trellis-388a",
+        8: "quality-good-8-format-trellis-c4ad",
+    },
+}
 KV_FILE = "turboquant-quality-cpu.jsonl"  # every line of it that has a KL
 
 
@@ -187,6 +204,20 @@ PLACES = {  # offset in points and alignment of labels that would lie on others
 }
 
 
+def quality(plt: Any) -> Any:
+    figure, axes = plt.subplots(figsize=(9.2, 4.6))
+    stored, found = values(FORMATS, "bpw"), values(FORMATS, "kl")
+    for name, colour, shift in (("E8P", PEER, (8, 4)), ("trellis", OURS, (-8, -12))):
+        points = {stored[name][bits]: kl for bits, kl in found[name].items()}
+        line(axes, points, name, colour, "{:.3g}", shift)
+    axis(axes, "x", (2, 2.5, 3, 3.5, 4, 5, 6, 8), "bits stored per weight", (1.8, 8.6))
+    axis(axes, "y", (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1), "KL divergence, nats per token", (0.00013, 1.3))
+    axes.set_title("SmolLM2-135M, recipe good, mean of four unrelated texts")
+    axes.legend(loc="upper right")
+    figure.tight_layout()
+    return figure
+
+
 def kv_rows() -> list[dict[str, Any]]:
     lines = (HERE / "results" / KV_FILE).read_text().splitlines()
     return [row for row in map(json.loads, lines) if "kl" in row]
@@ -228,7 +259,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGES, help="folder for the pictures (default: docs/benchmarks)")
     args = parser.parse_args()
     plt = style()
-    for draw in (overview, performance, turboquant):
+    for draw in (overview, performance, quality, turboquant):
         save(draw(plt), args.out / f"{draw.__name__}.svg")
 
 

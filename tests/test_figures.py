@@ -106,17 +106,18 @@ def test_pictures_show_the_values_of_cited_lines(repo: Path, monkeypatch: pytest
     import plot
 
     found = plot.rows()
-    for chosen in (plot.LINEAR, plot.STEP, plot.QUALITY):
+    for chosen in (plot.LINEAR, plot.STEP, plot.QUALITY, plot.FORMATS):
         assert {line for each in chosen.values() for line in each.values()} <= found.keys()
     assert all(found[line]["shape"] == "llama-3-8b" for each in plot.STEP.values() for line in each.values())
     assert all(found[line]["batch"] == 1 for each in plot.STEP.values() for line in each.values())
     linears = [found[line] for each in plot.LINEAR.values() for line in each.values()]
     assert {(row["k"], row["n"], row["tokens"]) for row in linears} == {(4096, 14336, 1)}
     pictures = {path.stem: path.read_text() for path in (repo / "docs/benchmarks").glob("*.svg")}
-    assert pictures.keys() == {"overview", "performance", "turboquant"}
+    assert pictures.keys() == {"overview", "performance", "quality", "turboquant"}
     for values, text, form in (
         (plot.values(plot.STEP, "tokens_per_second"), pictures["overview"], "{:.0f}"),
         (plot.values(plot.QUALITY, "kl"), pictures["overview"], "{:.3g}"),
+        (plot.values(plot.FORMATS, "kl"), pictures["quality"], "{:.3g}"),
         (plot.values(plot.LINEAR, "us"), pictures["performance"], "{:.3g}"),
         (plot.values(plot.STEP, "tokens_per_second"), pictures["performance"], "{:.0f}"),
     ):
