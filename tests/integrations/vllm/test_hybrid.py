@@ -32,8 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_hybrid_in_codes_scores_what_its_weights_score(checkpoint: tuple[Path, Any], drafts: int) -> None:
-    """Four requests at once of unequal lengths, then again, over states that others left in their blocks; with drafts
-    of a layer in codes, most of which are rejected, too. In bfloat16 near-ties may differ with and without drafts."""
+    """Four requests at once of unequal lengths, then again, over states that others left in their blocks; without
+    drafts, and with those of a layer in codes. In bfloat16 near-ties may differ with and without drafts."""
     from vllm.sampling_params import SamplingParams
 
     path, hf = checkpoint
